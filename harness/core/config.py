@@ -1,0 +1,174 @@
+"""The run's config: model, data, optimizer, schedule, guard, checkpoints. Strict, torch-free, every key with a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from harness.core.errors import ConfigError, Problem
+from harness.core.resources import find
+from harness.core.schema import Strict, validate
+from harness.core.yamlfile import parse_yaml, read_yaml
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class TrainConfig(Strict):
+    """Length, batch and update rule."""
+
+    steps: Positive = Field(300, description="windows (optimizer steps) to train")
+    seed: Count = Field(0, description="seed of weights and data order")
+    global_batch: Positive = Field(16, description="samples per optimizer step, over all ranks")
+    micro_batch: Positive = Field(16, description="samples per forward and backward on one rank")
+    max_grad_norm: float = Field(1.0, gt=0, description="clip the global L2 gradient norm to this")
+    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    warmup_steps: Count = Field(20, description="applied steps of linear warm-up")
+    min_lr_ratio: Share = Field(0.1, description="final learning rate over peak, end of the cosine")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW decay on matrices; vectors get none")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW moment decay rates")
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="fused AdamW, or fused SGD with momentum betas[0]")
+    eval_every: Count = Field(100, description="steps between validations; 0: only at the end")
+    threads: Count = Field(0, description="CPU threads per rank; 0: cores / local ranks, or OMP_NUM_THREADS")
+    max_minutes: float = Field(0.0, ge=0, description="save and stop after this many minutes; 0: never")
+
+
+class DataConfig(Strict):
+    """Where text comes from and how it is cut into samples."""
+
+    path: str | None = Field(None, description="text file or folder; none: Python's standard library source")
+    context: Positive = Field(256, description="tokens (bytes) per sample")
+    val_fraction: float = Field(0.1, gt=0, lt=1, description="share of bytes held out, by file")
+    val_samples: Positive = Field(128, description="validation samples, over all ranks, evenly spread")
+
+
+class ModelConfig(Strict):
+    """The shipped Llama-style GPT's sizes, or a target of your own."""
+
+    target: str = Field("harness.models.gpt:build", description='"pkg.mod:fn": fn(**args) -> nn.Module')
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
+
+
+class CheckpointConfig(Strict):
+    """When to save and what to keep."""
+
+    every: Count = Field(50, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(3, ge=2, description="newest checkpoints kept; at least 2")
+    healthy_steps: Count = Field(10, description="healthy steps after a save before it is a rollback target")
+
+
+class TrackingConfig(Strict):
+    """What goes into the journal and MLflow, how often."""
+
+    mlflow: bool = Field(True, description="ship the journal to MLflow")
+    experiment: str = Field("hopper-harness", min_length=1, description="MLflow experiment name")
+    fp8_every: Positive = Field(10, description="steps between rows of per-slot FP8 statistics")
+    drain_seconds: float = Field(30.0, ge=0, description="wait at exit for MLflow to catch up")
+
+
+class EngineConfig(Strict):
+    """Distributed execution."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage (deepspeed launcher only)")
+    deepspeed: str | None = Field(None, description="path of a DeepSpeed JSON merged under ours; none: ours alone")
+    timeout_seconds: float = Field(600.0, gt=0, description="process-group timeout")
+
+
+class GuardConfig(Strict):
+    """Thresholds and budgets of the guard."""
+
+    enabled: bool = Field(True, description="monitors and responder; the non-finite gate is always on")
+    max_consecutive_skips: Positive = Field(5, description="skipped steps in a row before a rollback")
+    spike_window: Positive = Field(64, description="applied steps in the loss detector's window")
+    spike_sigma: float = Field(12.0, gt=0, description="robust sigmas (log scale, median/MAD) that make a spike")
+    spike_steps: Positive = Field(5, description="spiking steps in a row before a rollback")
+    max_rollbacks: Count = Field(3, description="rollbacks before the run is halted")
+    max_skips: Positive = Field(100, description="skipped steps in total before the run is halted")
+    max_switches: Count = Field(64, description="layer switches in total; more are refused and logged")
+
+
+class RunConfig(Strict):
+    """One run. `recipe` names the precision policy; everything else is here."""
+
+    recipe: str = Field("auto", description="name or path of the precision recipe")
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        train = self.train
+        if train.global_batch % train.micro_batch:
+            raise ValueError(
+                f"train.global_batch ({train.global_batch}) is not a multiple of train.micro_batch ({train.micro_batch})"
+            )
+        if ":" not in self.model.target:
+            raise ValueError(f'model.target {self.model.target!r} is not of the form "package.module:function"')
+        return self
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["train.lr=1e-3"]` as a nested mapping; values are YAML. Raises ConfigError naming every malformed one."""
+    nested: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        parts = key.split(".")
+        if not equals or not all(part.isidentifier() for part in parts):
+            problems.append(
+                Problem(f"{override!r} is not an override", "command line", fix="write key.path=value, e.g. train.lr=1e-3")
+            )
+            continue
+        section = nested
+        for part in parts[:-1]:
+            inner = section.setdefault(part, {})
+            if not isinstance(inner, dict):
+                inner = section[part] = {}
+            section = inner
+        section[parts[-1]] = parse_yaml(value, f"command line: {key}")
+    if problems:
+        raise ConfigError(problems)
+    return nested
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `over` laid on top, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def load_config(name_or_path: str, overrides: Sequence[str] = (), recipe: str | None = None) -> RunConfig:
+    """The resolved config of a run: the file, then overrides, then `recipe` if given.
+
+    Raises ConfigError that lists every problem of file and command line together.
+    """
+    path = find("configs", name_or_path)
+    over = parse_overrides(overrides)
+    if recipe is not None:
+        over = merge(over, {"recipe": recipe})
+    source = f"{path}" if not overrides else f"{path} + command line"
+    return validate(RunConfig, merge(read_yaml(path), over), source)
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two config dumps."""
+    keys: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            keys += changed_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            keys.append(prefix + key)
+    return keys
+
+

@@ -1,0 +1,88 @@
+"""Errors that say what is wrong, where, why, and how to fix it; and the exit codes of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of one rank. Launchers may swallow them: wrappers read `outcome.json`."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    HALTED = 3
+    MACHINE = 4
+    STOPPED = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. `where` is a file and key, a module name or a path."""
+
+    what: str
+    where: str = ""
+    why: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.why:
+            lines.append(f"    why: {self.why}")
+        if self.fix:
+            lines.append(f"    fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class HarnessError(Exception):
+    """Base of every error meant for the user; carries all problems found, not only the first."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+    def __init__(self, problems: Problem | Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[HarnessError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+class ConfigError(HarnessError, ValueError):
+    """A recipe, config, override or combination of them that cannot be right."""
+
+    exit_code = ExitCode.USAGE
+
+
+class DataError(HarnessError, ValueError):
+    """Training data that is missing, unreadable, binary, empty or too short."""
+
+    exit_code = ExitCode.USAGE
+
+
+class CheckpointError(HarnessError, RuntimeError):
+    """A checkpoint that cannot be written, verified or loaded into this run."""
+
+    exit_code = ExitCode.USAGE
+
+
+class MachineError(HarnessError, RuntimeError):
+    """This machine cannot run the plan (no usable GPU, no compiler, too little disk)."""
+
+    exit_code = ExitCode.MACHINE
+
+
+class MisuseError(HarnessError, RuntimeError):
+    """The Python interface was called in an order that would train wrongly."""
+
+    exit_code = ExitCode.USAGE
+
+
+def near_match(name: str, known: Sequence[str]) -> str:
+    """A hint such as `did you mean "margin"?`, else the list of what is known."""
+    close = get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    return "known: " + ", ".join(sorted(known)) if known else ""

@@ -1,0 +1,150 @@
+"""Pure data that flows through the loop: what a step did, what monitors say of it, what to do about it.
+
+Torch-free, so that every decision can be tested, replayed and rendered without a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The samples of one optimizer step, over all ranks.
+
+    step: the step that consumes it. index: its place in the data order (differs from step once windows were
+    skipped). samples: int64 [global_batch], sample numbers in reading order.
+    """
+
+    step: int
+    index: int
+    samples: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """Per-slot FP8 statistics of one step; all arrays are float32 [slots] in the order of `names`.
+
+    amax: largest magnitude of the unscaled tensor. scale: the scale in use at that step (before the update).
+    saturation: amax * scale / fp8_max, over 1 means clipped. clipped, underflow: shares of all, of non-zero values,
+    NaN where not sampled this step. sqnr_db: signal over quantisation noise in dB, NaN where not sampled.
+    """
+
+    names: tuple[str, ...]
+    amax: npt.NDArray[np.float32]
+    scale: npt.NDArray[np.float32]
+    saturation: npt.NDArray[np.float32]
+    clipped: npt.NDArray[np.float32]
+    underflow: npt.NDArray[np.float32]
+    sqnr_db: npt.NDArray[np.float32]
+    scrubbed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What one step did, identical on every rank.
+
+    loss: mean training loss of the window, nats per token. grad_norm: L2 norm of the unscaled gradient before
+    clipping. applied: False when the update was gated. applied_steps: updates applied so far, this one included.
+    tokens: tokens (targets) of the window over all ranks. seconds: wall time of the step. stop: some rank was
+    asked to stop.
+    """
+
+    step: int
+    window: int
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    applied: bool
+    applied_steps: int
+    tokens: int
+    seconds: float
+    stop: bool = False
+    demoted: tuple[str, ...] = ()
+    slots: SlotStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Move layers between FP8 and BF16 before the next step."""
+
+    demote: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Go back to the last good checkpoint and pass over the windows named (indices in the data order)."""
+
+    reason: str
+    bad: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Stop the run; it would only get worse."""
+
+    reason: str
+
+
+Action = Continue | Switch | Rollback | Halt
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one monitor says of one step.
+
+    code: stable name such as `nonfinite.skip`. healthy: False keeps a checkpoint from being earned. proposal: what
+    the monitor would do; the responder decides, within budgets. evidence: JSON-able figures.
+    """
+
+    code: str
+    step: int
+    text: str = ""
+    healthy: bool = True
+    proposal: Action = field(default_factory=Continue)
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended; written to `outcome.json`. status: done | stopped | halted | failed."""
+
+    status: str
+    exit_code: int
+    reason: str
+    step: int
+    val_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One row of the plan: a module, the precision it runs in, the backend that does it, and why."""
+
+    module: str
+    kind: str
+    precision: str
+    backend: str
+    reason: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RungVerdict:
+    """One rung of a recipe's ladder and why it was taken or not."""
+
+    rung: str
+    taken: bool
+    reason: str

@@ -1,0 +1,206 @@
+"""The seams between rooms: what the loop asks of an engine, a data source, a tracker, a checkpoint store.
+
+Concrete classes are named only in `harness/build.py`. Torch appears in annotations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from harness.core.facts import StepFacts, Verdict, Window
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+
+TensorDict = dict[str, "Tensor"]
+Tensors = dict[str, TensorDict]
+Meta = dict[str, Any]
+
+
+class Stateful(Protocol):
+    """One part of `TrainState`: tensors go to safetensors, meta to JSON. Both are collective under an engine."""
+
+    def state_dict(self) -> tuple[TensorDict, Meta]: ...
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an engine's step did, as 0-d tensors on its device: nothing here has been read by the host.
+
+    grad_norm: fp32, unscaled, before clipping. skipped: fp32, exactly 0.0 or 1.0. loss_scale: fp32, the scale in use.
+    lr: fp32. applied: fp32, updates applied so far, this one included.
+    """
+
+    grad_norm: Tensor
+    skipped: Tensor
+    loss_scale: Tensor
+    lr: Tensor
+    applied: Tensor
+
+
+class Engine(Protocol):
+    """Owns ranks, gradients and the optimizer step. One for a single process and DDP, one for DeepSpeed."""
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+    module: torch.nn.Module
+    """What to call: the model, or its DDP / DeepSpeed wrapper."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; gradients are reduced across ranks in the last one only."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of `loss` (already divided by the number of micro-batches); applies the loss scale."""
+        ...
+
+    def step(self, agree: Tensor) -> Update:
+        """Gate, clip and apply the update, then zero the gradients.
+
+        agree: fp32 [n], MAX-reduced over ranks in place, in one collective, before the update. Element 0 is this
+        rank's "bad" flag (0.0 or 1.0); the engine raises it when the gradient norm is not finite, and the update is
+        applied only if it is 0.0 on every rank.
+        """
+        ...
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over ranks of a small fp32 tensor, identical on every rank."""
+        ...
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over ranks of a small fp32 tensor."""
+        ...
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON-able value on every rank."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def parts(self) -> dict[str, Stateful]:
+        """The engine's share of the TrainState: `model` and `optimizer`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group; safe to call twice."""
+        ...
+
+
+class PrecisionBackend(Protocol):
+    """How the plan's rung computes. Slot and layer names are padded (blocks.03.mlp.down.input)."""
+
+    layers: tuple[str, ...]
+    """Layers that may run in FP8, as named in the model; empty on rungs without FP8."""
+    slot_names: tuple[str, ...]
+    note: str
+
+    @property
+    def demoted(self) -> tuple[str, ...]: ...
+
+    def context(self) -> AbstractContextManager[None]:
+        """Around forward. With gradients off it leaves no trace in the FP8 state."""
+        ...
+
+    def backward_context(self) -> AbstractContextManager[None]:
+        """Around backward (activation checkpointing recomputes forward there)."""
+        ...
+
+    def begin_window(self, sample: bool) -> None:
+        """An optimizer step begins; `sample`: measure the statistics that cost."""
+        ...
+
+    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """After backward of one micro-batch; `reduce`: MAX over ranks."""
+        ...
+
+    def amax(self) -> Tensor:
+        """float32 [n], what the step's one MAX all-reduce must carry; n = 0 if nothing."""
+        ...
+
+    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+        """Update scales unless `skip` is 1.0; float32 [6, slots]: amax, scale in use, saturation, clipped,
+        underflow, SQNR in dB (the last three NaN where not sampled). `mean`: over ranks."""
+        ...
+
+    def scrubbed(self) -> Tensor:
+        """Infinite amaxes dropped in this window, float32 0-d."""
+        ...
+
+    def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None: ...
+
+    def state_dict(self) -> tuple[TensorDict, Meta]: ...
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
+
+
+class Batches(Protocol):
+    """A data source: windows by number, batches of token ids by sample."""
+
+    name: str
+    tokens_per_sample: int
+
+    def window(self, step: int, index: int) -> Window:
+        """The window at place `index` of the data order: a pure function of (seed, index)."""
+        ...
+
+    def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches: (inputs, targets), int64 [micro_batch, context]."""
+        ...
+
+    def validation(self, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """This rank's fixed validation batches, the same at every call."""
+        ...
+
+
+class Tracker(Protocol):
+    """The record of a run. On ranks other than 0 it does nothing. attempt: raised by a rollback, part of every row."""
+
+    attempt: int
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def event(self, step: int, code: str, **fields: Any) -> None: ...
+
+    def flush(self) -> None:
+        """Everything logged so far is on disk (fsync)."""
+        ...
+
+
+class Monitor(Protocol):
+    """Observes one step, keeps a small checkpointed window, returns what it thinks."""
+
+    def observe(self, facts: StepFacts) -> Verdict: ...
+
+    def state_dict(self) -> Meta: ...
+
+    def load_state_dict(self, meta: Mapping[str, Any]) -> None: ...
+
+
+class CheckpointStore(Protocol):
+    """Where checkpoints live. Only rank 0 writes; every load is verified against the manifest."""
+
+    def save(self, step: int, tensors: Tensors, meta: Meta) -> Path: ...
+
+    def load(self, step: int) -> tuple[Tensors, Meta]: ...
+
+    def steps(self) -> list[int]:
+        """Steps of complete checkpoints, oldest first."""
+        ...
+
+    def newest_valid(self) -> int | None:
+        """Step of the newest checkpoint whose every file matches its hash; damaged ones are quarantined."""
+        ...
+
+    def discard_after(self, step: int) -> None:
+        """Take checkpoints newer than `step` out of the running (kept aside, not deleted): a rollback's second half."""
+        ...

@@ -1,0 +1,44 @@
+"""Find recipes and configs by name: in the source tree during development, inside the package once installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.core.errors import ConfigError, Problem, near_match
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def resource_dir(kind: str) -> Path:
+    """The folder of shipped `recipes` or `configs`: `<repo>/<kind>` in a checkout, `harness/_shipped/<kind>` in a wheel."""
+    checkout = _PACKAGE.parent / kind
+    return checkout if (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir() else _PACKAGE / "_shipped" / kind
+
+
+def shipped(kind: str) -> list[str]:
+    """Names of the shipped recipes or configs."""
+    return sorted(path.stem for path in resource_dir(kind).glob("*.yaml"))
+
+
+def find(kind: str, name_or_path: str) -> Path:
+    """The YAML file meant by a name or path.
+
+    A value with a slash or a .yaml ending is a path; anything else a shipped name. Raises ConfigError with the near
+    match if there is no such file.
+    """
+    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
+        path = Path(name_or_path).expanduser()
+        if path.is_file():
+            return path
+        raise ConfigError(
+            Problem("no such file", str(path), fix=f"check the path, or use a shipped name: {', '.join(shipped(kind))}")
+        )
+    path = resource_dir(kind) / f"{name_or_path}.yaml"
+    if path.is_file():
+        return path
+    singular = kind.removesuffix("s")
+    known = shipped(kind)
+    hint = near_match(name_or_path, known)
+    if hint.startswith("did"):
+        hint += f" (known: {', '.join(known)})"
+    raise ConfigError(Problem(f'no {singular} "{name_or_path}"', f"--{singular}", fix=f"{hint}; or give a path to a .yaml file"))

@@ -1,0 +1,108 @@
+"""TrainState: everything a resume needs, in one object.
+
+The same object serves checkpoint, rollback and (by hash) comparison of ranks. What is forgotten here breaks the
+bit-exact resume test. Incidents (skipped windows, budgets, attempt) live outside what a rollback restores.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.core.errors import CheckpointError, Problem
+from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
+
+
+@dataclass
+class Incidents:
+    """What rollbacks must not undo: windows to pass over, budgets spent, which attempt this is."""
+
+    attempt: int = 1
+    skipped_windows: list[int] = field(default_factory=list)
+    rollbacks: int = 0
+    skips: int = 0
+    switches: int = 0
+
+    def window_index(self, step: int) -> int:
+        """The place in the data order that `step` consumes: the step-th window that is not skipped."""
+        index = step
+        for skipped in sorted(self.skipped_windows):
+            if skipped <= index:
+                index += 1
+        return index
+
+
+class RandomState:
+    """RNG of every kind: torch CPU, each CUDA device, numpy, Python."""
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """tensors: uint8 torch generators, uint32 [624] numpy key; meta: the rest of numpy's and Python's state."""
+        tensors = {"torch": torch.get_rng_state()}
+        for index in range(torch.cuda.device_count()):
+            tensors[f"cuda.{index}"] = torch.cuda.get_rng_state(index)
+        _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        tensors["numpy"] = torch.from_numpy(np.asarray(key).astype(np.int64))
+        version, words, gauss_next = random.getstate()
+        meta = {
+            "numpy": [int(position), int(has_gauss), float(gauss)],
+            "python": [version, list(words), gauss_next],
+        }
+        return tensors, meta
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        torch.set_rng_state(tensors["torch"].cpu())
+        for index in range(torch.cuda.device_count()):
+            if f"cuda.{index}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"cuda.{index}"].cpu(), index)
+        position, has_gauss, gauss = meta["numpy"]
+        key = tensors["numpy"].cpu().numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", key, position, has_gauss, gauss))
+        version, words, gauss_next = meta["python"]
+        random.setstate((version, tuple(words), gauss_next))
+
+
+@dataclass
+class TrainState:
+    """step: windows consumed so far. parts: named Stateful pieces of the run.
+
+    switches: layer switches decided but not yet due, (step, demote, promote).
+    """
+
+    parts: dict[str, Stateful]
+    incidents: Incidents = field(default_factory=Incidents)
+    step: int = 0
+    switches: list[tuple[int, list[str], list[str]]] = field(default_factory=list)
+
+    def advance(self) -> None:
+        """One window was consumed."""
+        self.step += 1
+
+    def state_dict(self) -> tuple[Tensors, Meta]:
+        """(tensors by part and name, JSON-able meta). Collective: every rank must call it."""
+        tensors: Tensors = {}
+        meta: Meta = {"step": self.step, "switches": [list(switch) for switch in self.switches], "parts": {}}
+        for name, part in self.parts.items():
+            tensors[name], meta["parts"][name] = part.state_dict()
+        return tensors, meta
+
+    def load_state_dict(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any]) -> None:
+        """Restore every part. Raises CheckpointError naming parts that are missing on either side."""
+        saved, here = set(meta["parts"]), set(self.parts)
+        if saved != here:
+            raise CheckpointError(
+                Problem(
+                    f"parts differ: only in the checkpoint {sorted(saved - here)}, only in this run {sorted(here - saved)}",
+                    f"checkpoint of step {meta['step']}",
+                    fix="resume with the recipe and version that wrote it",
+                )
+            )
+        for name, part in self.parts.items():
+            part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
+        self.step = int(meta["step"])
+        self.switches = [(step, demote, promote) for step, demote, promote in meta["switches"]]

@@ -1,0 +1,163 @@
+"""All FP8 slots of a model in one packed arena: history [L, slots], scale [slots], statistics [slots, 5].
+
+One update, one all-reduce, one snapshot, one telemetry read for the whole model, whatever its number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.core.errors import CheckpointError, Problem
+from harness.core.protocols import Meta, TensorDict
+from harness.precision import scaling
+from harness.precision.backends import native_kernel
+from harness.precision.recipe import Fp8Config
+
+STAT_ROWS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
+
+
+class Arena:
+    """Delayed-scaling state of every slot of one model.
+
+    names: `<layer>.<role>`. formats: "e4m3" or "e5m2" for each. `history` float32 [L, slots], row 0 staging;
+    `scale` float32 [slots]. `active` is on inside a precision context; `sampling` adds the statistics that need
+    more than an amax. epoch counts changes of `scale`, window counts optimizer steps begun.
+    """
+
+    def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
+        slots = len(names)
+        self.names, self.formats, self.config, self.device = tuple(names), tuple(formats), config, device
+        self.history = torch.zeros(config.amax_history_len, slots, device=device)
+        self.scale = torch.ones(slots, device=device)
+        self.fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
+        self.sums = torch.zeros(slots, 5, dtype=torch.float64, device=device)
+        self.peak = torch.zeros(slots, device=device)
+        self.saturation = torch.zeros(slots, device=device)
+        self.active = False
+        self.sampling = False
+        self.epoch = 0
+        self.window = 0
+        self.scrubbed = torch.zeros((), device=device)
+        self.kernel, self.kernel_note = native_kernel.load() if device.type == "cpu" else (None, "PyTorch casts")
+        self.scales: list[float] = []
+        self.inverses: list[float] = []
+        self._scratch = torch.zeros(1)
+        self._entry = (self.history, self.scale)
+        self._scales_changed()
+
+    def quantize(self, x: Tensor, slot: int, record: bool) -> Tensor:
+        """Raw FP8 values of `x` (contiguous) in bfloat16 under the slot's scale; `record`: note amax and statistics."""
+        fmt = self.formats[slot]
+        if self.kernel is not None and x.dtype in (torch.bfloat16, torch.float32):
+            amax = self.history.data_ptr() + 4 * slot if record else self._scratch.data_ptr()
+            stats = self.sums.data_ptr() + 40 * slot if record and self.sampling else None
+            return self.kernel(x, self.scales[slot], fmt, amax, stats)
+        quantized = scaling.quantize(x, self.scale[slot], fmt)
+        if record:
+            self.observe(x, slot)
+            if self.sampling:
+                self.sums[slot] += scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
+        return quantized
+
+    def observe(self, x: Tensor, slot: int) -> None:
+        """Note max|x| without quantising: the shadow amax of a layer that runs in BF16."""
+        staged = self.history[0, slot]
+        staged.copy_(torch.maximum(staged, scaling.amax(x)))
+
+    def inverse_of(self, slot: int) -> Tensor | float:
+        """1 / scale, correctly rounded to float32: a host float on a CPU, a 0-d tensor elsewhere (no sync)."""
+        return self.inverses[slot] if self.inverses else self.inverse[slot]
+
+    def begin_window(self, sample: bool) -> None:
+        """Start collecting for one optimizer step; `sample`: with underflow, clipped share and SQNR."""
+        self.window += 1
+        self.sampling = sample
+        self.scrubbed.zero_()
+        self.sums.zero_()
+        self.peak.zero_()
+        self.saturation.zero_()
+        self.history[0].zero_()
+        # The gate speaks at the end of the window: keep what a skipped step must restore.
+        self._entry = (self.history.clone(), self.scale.clone())
+
+    def collect(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """End of a micro-batch under `roll: micro_batch`: MAX-reduce the staged amax over ranks and roll."""
+        amax = reduce(self.history[0].clone())
+        self._note(amax)
+        self._roll(amax)
+
+    def end_window(self, amax: Tensor, skip: Tensor) -> None:
+        """Roll `amax` (float32 [slots], reduced over ranks) in, unless micro-batches did or `skip` is 1.0.
+
+        After a skipped step history and scale are bit-equal to what they were before the window.
+        """
+        if self.config.roll == "step":
+            self._note(amax)
+            self._roll(amax)
+        skipped = skip > 0
+        history, scale = self._entry
+        self.history.copy_(torch.where(skipped, history, self.history))
+        self.scale.copy_(torch.where(skipped, scale, self.scale))
+        self.history[0].zero_()
+        self._scales_changed()
+
+    def _note(self, amax: Tensor) -> None:
+        """Peak amax and saturation of the window, under the scale that was in use."""
+        torch.maximum(self.peak, amax, out=self.peak)
+        torch.maximum(self.saturation, amax * self.scale / self.fp8_max, out=self.saturation)
+
+    def _roll(self, amax: Tensor) -> None:
+        self.history[0] = amax
+        if self.config.scrub_inf:
+            scrubbed, count = scaling.scrub(self.history)
+            self.history.copy_(scrubbed)
+            self.scrubbed += count
+        history, scale = scaling.update(
+            self.history, self.scale, self.fp8_max, self.config.margin, self.config.amax_compute_algo
+        )
+        self.history.copy_(history)
+        self.scale.copy_(scale)
+        self._scales_changed()
+
+    def stats(self, sums: Tensor) -> Tensor:
+        """float32 [6, slots], rows as in STAT_ROWS, of the window that just ended. sums: `self.sums`, rank-reduced.
+
+        scale is the one in use when the window began. Rows from clipped on are NaN where nothing was sampled.
+        """
+        clipped, nonzero, flushed, signal, noise = sums.unbind(dim=1)
+        # 0 / 0 is NaN: "not sampled", which is what readers expect. A cast without any error has no SQNR either.
+        sqnr = torch.where(noise > 0, 10 * torch.log10(signal / noise), torch.nan)
+        rows = [self.peak, self._entry[1], self.saturation, clipped / nonzero, flushed / nonzero, sqnr]
+        return torch.stack([row.float() for row in rows])
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """tensors: history float32 [L, slots] (staging empty), scale float32 [slots]; meta: slot names, formats."""
+        return {"history": self.history, "scale": self.scale}, {"slots": list(self.names), "formats": list(self.formats)}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore in place. Raises CheckpointError if slots, formats or history length differ."""
+        mine = (list(self.names), list(self.formats), list(self.history.shape))
+        saved = (meta["slots"], meta["formats"], list(tensors["history"].shape))
+        if mine != saved:
+            raise CheckpointError(
+                Problem(
+                    f"FP8 state is of {len(saved[0])} slots, history length {saved[2][0]}; this run has "
+                    f"{len(mine[0])} slots, history length {mine[2][0]}",
+                    "fp8 state",
+                    fix="resume with the recipe and model that wrote the checkpoint",
+                )
+            )
+        self.history.copy_(tensors["history"])
+        self.scale.copy_(tensors["scale"])
+        self._scales_changed()
+
+    def _scales_changed(self) -> None:
+        """Refresh what is derived from `scale` and drop cached FP8 weights."""
+        self.epoch += 1
+        self.inverse = torch.ones_like(self.scale) / self.scale
+        if self.device.type == "cpu":
+            self.scales, self.inverses = self.scale.tolist(), self.inverse.tolist()

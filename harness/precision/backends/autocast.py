@@ -1,0 +1,65 @@
+"""Autocast rungs: bf16, fp16 (with a loss scale) and plain fp32, over fp32 parameters. No FP8 state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.core.protocols import Meta, TensorDict
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+class AutocastBackend:
+    """A rung without FP8: everything about slots is empty."""
+
+    layers: tuple[str, ...] = ()
+    slot_names: tuple[str, ...] = ()
+    demoted: tuple[str, ...] = ()
+
+    def __init__(self, precision: str, device: torch.device) -> None:
+        self.dtype, self.device = DTYPES[precision], device
+        self.note = "torch.autocast" if self.dtype else "no autocast"
+        self._nothing = torch.zeros(0, device=device)
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """torch.autocast in the rung's dtype; fp32 runs with autocast off."""
+        with torch.autocast(self.device.type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+            yield
+
+    def backward_context(self) -> AbstractContextManager[None]:
+        """Nothing to hold: autograd runs each backward op in the dtype of its forward."""
+        return nullcontext()
+
+    def begin_window(self, sample: bool) -> None:
+        """Nothing to collect."""
+
+    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Nothing to roll."""
+
+    def amax(self) -> Tensor:
+        """float32 [0]."""
+        return self._nothing
+
+    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+        """float32 [6, 0]."""
+        return self._nothing.reshape(6, 0)
+
+    def scrubbed(self) -> Tensor:
+        """Always 0."""
+        return torch.zeros((), device=self.device)
+
+    def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
+        """No layer can be named here, so there is nothing to switch."""
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """Empty, but for the names that readers look for."""
+        return {}, {"slots": [], "demoted": []}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Nothing to restore."""

@@ -1,0 +1,56 @@
+"""One GEMM on raw FP8 operands: real FP8 units where the GPU has them, bfloat16 carriers elsewhere."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from harness.precision.scaling import FORMATS
+
+Inverse = Tensor | float | None
+
+
+def matmul(
+    left: Tensor, right: Tensor, left_inverse: Inverse, right_inverse: Inverse, formats: tuple[str, str],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """(left @ right) * left_inverse * right_inverse (+ bias), bfloat16 [m, n], each output rounded once.
+
+    left: bfloat16 [m, k], right: bfloat16 [k, n], holding raw FP8 values of `formats`. The inverses are 1/scale of the
+    operands, both None for plain bfloat16 operands. bias: [n], any float dtype.
+    """
+    if left_inverse is None or right_inverse is None:
+        product_scale = 1.0
+    elif isinstance(left_inverse, Tensor) and isinstance(right_inverse, Tensor):
+        return _scaled_mm(left, right, left_inverse, right_inverse, formats, bias)
+    else:
+        product_scale = float(left_inverse) * float(right_inverse)
+    if bias is not None:
+        return torch.addmm(bias.detach().to(torch.bfloat16), left, right, alpha=product_scale)
+    # Scaling inside the GEMM rounds once; scaling its bfloat16 output would round twice.
+    return torch.addmm(_nothing(left.device), left, right, beta=0, alpha=product_scale)
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.bfloat16, device=device)
+
+
+def _scaled_mm(
+    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, formats: tuple[str, str],
+    bias: Tensor | None,
+) -> Tensor:
+    """cuBLASLt's FP8 GEMM: left row-major, right column-major. Fast accumulation in forward only, as TE."""
+    a = left.contiguous().to(FORMATS[formats[0]].dtype)
+    b = right.t().contiguous().t().to(FORMATS[formats[1]].dtype)
+    return torch._scaled_mm(
+        a,
+        b,
+        scale_a=left_inverse,
+        scale_b=right_inverse,
+        bias=None if bias is None else bias.detach().to(torch.bfloat16),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=formats == ("e4m3", "e4m3"),
+    )

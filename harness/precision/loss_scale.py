@@ -1,0 +1,45 @@
+"""The dynamic loss scale of fp16, on the device: GradScaler's rule with a floor and a cap.
+
+torch.amp.GradScaler lets its scale reach 0.0 after some 166 bad steps, and the next clean step then writes NaN into
+the weights. Here the scale stays within [floor, cap], and no host read is needed to use or to update it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.core.protocols import Meta, TensorDict
+from harness.precision.recipe import LossScaleConfig
+
+
+class LossScale:
+    """value: float32 0-d, what the loss is multiplied by. tracker: good steps since the last change, float32 0-d."""
+
+    def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
+        self.config = config
+        self.value = torch.tensor(config.init, dtype=torch.float32, device=device)
+        self.tracker = torch.zeros((), dtype=torch.float32, device=device)
+
+    def update(self, skip: Tensor) -> None:
+        """skip: float32 0-d, 1.0 after a step with non-finite gradients, else 0.0 (torch's amp_update_scale rule)."""
+        config = self.config
+        bad = skip > 0
+        counted = self.tracker + 1
+        grows = counted >= config.growth_interval
+        good = torch.where(grows, self.value * config.growth_factor, self.value)
+        scale = torch.where(bad, self.value * config.backoff_factor, good)
+        self.value.copy_(scale.clamp(config.floor, config.cap))
+        self.tracker.copy_(torch.where(bad | grows, torch.zeros_like(counted), counted))
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """tensors: value, tracker."""
+        return {"value": self.value, "tracker": self.tracker}, {}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore in place."""
+        self.value.copy_(tensors["value"])
+        self.tracker.copy_(tensors["tracker"])

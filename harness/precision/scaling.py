@@ -1,0 +1,131 @@
+"""Delayed scaling, as pure functions: Transformer Engine's rule for amax history, scale and the FP8 cast.
+
+A slot is one quantised tensor. Its state is a column of `history` [L, slots] (row 0 is staging: the running amax of
+the current window; the newest finished amax is row L-1) and an entry of `scale` [slots], both float32. A tensor x is
+stored as q = round_to_fp8(clamp(x * scale)), and x is approximately q / scale.
+
+Source of the rule: Transformer Engine 2.20, `transformer_engine/common/recipe/delayed_scaling.cu` and
+`transformer_engine/pytorch/quantization.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """An 8-bit float: explicit mantissa bits, smallest normal exponent, largest finite value, torch dtype."""
+
+    name: str
+    mantissa_bits: int
+    min_exponent: int
+    max: float
+    dtype: torch.dtype
+
+
+E4M3 = Format("e4m3", mantissa_bits=3, min_exponent=-6, max=448.0, dtype=torch.float8_e4m3fn)
+E5M2 = Format("e5m2", mantissa_bits=2, min_exponent=-14, max=57344.0, dtype=torch.float8_e5m2)
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+_EXPONENT_MASK = 0x7F800000
+_FP32_MANTISSA_BITS = 23
+_FLT_MAX = torch.finfo(torch.float32).max
+
+
+def update(
+    history: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: int = 0, algo: str = "max"
+) -> tuple[Tensor, Tensor]:
+    """One roll of the amax history and the scale it yields, for all slots at once.
+
+    history: float32 [L, slots], L >= 2, row 0 staging. scale: float32 [slots]. fp8_max: largest finite value of the
+    slot's format, a float or float32 [slots]. margin: powers of two of headroom. algo: "max" over the history or
+    "most_recent". Returns new tensors of the same shapes; the inputs are left alone.
+
+    A slot whose staging amax is 0 (unused) keeps history and scale. Otherwise the staging amax moves to the last row
+    and scale = (fp8_max * 2**-margin) / m, m being the max of the history or the newest amax, if m is finite and
+    positive, else unchanged; an infinite scale becomes FLT_MAX. Exactly as TE: an Inf amax therefore freezes the
+    scale until it leaves the window (see `scrub`).
+
+    Raises ValueError on a wrong shape or algo.
+    """
+    if history.ndim != 2 or history.shape[0] < 2 or scale.shape != history.shape[1:]:
+        raise ValueError(
+            f"history must be [L >= 2, slots] and scale [slots], got {list(history.shape)}, {list(scale.shape)}"
+        )
+    newest = history[0]
+    if algo == "max":
+        reference = history.amax(dim=0)
+    elif algo == "most_recent":
+        reference = newest
+    else:
+        raise ValueError(f'algo must be "max" or "most_recent", got {algo!r}')
+    used = newest != 0
+    rolled = torch.cat([torch.zeros_like(history[:1]), history[2:], history[:1]])
+    # Divide tensor by tensor: `float / tensor` multiplies by a reciprocal and is one ulp off.
+    target = torch.as_tensor(fp8_max, dtype=torch.float32, device=scale.device) * 2.0**-margin
+    fresh = (target / reference).clamp_max(_FLT_MAX)
+    valid = used & torch.isfinite(reference) & (reference > 0)
+    return torch.where(used, rolled, history), torch.where(valid, fresh, scale)
+
+
+def scrub(history: Tensor) -> tuple[Tensor, Tensor]:
+    """`history` with every infinite amax replaced by 0, and how many there were (int64, 0-d).
+
+    TE keeps an Inf amax for up to L-1 updates, with the scale frozen meanwhile; scrubbed, the scale recovers at the
+    next update. Only the amax is touched: a scrubbed staging value means "no evidence this step".
+    """
+    bad = torch.isinf(history)
+    return history.masked_fill(bad, 0.0), bad.sum()
+
+
+def amax(x: Tensor) -> Tensor:
+    """max|x| as float32 0-d, NaN ignored, Inf kept; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    magnitude = x.detach().abs()
+    return torch.nan_to_num(magnitude, nan=0.0, posinf=float("inf")).amax().float()
+
+
+def quantize(x: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
+    """Raw FP8 values of x * scale, carried in bfloat16 (which holds every E4M3 and E5M2 value exactly).
+
+    x: any shape, float32, bfloat16 or float16. scale: float32 0-d (or broadcastable). fmt: "e4m3" | "e5m2". Rounds
+    once, to nearest even; saturates (Inf becomes the largest finite value), keeps NaN and the sign of zero.
+    The same bits on every torch version: raw casts to float8 saturate in some and give NaN in others.
+
+    Method: adding and subtracting 1.5 * 2**(e + 23 - mantissa_bits), e the exponent of the value (at least the
+    smallest normal one), leaves mantissa_bits of mantissa, rounded by the FPU. Raises KeyError on an unknown fmt.
+    """
+    spec = FORMATS[fmt]
+    value = (x.detach().float() * scale).clamp_(-spec.max, spec.max)
+    exponent = (value.view(torch.int32) & _EXPONENT_MASK).view(torch.float32).clamp_min_(2.0**spec.min_exponent)
+    magic = exponent.mul_(1.5 * 2.0 ** (_FP32_MANTISSA_BITS - spec.mantissa_bits))
+    return torch.copysign((value + magic).sub_(magic), value).to(torch.bfloat16)
+
+
+def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
+    """Sums behind the statistics of one cast: float64 [5] = clipped, nonzero, flushed, sum x^2, sum error^2.
+
+    x: the unscaled tensor. quantized: `quantize(x, scale, fmt)`. clipped: |x * scale| over the largest finite value.
+    flushed: nonzero values that became zero. Sums of several calls may be added. Non-finite values are left out of
+    both sums of squares, as one of them would hide everything else.
+    """
+    wide = x.detach().float()
+    scaled = wide * scale
+    finite = torch.isfinite(wide)
+    nonzero = (wide != 0) & finite
+    exact = torch.where(finite, wide, 0.0).double()
+    error = torch.where(finite, exact - quantized.double() / float(scale), 0.0)
+    return torch.stack(
+        [
+            (scaled.abs() > FORMATS[fmt].max).sum().double(),
+            nonzero.sum().double(),
+            (nonzero & (quantized == 0)).sum().double(),
+            exact.square().sum(),
+            error.square().sum(),
+        ]
+    )
