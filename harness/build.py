@@ -1,0 +1,259 @@
+"""Composition root: the only file that names concrete classes. From a validated config to a Run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.capability.probe import MachineFacts, probe
+from harness.capability.tier import check_usable, tier_of
+from harness.checkpoint.incidents import load_incidents, save_incidents
+from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.store import Store
+from harness.core.config import RunConfig
+from harness.core.errors import ConfigError, MachineError, Problem
+from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
+from harness.core.state import Incidents, RandomState, TrainState
+from harness.data.batches import TokenBatches, check_world
+from harness.data.tokens import TokenData, prepare
+from harness.engines.deepspeed import DeepSpeedEngine
+from harness.engines.deepspeed_config import check as check_deepspeed
+from harness.engines.deepspeed_config import preflight as deepspeed_preflight
+from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
+from harness.engines.torch_engine import TorchEngine
+from harness.models.task import Task, build_model
+from harness.monitors.fp8 import Fp8Monitor
+from harness.monitors.gradients import GradientMonitor
+from harness.monitors.loss import LossMonitor
+from harness.monitors.scaler import ScalerMonitor
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import WarmupCosine
+from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale
+from harness.precision.fallback import FallbackController
+from harness.precision.loss_scale import LossScale
+from harness.precision.plan import Plan, make_plan, pad_numbers, resolve
+from harness.precision.recipe import Recipe, Rung
+from harness.recovery import Recovery
+from harness.responder import Responder
+from harness.run import MonitorsPart, Run
+from harness.stop import StopRequest
+from harness.tracking.console import Console
+from harness.tracking.journal import Journal
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among its peers and on its machine. launcher: "python", "torchrun" or "deepspeed"."""
+
+    launch: Launch
+    launcher: str
+    device: torch.device
+    facts: MachineFacts
+    ranks: Ranks
+
+
+def find_place(config: RunConfig, launcher: str) -> Place:
+    """Look at the machine and join the process group.
+
+    Raises MachineError if there is a GPU that torch cannot use, or DeepSpeed cannot start; ConfigError if the batch
+    does not divide over the ranks.
+    """
+    facts = probe()
+    problems = check_usable(facts)
+    launch = read_launch()
+    check_world(config.train.global_batch, config.train.micro_batch, launch.world_size)
+    if launcher == "deepspeed":
+        problems += deepspeed_preflight("cuda" if facts.cuda_available else "cpu")
+    if problems:
+        raise MachineError(problems)
+    _set_threads(config.train.threads, launch)
+    device = choose_device(launch)
+    join(launch, device, config.engine.timeout_seconds)
+    return Place(launch, launcher, device, facts, Ranks(device))
+
+
+def _set_threads(threads: int, launch: Launch) -> None:
+    """CPU threads of this rank. Ranks that share cores must not oversubscribe them: that costs 10x and more."""
+    if threads == 0 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // launch.local_world_size)
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def choose_rung(recipe: Recipe, place: Place) -> tuple[Rung, list[Any]]:
+    """The rung that every rank can take: the weakest rank's. Raises MachineError if there is none on some rank."""
+    rung, verdicts = resolve(recipe, place.facts)
+    index = len(recipe.ladder) if rung is None else recipe.ladder.index(rung)
+    weakest = int(place.ranks.max(torch.tensor([float(index)], device=place.device)).item())
+    if weakest >= len(recipe.ladder):
+        tier, why = tier_of(place.facts)
+        lines = "; ".join(f"{verdict.rung}: {verdict.reason}" for verdict in verdicts)
+        raise MachineError(
+            Problem(
+                f"no rung of recipe {recipe.name} runs on tier {tier.name} ({why})",
+                "--recipe",
+                why=lines,
+                fix="use --recipe auto, or add a rung for this tier to the recipe",
+            )
+        )
+    return recipe.ladder[weakest], verdicts
+
+
+def build_plan(config: RunConfig, recipe: Recipe, place: Place) -> tuple[Plan, nn.Module]:
+    """The model with its initial weights (a function of train.seed alone) and the plan for it."""
+    rung, verdicts = choose_rung(recipe, place)
+    if place.launcher == "deepspeed":
+        named: Any = "bf16" if rung.precision == "fp8" else rung.precision
+        problems = check_deepspeed(config.engine.zero_stage, named, place.device.type)
+        if problems:
+            raise ConfigError(problems)
+    torch.manual_seed(config.train.seed)
+    model = build_model(config.model).to(place.device)
+    return make_plan(recipe, place.facts, rung, verdicts, model), model
+
+
+def build_data(config: RunConfig, folder: Path, place: Place) -> tuple[TokenBatches, TokenData]:
+    """The run's tokens: rank 0 snapshots the text, the others open the snapshot."""
+    data: TokenData | None = None
+    if place.ranks.rank == 0:
+        data = prepare(config.data, folder, config.train.global_batch)
+    place.ranks.barrier()
+    data = data or prepare(config.data, folder, config.train.global_batch)
+    train = config.train
+    batches = TokenBatches(
+        data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples
+    )
+    return batches, data
+
+
+def build_run(
+    config: RunConfig,
+    recipe: Recipe,
+    folder: Path,
+    place: Place,
+    plan: Plan,
+    model: nn.Module,
+    data: Batches,
+    journal: Journal,
+    incidents: Incidents,
+    store: Store,
+    console: Console,
+) -> Run:
+    """Wire every room together. Parameters keep their identity from `model` to the optimizer."""
+    backend = build_backend(plan, recipe, model, place.device)
+    loss_scale = build_loss_scale(plan, recipe, place.device)
+    task = Task(model, config.model.target)
+    engine = _build_engine(config, place, plan, model, loss_scale)
+    monitors = _build_monitors(config, recipe, backend)
+    parts: dict[str, Stateful] = {**engine.parts(), "fp8": backend, "rng": RandomState(), "monitors": MonitorsPart(monitors)}
+    if loss_scale is not None and engine.name != "deepspeed":
+        parts["loss_scale"] = loss_scale
+    state = TrainState(parts, incidents)
+    recovery = Recovery(
+        state=state,
+        engine=engine,
+        tracker=journal,
+        store=store,
+        good=Goodness(store, config.checkpoint.healthy_steps),
+        prune=Retention(store, config.checkpoint.keep).prune,
+        keep_incidents=lambda current: save_incidents(folder, current),
+    )
+    return Run(
+        config=config,
+        folder=folder,
+        engine=engine,
+        precision=backend,
+        task=task,
+        data=data,
+        state=state,
+        monitors=monitors,
+        responder=Responder(config.guard, incidents),
+        tracker=journal,
+        recovery=recovery,
+        screen=console,
+        stop=StopRequest(config.train.max_minutes, launched=place.launch.launched),
+        stats_every=recipe.fp8.stats_every,
+    )
+
+
+def open_store(folder: Path, place: Place) -> Store:
+    """The run's checkpoints; only rank 0 may write."""
+    return Store(folder / "checkpoints", _versions(), readonly=place.ranks.rank != 0)
+
+
+def open_journal(folder: Path, place: Place, attempt: int, resume_step: int | None) -> Journal:
+    """The run's journal on rank 0; other ranks write into nothing."""
+    path = folder / "journal.jsonl" if place.ranks.rank == 0 else Path(os.devnull)
+    return Journal(path, attempt, resume_step if place.ranks.rank == 0 else None)
+
+
+def read_incidents(folder: Path, place: Place) -> Incidents:
+    """What earlier rollbacks of this run decided, the same on every rank."""
+    incidents = load_incidents(folder)
+    place.ranks.barrier()
+    return incidents
+
+
+def _build_engine(
+    config: RunConfig, place: Place, plan: Plan, model: nn.Module, loss_scale: LossScale | None
+) -> Engine:
+    train = config.train
+    optimizer = build_optimizer(model, train, place.device)
+    schedule = WarmupCosine(train.lr, train.warmup_steps, train.steps, train.min_lr_ratio)
+    if place.launcher == "deepspeed":
+        return DeepSpeedEngine(
+            model,
+            optimizer,
+            schedule,
+            train.max_grad_norm,
+            zero_stage=config.engine.zero_stage,
+            micro_batch=train.micro_batch,
+            accumulation=train.global_batch // train.micro_batch // place.launch.world_size,
+            autocast_dtype=autocast_dtype(plan),
+            user_config=config.engine.deepspeed,
+            device=place.device,
+            timeout_seconds=config.engine.timeout_seconds,
+        )
+    return TorchEngine(
+        model,
+        optimizer,
+        schedule,
+        train.max_grad_norm,
+        loss_scale=loss_scale,
+        device=place.device,
+        timeout_seconds=config.engine.timeout_seconds,
+    )
+
+
+def _build_monitors(config: RunConfig, recipe: Recipe, backend: PrecisionBackend) -> Sequence[Monitor]:
+    guard = config.guard
+    if not guard.enabled:
+        return []
+    monitors: list[Monitor] = [
+        GradientMonitor(guard.max_consecutive_skips),
+        LossMonitor(guard.spike_window, guard.spike_sigma, guard.spike_steps),
+        ScalerMonitor(),
+    ]
+    if backend.layers:
+        layers = [pad_numbers(layer) for layer in backend.layers]
+        monitors += [Fp8Monitor(), FallbackController(recipe.fallback.policy(), layers)]
+    return monitors
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"torch": torch.__version__}
+    try:
+        found["hopper-harness"] = version("hopper-harness")
+    except PackageNotFoundError:
+        found["hopper-harness"] = "source tree"
+    return found
+
+

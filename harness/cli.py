@@ -1,0 +1,176 @@
+"""The `harness` command. Starts without torch: --help and every complaint about the input come at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.core.errors import HarnessError
+
+app = typer.Typer(
+    name="harness",
+    help="FP8 training that degrades by capability, watches its scales and survives.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+RunFolder = Annotated[Path, typer.Argument(help="a run folder, runs/<run>")]
+
+
+def _guarded(action: Callable[[], int]) -> None:
+    """Run a command; errors meant for the user end it with their text and exit code, on rank 0 alone."""
+    try:
+        code = action()
+    except HarnessError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        code = int(error.exit_code)
+    raise typer.Exit(code)
+
+
+@app.command()
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(help="config overrides, key.path=value")] = None,
+    recipe: Annotated[str | None, typer.Option(help="precision recipe, name or path [default: the config's]")] = None,
+    config: Annotated[str, typer.Option(help="run config, name or path")] = "quickstart",
+    name: Annotated[str | None, typer.Option(help="run name [default: <config>-<recipe>]")] = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint to start from")] = "auto",
+    strict: Annotated[bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")] = False,
+    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+) -> None:
+    """Train. Alone: one process; under torchrun: DDP; under deepspeed: DeepSpeed."""
+
+    def action() -> int:
+        from harness.core.config import load_config
+        from harness.precision.recipe import load_recipe
+
+        resolved, policy = _both(lambda: load_config(config, overrides or [], recipe), load_recipe, recipe)
+        from harness.tools.train import Request, train
+
+        launcher = _launcher(local_rank is not None)
+        return train(Request(resolved, policy, config, name, resume, strict, launcher))
+
+    _guarded(action)
+
+
+def _both(load_config: Callable, load_recipe: Callable, recipe: str | None) -> tuple:
+    """Config and recipe, every problem of both in one error."""
+    from harness.core.errors import ConfigError
+
+    problems = []
+    config = policy = None
+    try:
+        config = load_config()
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        name = recipe or (config.recipe if config else None)
+        policy = load_recipe(name) if name else None
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config, policy
+
+
+def _launcher(has_local_rank: bool) -> str:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return "deepspeed" if has_local_rank or "CROSS_RANK" in os.environ else "python"
+
+
+@app.command()
+def inspect(run: RunFolder) -> None:
+    """Show a run's FP8 slots: amax, scale, saturation, underflow, history, switches."""
+
+    def action() -> int:
+        from rich.console import Console
+
+        from harness.tools.inspect import inspect
+
+        return inspect(run, Console())
+
+    _guarded(action)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can do, and why not more."""
+
+    def action() -> int:
+        from rich.console import Console
+
+        from harness.tools.doctor import doctor
+
+        return doctor(Console())
+
+    _guarded(action)
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """Draw a run's plots and report.html again from its journal."""
+
+    def action() -> int:
+        from harness.tools.report import write
+
+        for path in write(run):
+            print(path)
+        return 0
+
+    _guarded(action)
+
+
+@app.command()
+def sync(
+    run: RunFolder, experiment: Annotated[str, typer.Option(help="MLflow experiment")] = "hopper-harness"
+) -> None:
+    """Deliver what MLflow has not got of a run's journal."""
+
+    def action() -> int:
+        from harness.tracking.shipper import sync
+
+        done = sync(run, experiment)
+        print("delivered" if done else f"not delivered; see {run / 'shipper.log'}")
+        return 0 if done else 1
+
+    _guarded(action)
+
+
+@app.command()
+def verify(run: RunFolder) -> None:
+    """Check every byte of a run's checkpoints against their manifests."""
+
+    def action() -> int:
+        from harness.checkpoint.store import Store
+        from harness.tracking.folder import require_run
+
+        store = Store(require_run(run) / "checkpoints", readonly=True)
+        damaged = 0
+        for step in store.steps():
+            problems = store.verify(step)
+            damaged += bool(problems)
+            print(f"{store.path(step)}: {'; '.join(str(problem) for problem in problems) or 'ok'}")
+        print(f"{len(store.steps()) - damaged} of {len(store.steps())} checkpoints verify")
+        return 1 if damaged or not store.steps() else 0
+
+    _guarded(action)
+
+
+def main() -> None:
+    """Entry point of the `harness` command."""
+    app()
+
+
+def train_main() -> None:
+    """Entry point of launch/train.py: the same as `harness train`."""
+    single = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    single.command()(train)
+    single()

@@ -1,0 +1,112 @@
+"""The training loop: step, judge one step later, act; save and validate on drained boundaries."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from harness.core.errors import ExitCode
+from harness.core.facts import Continue, Halt, Outcome, Rollback, StepFacts, Switch
+from harness.evaluate import evaluate
+from harness.record import step_metrics
+from harness.run import Run
+from harness.step import PendingFacts, to_host, train_step
+
+# A switch takes effect this many steps after its evidence, whether or not the lag was drained in between: a run that
+# was stopped and resumed must switch at the same step as one that was not.
+SWITCH_DELAY = 2
+
+
+def run(r: Run) -> Outcome:
+    """Train from the run's state to `train.steps`, a stop request or a halt. The outcome is the same on every rank."""
+    total = r.config.train.steps
+    pending: deque[PendingFacts] = deque()
+    stopping = False
+    val_loss: float | None = None
+    while r.state.step < total and not stopping:
+        _switch_due(r)
+        window = r.data.window(r.state.step, r.state.incidents.window_index(r.state.step))
+        pending.append(train_step(r, window))
+        r.state.advance()
+        lag = 0 if _boundary(r) else 1
+        while len(pending) > (0 if stopping else lag):
+            facts = to_host(pending.popleft())
+            stopping = stopping or facts.stop
+            action = _judge(r, facts)
+            if isinstance(action, Halt):
+                return _halt(r, facts.step, action.reason)
+            if isinstance(action, Rollback):
+                pending.clear()
+                if not _rollback(r, facts, action):
+                    return _halt(r, facts.step, str(r.recovery.nothing_to_return_to(facts.step, action.reason)))
+        if r.state.step >= total or _every(r.config.train.eval_every, r.state.step):
+            val_loss = _validate(r) if not stopping else None
+        if r.state.step >= total or stopping or _every(r.config.checkpoint.every, r.state.step):
+            r.recovery.save()
+    if r.state.step < total:
+        reason = r.stop.reason or "another rank was asked to stop"
+        r.tracker.event(r.state.step, "run.stopped", reason=reason)
+        return Outcome("stopped", ExitCode.STOPPED, reason, r.state.step)
+    val_loss = _validate(r) if val_loss is None else val_loss
+    return Outcome("done", ExitCode.DONE, f"{total} steps", r.state.step, val_loss)
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0
+
+
+def _boundary(r: Run) -> bool:
+    """Whether something follows this step that must not see an unjudged one: a save, a validation, the end."""
+    step, config = r.state.step, r.config
+    periodic = _every(config.checkpoint.every, step) or _every(config.train.eval_every, step)
+    return periodic or step >= config.train.steps
+
+
+def _judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
+    """Monitors, journal, responder: one step's facts become one action. Switches are queued here."""
+    verdicts = [monitor.observe(facts) for monitor in r.monitors]
+    action = r.responder.decide(verdicts)
+    incidents = r.state.incidents
+    r.tracker.metrics(facts.step, step_metrics(facts, incidents, _every(r.config.tracking.fp8_every, facts.step)))
+    for verdict in (*verdicts, *r.responder.notes):
+        if verdict.text:
+            r.tracker.event(facts.step, verdict.code, text=verdict.text, **verdict.evidence)
+            r.screen.event(f"step {facts.step}: {verdict.code}: {verdict.text}")
+    total = len(r.precision.layers)
+    r.screen.step(facts, total - len(facts.demoted), total, incidents.skips, incidents.rollbacks)
+    r.recovery.observe(facts.step, r.responder.healthy(verdicts))
+    if isinstance(action, Switch):
+        r.state.switches.append((facts.step + SWITCH_DELAY, list(action.demote), list(action.promote)))
+        return Continue()
+    return action
+
+
+def _switch_due(r: Run) -> None:
+    """Carry out the switches whose step has come, between two steps, the same on every rank."""
+    due = [switch for switch in r.state.switches if switch[0] <= r.state.step + 1]
+    r.state.switches = [switch for switch in r.state.switches if switch not in due]
+    for step, demote, promote in due:
+        r.precision.switch(demote, promote)
+        r.tracker.event(step, "precision.switched", demote=demote, promote=promote)
+
+
+def _rollback(r: Run, facts: StepFacts, action: Rollback) -> bool:
+    target = r.recovery.rollback(action)
+    if target is None:
+        return False
+    r.tracker.event(facts.step, "guard.rollback", reason=action.reason, to_step=target, passed_over=list(action.bad))
+    r.tracker.attempt = r.state.incidents.attempt
+    r.screen.event(f"step {facts.step}: rolled back to step {target}: {action.reason}")
+    return True
+
+
+def _validate(r: Run) -> float:
+    loss = evaluate(r)
+    r.tracker.metrics(r.state.step, {"val/loss": loss})
+    r.screen.validation(r.state.step, loss)
+    return loss
+
+
+def _halt(r: Run, step: int, reason: str) -> Outcome:
+    r.tracker.event(step, "guard.halt", reason=reason)
+    r.tracker.flush()
+    return Outcome("halted", ExitCode.HALTED, reason, step)

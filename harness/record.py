@@ -1,0 +1,38 @@
+"""What the journal keeps of a step, under the public metric names."""
+
+from __future__ import annotations
+
+import math
+
+from harness.core.facts import SlotStats, StepFacts
+from harness.core.state import Incidents
+
+_SLOT_METRICS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
+
+
+def step_metrics(facts: StepFacts, incidents: Incidents, with_slots: bool) -> dict[str, float]:
+    """One metrics row. `with_slots`: per-slot FP8 statistics too (those not sampled in this step are left out)."""
+    metrics = {
+        "train/loss": facts.loss,
+        "train/lr": facts.lr,
+        "train/grad_norm": facts.grad_norm,
+        "train/loss_scale": facts.loss_scale,
+        "train/step_applied": float(facts.applied),
+        "train/tokens_per_second": facts.tokens / facts.seconds if facts.seconds > 0 else math.nan,
+        "guard/skipped": float(incidents.skips),
+        "guard/demoted_layers": float(len(facts.demoted)),
+        "guard/rollbacks": float(incidents.rollbacks),
+    }
+    if with_slots and facts.slots is not None:
+        metrics |= slot_metrics(facts.slots)
+    return metrics
+
+
+def slot_metrics(slots: SlotStats) -> dict[str, float]:
+    """`fp8_<statistic>/<slot>` for every slot and statistic that was measured."""
+    return {
+        f"fp8_{statistic}/{name}": value
+        for statistic in _SLOT_METRICS
+        for name, value in zip(slots.names, getattr(slots, statistic).tolist(), strict=True)
+        if not math.isnan(value)
+    }

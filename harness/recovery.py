@@ -1,0 +1,98 @@
+"""Saving, resuming and rolling back: the TrainState on its way to and from the checkpoint store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from harness.core.errors import CheckpointError, Problem
+from harness.core.facts import Rollback
+from harness.core.protocols import CheckpointStore, Engine, Tracker
+from harness.core.state import Incidents, TrainState
+
+
+class Good(Protocol):
+    """Which checkpoints have earned to be rolled back to."""
+
+    def saved(self, step: int) -> None: ...
+
+    def observe(self, step: int, healthy: bool) -> None: ...
+
+    def newest_good(self) -> int | None: ...
+
+
+@dataclass
+class Recovery:
+    """Rank 0 decides and writes; every rank saves and loads together.
+
+    keep_incidents writes what a rollback must not undo; prune deletes checkpoints that retention no longer wants.
+    """
+
+    state: TrainState
+    engine: Engine
+    tracker: Tracker
+    store: CheckpointStore
+    good: Good
+    prune: Callable[[], object]
+    keep_incidents: Callable[[Incidents], None]
+
+    def newest(self) -> int | None:
+        """Step of the newest checkpoint that verifies; damaged ones are set aside."""
+        return self.engine.broadcast(self.store.newest_valid() if self.engine.rank == 0 else None)
+
+    def load(self, step: int) -> None:
+        """Restore the TrainState of `step`. Collective."""
+        self.state.load_state_dict(*self.store.load(step))
+        if self.engine.rank == 0:
+            self.good.saved(step)
+
+    def save(self) -> None:
+        """Commit the state; a failed write is an event, not the end: the older checkpoints stand. Collective."""
+        tensors, meta = self.state.state_dict()
+        if self.engine.rank == 0:
+            self.tracker.flush()
+            try:
+                self.store.save(self.state.step, tensors, meta)
+                self.good.saved(self.state.step)
+                self.keep_incidents(self.state.incidents)
+                self.prune()
+            except CheckpointError as error:
+                self.tracker.event(self.state.step, "checkpoint.failed", text=str(error))
+        self.engine.barrier()
+
+    def observe(self, step: int, healthy: bool) -> None:
+        """One judged step: checkpoints before it come closer to being good, or start again."""
+        if self.engine.rank == 0:
+            try:
+                self.good.observe(step, healthy)
+            except CheckpointError as error:
+                self.tracker.event(step, "checkpoint.failed", text=str(error))
+
+    def rollback(self, action: Rollback) -> int | None:
+        """Go back to the newest good checkpoint and pass over the bad windows; its step, or None if there is none.
+
+        Incidents are written before anything is undone, so that a crash half-way does not forget them. Collective.
+        """
+        incidents = self.state.incidents
+        target = self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
+        if target is None:
+            return None
+        incidents.attempt += 1
+        incidents.skipped_windows = sorted({*incidents.skipped_windows, *action.bad})
+        if self.engine.rank == 0:
+            self.keep_incidents(incidents)
+            self.store.discard_after(target)
+        self.engine.barrier()
+        self.state.load_state_dict(*self.store.load(target))
+        return target
+
+    @staticmethod
+    def nothing_to_return_to(step: int, reason: str) -> Problem:
+        """Why a rollback could not be done, for the post-mortem."""
+        return Problem(
+            f"step {step}: {reason}; and no checkpoint is good yet",
+            "guard",
+            why="a checkpoint is good once checkpoint.healthy_steps healthy steps followed it",
+            fix="lower train.lr, lengthen train.warmup_steps, or save more often (checkpoint.every)",
+        )

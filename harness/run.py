@@ -1,0 +1,74 @@
+"""A run: the pieces that `build` put together and the loop drives. Pure composition, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from harness.core.config import RunConfig
+from harness.core.facts import StepFacts
+from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Tracker
+from harness.responder import Responder
+from harness.stop import StopRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from harness.core.state import TrainState
+    from harness.recovery import Recovery
+
+
+class Loss(Protocol):
+    """The task's loss: mean over the batch, 0-d, nats per token."""
+
+    def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor: ...
+
+
+class Screen(Protocol):
+    """What the person at the terminal sees."""
+
+    def step(self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int) -> None: ...
+
+    def validation(self, step: int, loss_nats: float) -> None: ...
+
+    def event(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class MonitorsPart:
+    """The monitors' windows as one part of the TrainState: armed at once after a resume."""
+
+    monitors: Sequence[Monitor]
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """No tensors; meta by monitor class name."""
+        return {}, {type(monitor).__name__: monitor.state_dict() for monitor in self.monitors}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore every monitor that the checkpoint knows."""
+        for monitor in self.monitors:
+            monitor.load_state_dict(meta[type(monitor).__name__])
+
+
+@dataclass
+class Run:
+    """Everything `train_step` and the loop touch. stats_every: steps between samples of underflow and SQNR."""
+
+    config: RunConfig
+    folder: Path
+    engine: Engine
+    precision: PrecisionBackend
+    task: Loss
+    data: Batches
+    state: TrainState
+    monitors: Sequence[Monitor]
+    responder: Responder
+    tracker: Tracker
+    recovery: Recovery
+    screen: Screen
+    stop: StopRequest
+    stats_every: int = 10

@@ -1,0 +1,112 @@
+"""Run folders: which one a command means, whether it can be resumed, and what is written into it. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.core.atomic import atomic_file, write_json
+from harness.core.config import RunConfig, changed_keys
+from harness.core.errors import CheckpointError, ConfigError, Problem
+from harness.core.facts import Outcome
+from harness.core.schema import validate
+from harness.core.yamlfile import read_yaml
+
+RUNS = Path("runs")
+_MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.")
+
+
+def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: str, steps: int) -> Path:
+    """The run folder that a command means.
+
+    Without a name it is `<config>-<recipe>`, so that the same command finds its own run again; once that run has
+    finished (or with resume "never") the next free `-2`, `-3`, ... is taken. Raises ConfigError if a name is no
+    folder name, or is taken and resume is "never".
+    """
+    if name is not None:
+        if not name or name.startswith(".") or "/" in name or "\0" in name:
+            raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix="use letters, digits, - and _"))
+        folder = RUNS / name
+        if resume != "auto" and (folder / "config.yaml").exists():
+            fix = "choose another --name, or use --resume auto"
+            raise ConfigError(Problem("this run exists already", str(folder), fix=fix))
+        return folder
+    base = f"{Path(config_name).stem}-{Path(recipe_name).stem}"
+    number = 1
+    while True:
+        folder = RUNS / (base if number == 1 else f"{base}-{number}")
+        taken = (folder / "config.yaml").exists()
+        if not taken or (resume == "auto" and not is_finished(folder, steps)):
+            return folder
+        number += 1
+
+
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether the run in `folder` ended as planned, with at least `steps` steps done."""
+    outcome = read_outcome(folder)
+    return outcome.get("status") == "done" and int(outcome.get("step", 0)) >= steps
+
+
+def read_outcome(folder: Path) -> dict[str, Any]:
+    """outcome.json, or an empty mapping while there is none."""
+    try:
+        outcome = json.loads((folder / "outcome.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return outcome if isinstance(outcome, dict) else {}
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """How the run ended, for wrappers: launchers swallow exit codes."""
+    write_json(folder / "outcome.json", {**asdict(outcome), "exit_code": int(outcome.exit_code)})
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """The resolved config, loadable as --config."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    with atomic_file(folder / "config.yaml") as stream:
+        stream.write(text.encode())
+
+
+def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str) -> None:
+    """Refuse to resume under another config or recipe. Raises CheckpointError naming every changed key.
+
+    Allowed to change: train.steps, train.max_minutes and checkpoint.*.
+    """
+    saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
+    old, new = saved.model_dump(mode="json"), config.model_dump(mode="json")
+    refused = [key for key in changed_keys(old, new) if not key.startswith(_MAY_CHANGE)]
+    fix = "use the old value, or give the new run another --name"
+    problems = [
+        Problem(f"changed from {_value(old, key)!r} to {_value(new, key)!r}", f"{folder}: {key}", fix=fix)
+        for key in refused
+    ]
+    plan = _read_plan(folder)
+    if plan and plan.get("recipe_sha256") != recipe_sha256 and "recipe" not in refused:
+        problems.append(Problem("the recipe's contents changed since this run began", f"{folder}: recipe", fix=fix))
+    if problems:
+        raise CheckpointError(problems)
+
+
+def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
+    """plan.json: per layer precision, backend and why; requested, resolved, effective."""
+    write_json(folder / "plan.json", dict(plan))
+
+
+def _read_plan(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "plan.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,251 @@
+"""The main job, end to end: place, folder, plan, data, engine, loop, report, summary."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import loop
+from harness.build import (
+    Place,
+    build_data,
+    build_plan,
+    build_run,
+    find_place,
+    open_journal,
+    open_store,
+    read_incidents,
+)
+from harness.checkpoint.lock import RunLock
+from harness.checkpoint.store import Store
+from harness.core.config import RunConfig
+from harness.core.errors import CheckpointError, ExitCode, HarnessError, MachineError, Problem
+from harness.core.facts import Outcome
+from harness.precision.plan import Plan, pad_numbers
+from harness.precision.recipe import Recipe
+from harness.run import Run
+from harness.runs import (
+    check_resumable,
+    choose_folder,
+    is_finished,
+    read_outcome,
+    write_config,
+    write_outcome,
+    write_plan,
+)
+from harness.tracking import shipper
+from harness.tracking.console import Console, plan_table
+from harness.tracking.journal import Journal
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asked for, validated. resume: "auto", "never" or the path of a checkpoint."""
+
+    config: RunConfig
+    recipe: Recipe
+    config_name: str
+    name: str | None
+    resume: str
+    strict: bool
+    launcher: str
+
+
+def train(request: Request) -> int:
+    """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
+    config = request.config
+    place = find_place(config, request.launcher)
+    lead = place.ranks.rank == 0
+    folder = Path(place.ranks.broadcast(str(_folder(request)) if lead else None))
+    with _locked(folder, lead):
+        resuming = (folder / "config.yaml").exists()
+        if resuming:
+            check_resumable(folder, config, request.recipe.sha256())
+        console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
+        if is_finished(folder, config.train.steps):
+            console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
+            return ExitCode.DONE
+        plan, model = build_plan(config, request.recipe, place)
+        if request.strict and not plan.rungs[0].taken:
+            raise MachineError(
+                Problem(
+                    f"--strict: the recipe's first rung, {plan.rungs[0].rung}, cannot run here",
+                    f"recipe {request.recipe.name}",
+                    why=plan.rungs[0].reason,
+                    fix="run on another machine, or drop --strict to take the next rung",
+                )
+            )
+        data, _ = build_data(config, folder, place)
+        console.say(f"run {folder}  ({request.launcher}, {place.ranks.world_size} rank(s) on {place.device.type})")
+        console.say(plan_table(plan.as_dict()))
+        if lead:
+            write_config(folder, config)
+            write_plan(folder, plan.as_dict())
+        incidents = read_incidents(folder, place)
+        store = open_store(folder, place)
+        start = place.ranks.broadcast(store.newest_valid() if lead else None) if resuming else None
+        journal = open_journal(folder, place, incidents.attempt, (start or 0) + 1 if resuming else None)
+        with journal:
+            journal.note("run", tags=_tags(plan), params=_flat(config.model_dump(mode="json")), data=data.facts())
+            ship = shipper.start(folder, config.tracking.experiment) if lead and config.tracking.mlflow else None
+            run = build_run(
+                config, request.recipe, folder, place, plan, model, data, journal, incidents, store, console
+            )
+            _restore(run, request, start, journal)
+            outcome = _drive(run, journal)
+            if lead:
+                _finish(run, plan, outcome, journal)
+        run.engine.close()
+        if lead:
+            _farewell(folder, ship, config, console)
+        return int(outcome.exit_code)
+
+
+def _folder(request: Request) -> Path:
+    resume = request.resume if request.resume in ("auto", "never") else "never"
+    return choose_folder(request.config_name, request.config.recipe, request.name, resume, request.config.train.steps)
+
+
+class _locked:
+    """The run's lock on rank 0, nothing on the others."""
+
+    def __init__(self, folder: Path, lead: bool) -> None:
+        self._lock = RunLock(folder) if lead else None
+
+    def __enter__(self) -> None:
+        if self._lock:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock:
+            self._lock.release()
+
+
+def _restore(run: Run, request: Request, start: int | None, journal: Journal) -> None:
+    """Load the newest valid checkpoint of this run, or the one that --resume PATH names."""
+    for problem in getattr(run.recovery.store, "quarantined", []):
+        journal.event(start or 0, "checkpoint.quarantined", text=str(problem))
+        run.screen.event(f"set aside: {problem}")
+    if request.resume not in ("auto", "never"):
+        path = Path(request.resume)
+        step = path.name.removeprefix("step-")
+        if not step.isdigit():
+            raise CheckpointError(
+                Problem("is no checkpoint", str(path), fix="give a folder runs/<run>/checkpoints/step-<number>")
+            )
+        run.state.load_state_dict(*Store(path.parent, readonly=True).load(int(step)))
+        run.screen.event(f"started from {path}")
+    elif start is not None:
+        run.recovery.load(start)
+        journal.event(start, "run.resumed")
+        run.screen.event(f"resumed at step {start}")
+
+
+def _drive(run: Run, journal: Journal) -> Outcome:
+    """The loop under signal handlers; whatever ends it becomes an outcome."""
+    run.stop.install()
+    try:
+        return loop.run(run)
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, HarnessError) else ExitCode.FAILED
+        reason = f"{type(error).__name__}: {error}"
+        journal.event(run.state.step, "run.failed", text=reason)
+        if run.engine.rank == 0:
+            write_outcome(run.folder, Outcome("failed", code, reason, run.state.step))
+        journal.note("end", status="failed")
+        raise
+    finally:
+        run.screen.close()
+
+
+def _finish(run: Run, plan: Plan, outcome: Outcome, journal: Journal) -> None:
+    """Outcome, effective precision, plots and report; told to MLflow through the journal."""
+    from harness.tools import report
+
+    write_outcome(run.folder, outcome)
+    layers = effective_layers(run, plan)
+    described = _describe(layers)
+    write_plan(run.folder, {**plan.as_dict(), "effective": described, "effective_layers": layers})
+    journal.note("run", tags={"precision.effective": described, "outcome": outcome.status}, params={}, data={})
+    journal.flush()
+    for path in report.write(run.folder):
+        journal.note("artifact", path=str(path.relative_to(run.folder)))
+    for name in ("config.yaml", "plan.json", "outcome.json"):
+        journal.note("artifact", path=name)
+    journal.note("end", status=outcome.status)
+
+
+def effective_layers(run: Run, plan: Plan) -> dict[str, str]:
+    """What each planned module really ran in at the end: an FP8 layer counts only if its slots saw a nonzero amax."""
+    seen: set[str] = set()
+    if run.precision.slot_names:
+        tensors, _ = run.precision.state_dict()
+        used = (tensors["history"].amax(dim=0) > 0).tolist()
+        seen = {name for name, nonzero in zip(run.precision.slot_names, used, strict=True) if nonzero}
+    demoted = set(run.precision.demoted)
+    layers: dict[str, str] = {}
+    for layer in plan.layers:
+        name = pad_numbers(layer.module)
+        precision = layer.precision
+        if precision == "fp8" and name in demoted:
+            precision = "bf16"
+        elif precision == "fp8" and not any(slot.rpartition(".")[0] == name for slot in seen):
+            precision = "unused"
+        layers[layer.module] = precision
+    return layers
+
+
+def _describe(layers: Mapping[str, str]) -> str:
+    """Such as "fp8: 16 layers, bf16: 1, fp32: 10"."""
+    counts: dict[str, int] = {}
+    for precision in layers.values():
+        counts[precision] = counts.get(precision, 0) + 1
+    return ", ".join(f"{precision}: {count} modules" for precision, count in sorted(counts.items()))
+
+
+def _farewell(folder: Path, ship: shipper.ShipperHandle | None, config: RunConfig, console: Console) -> None:
+    from harness.tools.summary import summary
+
+    delivered = ship.drain(config.tracking.drain_seconds) if ship else None
+    console.say(summary(folder))
+    if delivered is False:
+        console.event(f"MLflow has not got everything yet; deliver the rest with: harness sync {folder}")
+
+
+def _tags(plan: Plan) -> dict[str, str]:
+    return {
+        "precision.requested": plan.requested,
+        "precision.resolved": plan.resolved,
+        "tier": plan.tier,
+        "recipe.sha256": plan.recipe_sha256,
+        "git.commit": _git_commit(),
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv)[:4000],
+    }
+
+
+def _git_commit() -> str:
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
