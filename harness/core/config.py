@@ -23,7 +23,7 @@ class TrainConfig(Strict):
     steps: Positive = Field(300, description="windows (optimizer steps) to train")
     seed: Count = Field(0, description="seed of weights and data order")
     global_batch: Positive = Field(16, description="samples per optimizer step, over all ranks")
-    micro_batch: Positive = Field(16, description="samples per forward and backward on one rank")
+    micro_batch: Positive = Field(8, description="samples per forward and backward on one rank")
     max_grad_norm: float = Field(1.0, gt=0, description="clip the global L2 gradient norm to this")
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     warmup_steps: Count = Field(20, description="applied steps of linear warm-up")

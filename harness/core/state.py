@@ -38,6 +38,13 @@ class Incidents:
         return index
 
 
+def seed_everything(seed: int) -> None:
+    """Start torch's, numpy's and Python's generators from `seed`."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 class RandomState:
     """RNG of every kind: torch CPU, each CUDA device, numpy, Python."""
 

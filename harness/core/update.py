@@ -71,9 +71,7 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
     elif not skip.item():
         for gradients in _by_device_and_dtype(p for group in optimizer.param_groups for p in group["params"]):
-            torch._foreach_div_(
-                gradients, divisor.to(gradients[0].device)
-            )
+            torch._foreach_div_(gradients, divisor.to(gradients[0].device))
         optimizer.step()
 
 

@@ -1,0 +1,129 @@
+"""The manifest: what a checkpoint holds, byte for byte, and how a folder is checked against it.
+
+Neither safetensors nor JSON notices a flipped bit, so the manifest has the size and SHA-256 of every file, and of
+itself: it is accepted only if it is exactly the bytes that its own content serialises to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.core.atomic import dump_json
+from harness.core.errors import Problem
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TENSORS = ".safetensors"
+
+_FORMAT = 1
+_MAX_MANIFEST = 1 << 20
+_MAX_HEADER = 100 << 20
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9]+)?")
+_FIX = "use another checkpoint of this run: a plain resume picks the newest whole one by itself"
+
+
+def part_file(part: str) -> str:
+    """The file name of a part's tensors. Raises ValueError for a name that would not be a plain file name."""
+    name = part + TENSORS
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"part name {part!r} is not of the form a-z, 0-9, _ and -")
+    return name
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, read back in chunks. Raises OSError."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+        return {"bytes": stream.tell(), "sha256": digest.hexdigest()}
+
+
+def manifest_bytes(step: int, files: Mapping[str, Mapping[str, Any]], versions: Mapping[str, str]) -> bytes:
+    """The manifest of a checkpoint, sealed with the SHA-256 of its own content."""
+    return _seal({"format": _FORMAT, "step": step, "files": files, "versions": versions})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest in `folder`. Raises ValueError or OSError saying why it cannot be trusted."""
+    path = folder / MANIFEST
+    _check_regular(path)
+    if path.stat().st_size > _MAX_MANIFEST:
+        raise ValueError(f"is larger than {_MAX_MANIFEST} bytes")
+    raw = path.read_bytes()
+    try:
+        content = json.loads(raw)
+        sealed = _seal({key: value for key, value in content.items() if key != "sha256"})
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError("is not a manifest") from error
+    if raw != sealed:
+        raise ValueError("differs from its own SHA-256")
+    if content.get("format") != _FORMAT:
+        raise ValueError(f"has format {content.get('format')!r}, this version reads {_FORMAT}")
+    files = content.get("files")
+    if not isinstance(files, dict) or STATE not in files:
+        raise ValueError("lists no state")
+    outside = [name for name in files if not _NAME.fullmatch(name)]
+    if outside:
+        raise ValueError(f"lists names that are not plain files: {outside}")
+    return content
+
+
+def check_folder(folder: Path, step: int) -> list[Problem]:
+    """Everything that is wrong with the checkpoint in `folder`; empty if every byte is as it was written."""
+    try:
+        if folder.is_symlink():
+            raise ValueError("the checkpoint is a link")
+        manifest = read_manifest(folder)
+        if manifest.get("step") != step:
+            raise ValueError(f"is of step {manifest.get('step')!r}, in the folder of step {step}")
+        present = set(os.listdir(folder))
+    except (OSError, ValueError) as error:
+        return [_problem(folder / MANIFEST, error)]
+    problems = [
+        Problem("is not in the manifest", str(folder / name), fix=_FIX)
+        for name in sorted(present - {*manifest["files"], MANIFEST})
+    ]
+    for name, entry in sorted(manifest["files"].items()):
+        try:
+            _check_file(folder / name, entry)
+        except (OSError, ValueError) as error:
+            problems.append(_problem(folder / name, error))
+    return problems
+
+
+def _check_file(path: Path, entry: Any) -> None:
+    if not isinstance(entry, dict):
+        raise ValueError("has no size and SHA-256 in the manifest")
+    _check_regular(path)
+    size = path.stat().st_size
+    if size != entry.get("bytes"):
+        raise ValueError(f"has {size} bytes, {entry.get('bytes')} were written")
+    if file_entry(path)["sha256"] != entry.get("sha256"):
+        raise ValueError("differs from its SHA-256")
+    if path.name.endswith(TENSORS):
+        with path.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+        if header > min(_MAX_HEADER, size - 8):
+            raise ValueError(f"claims a header of {header} bytes")
+
+
+def _check_regular(path: Path) -> None:
+    """A link could lead out of the checkpoint, and a pipe would wait for ever."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError("is not a regular file")
+
+
+def _problem(path: Path, error: OSError | ValueError) -> Problem:
+    what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return Problem(what, str(path), fix=_FIX)
+
+
+def _seal(content: Mapping[str, Any]) -> bytes:
+    digest = hashlib.sha256(dump_json(content)).hexdigest()
+    return dump_json({**content, "sha256": digest})

@@ -1,0 +1,250 @@
+"""Where checkpoints live: each is committed whole or not at all, and verified before it is trusted.
+
+A save writes `.tmp-step-N/`, fsyncs every file, writes the manifest last, fsyncs it, renames the folder to `step-N/`
+and fsyncs the parent. There is no pointer to the latest: readers scan and verify. Damaged checkpoints and those that
+a rollback passed over are renamed, never overwritten or deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from harness.checkpoint import marks
+from harness.checkpoint.failures import failed
+from harness.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    TENSORS,
+    check_folder,
+    file_entry,
+    manifest_bytes,
+    part_file,
+    read_manifest,
+)
+from harness.core.atomic import dump_json, sync_folder, write_json
+from harness.core.errors import CheckpointError, MisuseError, Problem
+from harness.core.protocols import Meta, TensorDict, Tensors
+
+_STEP = re.compile(r"step-(\d{8,})")
+_TMP = ".tmp-"
+_ROLLBACK = "rollback.json"
+
+
+class Store:
+    """The checkpoints of one run, in `root`.
+
+    versions: written into every manifest, for people. quarantined: what was found damaged and moved aside since the
+    store was opened. A writer must hold the run's lock: opening removes what dead writers left half done and finishes
+    an interrupted `discard_after`. With `readonly` (tools, ranks other than 0) nothing on disk is ever changed.
+    Raises CheckpointError if `root` cannot be made.
+    """
+
+    def __init__(self, root: Path, versions: Mapping[str, str] | None = None, *, readonly: bool = False) -> None:
+        self.root = root
+        self.quarantined: list[Problem] = []
+        self._versions = dict(versions or {})
+        self._readonly = readonly
+        if readonly:
+            return
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise failed("the checkpoint folder cannot be made", root, error) from error
+        for leftover in root.glob(f"{_TMP}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if (root / _ROLLBACK).exists():
+            self._finish_rollback()
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or would be."""
+        return self.root / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps of committed checkpoints, oldest first; not verified."""
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        numbers = [int(match[1]) for match in map(_STEP.fullmatch, names) if match]
+        return sorted(step for step in set(numbers) if self.path(step).name in names)
+
+    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
+        """Commit the state of `step`: one `<part>.safetensors` per part that has tensors, and `meta` as state.json.
+
+        tensors: by part and name, any dtype, device and layout; shared storage is written once per name. A committed
+        checkpoint of this step that verifies is kept as it is; a damaged one is quarantined. Raises CheckpointError,
+        with nothing left behind and older checkpoints untouched, if anything cannot be written (training can go on).
+        """
+        self._check_writer()
+        final = self.path(step)
+        problems = self.verify(step) if os.path.lexists(final) else []
+        if final.exists() and not problems:
+            return final
+        temporary = self.root / f"{_TMP}{final.name}"
+        try:
+            self._write(temporary, step, tensors, meta)
+            if problems:
+                self._quarantine(step, problems)
+            temporary.rename(final)
+            sync_folder(self.root)
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            raise failed("the checkpoint was not written", final, error) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final
+
+    def verify(self, step: int) -> list[Problem]:
+        """What is wrong with the checkpoint of `step`: every byte is read. Empty if nothing is."""
+        return check_folder(self.path(step), step)
+
+    def load(self, step: int) -> tuple[Tensors, Meta]:
+        """(tensors by part and name, on the CPU; meta), after verifying. Raises CheckpointError with every problem.
+
+        Parts that had no tensors when saved are not in the first mapping.
+        """
+        folder = self.path(step)
+        problems = self.verify(step)
+        if problems:
+            raise CheckpointError(problems)
+        try:
+            tensors: Tensors = {
+                name.removesuffix(TENSORS): load_file(folder / name)
+                for name in read_manifest(folder)["files"]
+                if name.endswith(TENSORS)
+            }
+            meta: Meta = json.loads((folder / STATE).read_bytes())
+        except (OSError, SafetensorError, ValueError) as error:
+            raise failed("the checkpoint cannot be loaded", folder, error) from error
+        return tensors, meta
+
+    def newest_valid(self) -> int | None:
+        """Step of the newest checkpoint that verifies; newer ones that do not are quarantined on the way."""
+        for step in reversed(self.steps()):
+            problems = self.verify(step)
+            if not problems:
+                return step
+            if not self._readonly:
+                try:
+                    self._quarantine(step, problems)
+                except OSError as error:
+                    raise failed("a damaged checkpoint cannot be moved aside", self.path(step), error) from error
+        return None
+
+    def discard_after(self, step: int) -> None:
+        """Rename checkpoints newer than `step` to `rolledback-*` and take their good marks away.
+
+        The intent is on disk first, so that a writer killed half-way is finished by the next one to open the store.
+        Raises CheckpointError.
+        """
+        self._check_writer()
+        intent = self.root / _ROLLBACK
+        try:
+            write_json(intent, {"to": step})
+            marks.forget_after(self.root, step)
+            for newer in self.steps():
+                if newer > step:
+                    self._aside(newer, "rolledback")
+            sync_folder(self.root)
+            intent.unlink()
+            sync_folder(self.root)
+        except OSError as error:
+            raise failed(f"the checkpoints after step {step} cannot be set aside", self.root, error) from error
+
+    def remove(self, step: int) -> None:
+        """Delete the checkpoint of `step`; killed half-way, it is gone from `steps` all the same.
+
+        Raises CheckpointError.
+        """
+        self._check_writer()
+        trash = self.root / f"{_TMP}trash-{self.path(step).name}"
+        try:
+            self.path(step).rename(trash)
+            shutil.rmtree(trash)
+        except OSError as error:
+            raise failed("the checkpoint cannot be deleted", self.path(step), error) from error
+
+    def _write(
+        self, folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]
+    ) -> None:
+        state = dump_json(meta)
+        contents = {part_file(part): _plain(named) for part, named in tensors.items() if named}
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
+        _write_synced(folder / STATE, state)
+        # safetensors makes private files, whatever the umask: others would see a checkpoint they cannot load.
+        mode = stat.S_IMODE((folder / STATE).stat().st_mode)
+        for name, named in contents.items():
+            save_file(named, folder / name)
+            (folder / name).chmod(mode)
+            _sync(folder / name)
+        files = {name: file_entry(folder / name) for name in (*contents, STATE)}
+        _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions))
+        sync_folder(folder)
+
+    def _finish_rollback(self) -> None:
+        intent = self.root / _ROLLBACK
+        try:
+            target = int(json.loads(intent.read_bytes())["to"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fix = "delete this file to keep every checkpoint"
+            raise CheckpointError(
+                Problem("an unfinished rollback cannot be read", str(intent), str(error), fix)
+            ) from error
+        self.discard_after(target)
+
+    def _check_writer(self) -> None:
+        if self._readonly:
+            raise MisuseError(
+                Problem("this store was opened to read", str(self.root), fix="open it on rank 0, to write")
+            )
+
+    def _quarantine(self, step: int, problems: list[Problem]) -> None:
+        self._aside(step, "quarantine")
+        sync_folder(self.root)
+        self.quarantined += problems
+
+    def _aside(self, step: int, prefix: str) -> None:
+        source = self.path(step)
+        number = 1
+        while os.path.lexists(target := self.root / f"{prefix}-{source.name}-{number}"):
+            number += 1
+        source.rename(target)
+
+
+def _plain(named: Mapping[str, Tensor]) -> TensorDict:
+    """Tensors as safetensors takes them: on the CPU, contiguous, no two in one storage (tied weights are)."""
+    seen: set[int] = set()
+    plain: TensorDict = {}
+    for name, tensor in named.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return plain
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

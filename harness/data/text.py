@@ -1,0 +1,171 @@
+"""Read text from a file or folder, or say by name what is wrong with every file that cannot be used."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.core.errors import DataError, Problem
+
+MAX_BYTES = 1 << 30
+"""Most bytes of text a run takes: all of it is held in memory once, while the snapshot is written."""
+
+_CHUNK = 1 << 20
+_NAMED = 20
+_FIX_FILE = "give a UTF-8 text file or a folder of them; convert others with: iconv -t utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One file. name: path relative to the source, with forward slashes. content: its UTF-8 bytes, unchanged."""
+
+    name: str
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A file that was passed over, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The documents of one source, sorted by name, and what was passed over."""
+
+    source: str
+    documents: tuple[Document, ...]
+    skipped: tuple[Skipped, ...] = ()
+
+
+def read_text(path: Path) -> Text:
+    """The text at `path`: one UTF-8 file, or every UTF-8 file of a folder, recursively, sorted by relative path.
+
+    In a folder, hidden files and folders are ignored; empty and binary files (NUL bytes, not UTF-8) are skipped and
+    listed, and links within the folder too, since their targets are read in their own place. Raises DataError with a
+    Problem for every file that is missing, unreadable or a link out of the folder; when nothing is left; and when
+    there is more text than MAX_BYTES.
+    """
+    path = path.expanduser()
+    if path.is_dir():
+        root = path.resolve()
+        return read_files(str(path), root, _walk(root))
+    text = read_files(str(path), path.resolve().parent, [path.resolve()])
+    return Text(text.source, text.documents)
+
+
+def read_files(source: str, root: Path, paths: Iterable[Path]) -> Text:
+    """The text of `paths`, named relative to `root`. Raises DataError as `read_text` does."""
+    documents: list[Document] = []
+    skipped: list[Skipped] = []
+    problems: list[Problem] = []
+    total = 0
+    for path in paths:
+        name = path.relative_to(root).as_posix().encode("utf-8", "backslashreplace").decode()
+        try:
+            content = _read_file(path, root)
+        except DataError as error:
+            problems += error.problems
+            continue
+        if isinstance(content, str):
+            skipped.append(Skipped(name, content))
+            continue
+        total += len(content)
+        if total > MAX_BYTES:
+            problems.append(_too_large(source))
+            break
+        documents.append(Document(name, content))
+    if not documents and not problems:
+        problems.append(_nothing_left(source, skipped))
+    if problems:
+        raise DataError(problems)
+    return Text(
+        source,
+        tuple(sorted(documents, key=lambda document: document.name)),
+        tuple(sorted(skipped, key=lambda skip: skip.name)),
+    )
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Files and links below `root`, hidden ones left out. Raises DataError for folders that cannot be listed."""
+    problems: list[Problem] = []
+
+    def unlistable(error: OSError) -> None:
+        problems.append(_unreadable(Path(error.filename), error))
+
+    for folder, folders, files in os.walk(root, onerror=unlistable):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        yield from (Path(folder, name) for name in sorted([*files, *links]) if not name.startswith("."))
+    if problems:
+        raise DataError(problems)
+
+
+def _read_file(path: Path, root: Path) -> bytes | str:
+    """A file's bytes, or the reason to pass over it. Raises DataError."""
+    try:
+        if path.is_symlink():
+            target = path.resolve(strict=True)
+            if target.is_relative_to(root):
+                return "link within the folder"
+            raise DataError(
+                Problem(f"is a link out of the folder, to {target}", _where(path), fix="copy the file there instead")
+            )
+        status = path.stat()
+        # Opening a pipe would wait for ever, and a huge file would take the memory before it could be counted.
+        if not stat.S_ISREG(status.st_mode):
+            return "not a regular file"
+        if status.st_size > MAX_BYTES:
+            raise DataError(_too_large(str(path)))
+        content = path.read_bytes()
+    except (OSError, RuntimeError) as error:
+        raise DataError(_unreadable(path, error)) from error
+    return _not_text(content) or content
+
+
+def _not_text(content: bytes) -> str:
+    if not content:
+        return "empty"
+    if b"\0" in content:
+        return "binary: it has NUL bytes"
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(content), _CHUNK):
+            decoder.decode(content[start : start + _CHUNK], final=start + _CHUNK >= len(content))
+    except UnicodeDecodeError:
+        return "binary: it is not UTF-8"
+    return ""
+
+
+def _where(path: Path | str) -> str:
+    return f"data.path: {path}"
+
+
+def _unreadable(path: Path, error: Exception) -> Problem:
+    if isinstance(error, FileNotFoundError) and not path.is_symlink():
+        return Problem("no such file or folder", _where(path), fix="check the path")
+    reason = error.strerror if isinstance(error, OSError) else "a link that leads to itself"
+    fix = "remove the link, or mend it" if path.is_symlink() else "make it readable for this user, or leave it out"
+    return Problem(f"cannot be read: {reason}", _where(path), fix=fix)
+
+
+def _too_large(source: str) -> Problem:
+    return Problem(f"more than {MAX_BYTES >> 20} MiB of text", _where(source), fix="give a part of it")
+
+
+def _nothing_left(source: str, skipped: list[Skipped]) -> Problem:
+    if len(skipped) == 1:
+        return Problem("has no text to train on", _where(source), why=str(skipped[0]), fix=_FIX_FILE)
+    listed = ", ".join(str(skip) for skip in skipped[:_NAMED])
+    more = f" and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+    why = f"skipped {listed}{more}" if skipped else "it has no visible files"
+    return Problem("has no text to train on", _where(source), why=why, fix=_FIX_FILE)

@@ -1,0 +1,193 @@
+"""Run one checkpoint operation over and over, each time in a forked process that fails at the next file call.
+
+`python checkpoint_driver.py <injector.so> <scratch> <scenario>:<mode> ...` prints JSON: for each scenario and every n,
+how the process ended and what another finds in the folder afterwards. Run with the injector in LD_PRELOAD. Forking
+costs milliseconds where a new process would import torch. `random:<kills>` and `limit:` need no injector.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.store import Store
+from harness.core.errors import CheckpointError
+
+MODES = {"kill": 1, "full": 2, "once": 3}
+REFUSED = 3
+STEPS = (10, 20, 30, 40, 50)
+
+
+def state(step: int, elements: int = 1000) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        "model": {"weight": torch.full((elements,), float(step)), "bias": torch.arange(8) * step},
+        "optimizer": {"moment": torch.full((elements,), float(-step))},
+    }
+
+
+def save(root: Path, step: int) -> None:
+    Store(root).save(step, state(step), {"step": step})
+
+
+def damage(root: Path, step: int) -> None:
+    (Store(root).path(step) / "model.safetensors").write_bytes(b"damaged")
+
+
+def base(root: Path, scenario: str) -> None:
+    for step in STEPS:
+        save(root, step)
+    if scenario == "prune":
+        goodness = Goodness(Store(root), 0)
+        goodness.saved(20)
+    if scenario in ("resave", "quarantine"):
+        damage(root, 50)
+
+
+SCENARIOS: dict[str, Callable[[Path], object]] = {
+    "save": lambda root: save(root, 60),
+    "resave": lambda root: save(root, 50),
+    "quarantine": lambda root: Store(root).newest_valid(),
+    "prune": lambda root: Retention(Store(root), 2).prune(),
+    "discard": lambda root: Store(root).discard_after(20),
+}
+
+
+def in_fork(work: Callable[[], object]) -> int:
+    """How a forked process that does `work` ends, as waitpid tells: REFUSED if by CheckpointError."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except CheckpointError:
+            os._exit(REFUSED)
+        except BaseException as error:
+            traceback.print_exception(error)
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def look(root: Path) -> dict[str, Any]:
+    """What a new process finds after opening the store, with every load compared to what was saved."""
+    before = sorted(path.name for path in root.iterdir())
+    store = Store(root)
+    newest = store.newest_valid()
+    valid = [step for step in store.steps() if not store.verify(step)]
+    wrong = []
+    for step in valid:
+        tensors, meta = store.load(step)
+        expected = state(step, len(tensors["model"]["weight"]))
+        same = all(
+            torch.equal(tensors[part][name], expected[part][name]) for part in expected for name in expected[part]
+        )
+        if not same or meta != {"step": step} or tensors.keys() != expected.keys():
+            wrong.append(step)
+    names = sorted(path.name for path in root.iterdir())
+    return {"before": before, "newest": newest, "valid": valid, "wrong": wrong, "names": names}
+
+
+def sweep(library: ctypes.CDLL, scratch: Path, scenario: str, mode: str) -> list[dict[str, Any]]:
+    """Results for n = 1, 2, ... until the operation makes fewer than n calls; that last one is included."""
+    original, operate = scratch / "base", SCENARIOS[scenario]
+    base(original, scenario)
+    operate(Path(shutil.copytree(original, scratch / "warm")))
+    results = []
+    for n in range(1, 1000):
+        root = Path(shutil.copytree(original, scratch / f"{n}"))
+
+        def work(n: int = n, root: Path = root) -> None:
+            library.inject_arm(n, MODES[mode])
+            try:
+                operate(root)
+            finally:
+                fired = library.inject_disarm()
+                (scratch / f"{n}.fired").write_text(str(fired))
+
+        status = in_fork(work)
+        result = {
+            "n": n,
+            "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
+            "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+            "fired": int((scratch / f"{n}.fired").read_text()) if (scratch / f"{n}.fired").exists() else 0,
+            **look(root),
+        }
+        operate(root)
+        result["again"] = look(root)
+        results.append(result)
+        shutil.rmtree(root)
+        if not result["killed"] and not result["fired"]:
+            break
+    return results
+
+
+def random_kills(scratch: Path, kills: int, elements: int) -> list[dict[str, Any]]:
+    """SIGKILL a process that saves and prunes in a loop, at random moments, going on from what is left each time."""
+    root, chance = scratch / "random", random.Random(0)
+
+    def work() -> None:
+        store = Store(root)
+        retention = Retention(store, 2)
+        step = (store.newest_valid() or 0) + 10
+        while True:
+            store.save(step, state(step, elements), {"step": step})
+            retention.prune()
+            step += 10
+
+    results = []
+    for _ in range(kills):
+        child = os.fork()
+        if child == 0:
+            work()
+        time.sleep(chance.uniform(0.01, 0.12))
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        results.append({"killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, **look(root)})
+    return results
+
+
+def file_size_limit(scratch: Path) -> dict[str, Any]:
+    """A save whose largest file is over the process's file size limit: the kernel refuses the bytes (EFBIG)."""
+    root = scratch / "limited"
+    save(root, 10)
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        Store(root).save(20, state(20, 50_000), {"step": 20})
+
+    status = in_fork(work)
+    return {"exit": os.WEXITSTATUS(status), **look(root)}
+
+
+def main() -> None:
+    injector, scratch = sys.argv[1], Path(sys.argv[2])
+    results = {}
+    for task in sys.argv[3:]:
+        scenario, mode = task.split(":")
+        folder = scratch / f"{scenario}-{mode}"
+        folder.mkdir(parents=True)
+        if scenario == "random":
+            results[task] = random_kills(folder, int(mode), 200_000)
+        elif scenario == "limit":
+            results[task] = file_size_limit(folder)
+        else:
+            results[task] = sweep(ctypes.CDLL(injector), folder, scenario, mode)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Kill, or refuse the disk to, a save, a retention, a rollback or a repair at every file call it makes.
+
+After each: what verifies is what was saved, the newest whole checkpoint is found, and doing it again works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.faults
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+REFUSED = 3
+ALL = [10, 20, 30, 40, 50]
+SWEEPS = [
+    "save:kill",
+    "save:full",
+    "save:once",
+    "prune:kill",
+    "discard:kill",
+    "discard:full",
+    "discard:once",
+    "resave:kill",
+    "quarantine:kill",
+]
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of every sweep: one process runs them all."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler to build the fault injector with")
+    folder = tmp_path_factory.mktemp("sweeps")
+    library = folder / "inject.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "inject.c", "-ldl"], check=True)
+    return drive(library, folder, *SWEEPS)
+
+
+def drive(injector: Path | None, scratch: Path, *tasks: str) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if injector is not None:
+        environment["LD_PRELOAD"] = str(injector)
+    command = [sys.executable, str(HERE / "checkpoint_driver.py"), str(injector), str(scratch), *tasks]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def swept(sweeps: dict[str, Any], scenario: str, mode: str, at_least: int) -> list[dict[str, Any]]:
+    """The results in which the fault fired, checked for what must always hold."""
+    *hit, last = sweeps[f"{scenario}:{mode}"]
+    assert (last["killed"], last["exit"], last["fired"]) == (False, 0, 0)
+    assert len(hit) >= at_least
+    for result in hit:
+        assert result["killed"] if mode == "kill" else result["fired"]
+        for seen in (result, result["again"]):
+            assert seen["wrong"] == []
+            assert len(seen["valid"]) >= 2
+            assert seen["newest"] == seen["valid"][-1]
+            assert not [name for name in seen["names"] if name.startswith(".tmp")]
+        assert result["again"]["valid"] == last["valid"]
+    return hit
+
+
+def test_a_save_killed_at_any_call_leaves_the_checkpoints_before_it(sweeps: dict[str, Any]) -> None:
+    results = swept(sweeps, "save", "kill", at_least=12)
+    assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (*ALL, 60)}
+    assert any(".tmp-step-00000060" in result["before"] for result in results)
+
+
+@pytest.mark.parametrize("mode", ["full", "once"])
+def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing_behind(sweeps: dict[str, Any], mode: str) -> None:
+    results = swept(sweeps, "save", mode, at_least=12)
+    for result in results:
+        assert result["valid"][:5] == ALL
+        assert not [name for name in result["before"] if name.startswith(".tmp")]
+        assert result["exit"] == REFUSED or (result["exit"] == 0 and 60 in result["valid"])
+    assert sum(result["exit"] == REFUSED for result in results) >= len(results) - 1
+
+
+def test_a_retention_killed_at_any_call_deletes_only_what_it_may(sweeps: dict[str, Any]) -> None:
+    results = swept(sweeps, "prune", "kill", at_least=8)
+    assert all({20, 40, 50} <= set(result["valid"]) for result in results)
+    assert {len(result["valid"]) for result in results} == {3, 4, 5}
+    for result in results:
+        assert [name for name in result["names"] if name.startswith("step-")] == [
+            f"step-{step:08d}" for step in result["valid"]
+        ]
+    assert all(result["names"][-1] == "step-00000050" and "good.json" in result["names"] for result in results)
+
+
+def test_a_rollback_killed_at_any_call_is_done_or_not_begun(sweeps: dict[str, Any]) -> None:
+    results = swept(sweeps, "discard", "kill", at_least=6)
+    assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (10, 20)}
+    partly = [result for result in results if 0 < sum(name.startswith("rolledback") for name in result["before"]) < 3]
+    assert partly
+    assert all(result["valid"] == [10, 20] for result in partly)
+    for result in results:
+        assert sum("step-" in name for name in result["names"]) == 5
+
+
+@pytest.mark.parametrize("mode", ["full", "once"])
+def test_a_rollback_that_the_disk_refuses_is_an_error(sweeps: dict[str, Any], mode: str) -> None:
+    results = swept(sweeps, "discard", mode, at_least=6)
+    assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (10, 20)}
+    assert sum(result["exit"] == REFUSED for result in results) >= len(results) - 1
+
+
+@pytest.mark.parametrize("scenario", ["resave", "quarantine"])
+def test_a_repair_killed_at_any_call_overwrites_nothing(sweeps: dict[str, Any], scenario: str) -> None:
+    results = swept(sweeps, scenario, "kill", at_least=2)
+    for result in results:
+        assert result["valid"][:4] == ALL[:4]
+        assert [name for name in result["names"] if name.startswith("quarantine")] == ["quarantine-step-00000050-1"]
+
+
+def test_random_kills_of_a_process_that_saves_and_prunes(tmp_path: Path) -> None:
+    results = drive(None, tmp_path, "random:25")["random:25"]
+    assert len(results) == 25
+    newest = [result["newest"] or 0 for result in results]
+    assert newest == sorted(newest)
+    assert newest[-1] > newest[0]
+    saved = False
+    for result in results:
+        assert result["killed"]
+        assert result["wrong"] == []
+        assert len(result["valid"]) >= 2 or not saved
+        saved = saved or len(result["valid"]) >= 2
+    assert any(".tmp-" in name for result in results for name in result["before"])
+
+
+def test_a_save_over_the_file_size_limit_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    result = drive(None, tmp_path, "limit:")["limit:"]
+    assert result["exit"] == REFUSED
+    assert result["before"] == ["step-00000010"]
+    assert (result["newest"], result["valid"], result["wrong"]) == (10, [10], [])

@@ -1,0 +1,66 @@
+"""One run, one writer: the second is refused by name, and a killed owner's lock is free at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint.lock import RunLock
+from harness.core.errors import CheckpointError, ExitCode
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from harness.checkpoint.lock import RunLock
+RunLock(Path(sys.argv[1])).acquire()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_second_process_is_refused_and_told_who_the_owner_is_until_the_owner_dies(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "locked\n"
+            with pytest.raises(CheckpointError) as caught:
+                RunLock(run).acquire()
+            message = str(caught.value)
+            assert f"process {holder.pid} on {socket.gethostname()} since 20" in message
+            assert "--name" in message
+            assert caught.value.exit_code is ExitCode.USAGE
+        finally:
+            holder.kill()
+    assert holder.returncode == -signal.SIGKILL
+    assert (run / "lock").exists()
+    with RunLock(run):
+        assert str(os.getpid()) in (run / "lock").read_text()
+
+
+def test_a_released_lock_can_be_taken_again(tmp_path: Path) -> None:
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    with first, pytest.raises(CheckpointError):
+        second.acquire()
+    first.release()
+    with second:
+        pass
+
+
+def test_an_owner_that_has_not_signed_yet_is_still_an_owner(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        (tmp_path / "lock").write_bytes(b"")
+        with pytest.raises(CheckpointError, match="owner not known"):
+            RunLock(tmp_path).acquire()
+
+
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(CheckpointError, match="cannot be locked"):
+        RunLock(tmp_path / "run").acquire()
