@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from harness.core.facts import Continue, Rollback, StepFacts
+from harness.monitors.loss import LossMonitor
+
+MakeFacts = Callable[..., StepFacts]
+
+
+def falling_losses(steps: int, seed: int = 0, noise: float = 0.04) -> list[float]:
+    """A byte-level run: from 5.5 to 1.5 nats, with the noise of small batches."""
+    rng = np.random.default_rng(seed)
+    curve = 1.5 + 4.0 * np.exp(-np.arange(steps) / 40)
+    return (curve * np.exp(noise * rng.standard_normal(steps))).tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_clean_run_has_no_spike(make_facts: MakeFacts, seed: int) -> None:
+    monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
+    codes = {monitor.observe(make_facts(i, loss=loss)).code for i, loss in enumerate(falling_losses(2000, seed))}
+    assert codes == {"loss.ok"}
+
+
+@pytest.mark.parametrize("at", [16, 17, 25, 40, 60, 80, 100, 150, 499])
+def test_a_tenfold_loss_is_a_spike_wherever_it_is(make_facts: MakeFacts, at: int) -> None:
+    monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
+    losses = falling_losses(500)
+    losses[at] *= 10
+    spikes = [v for i, loss in enumerate(losses) if (v := monitor.observe(make_facts(i, loss=loss))).code != "loss.ok"]
+    assert [(v.code, v.step, v.healthy, v.proposal) for v in spikes] == [("loss.spike", at, False, Continue())]
+
+
+def test_the_threshold_is_the_median_and_mad_of_log_losses(make_facts: MakeFacts) -> None:
+    losses = falling_losses(64)
+    logs = np.log(losses)
+    sigma = 1.4826 * np.median(np.abs(logs - np.median(logs)))
+    edge = float(np.exp(np.median(logs) + 3.0 * sigma))
+    for factor, code in ((0.9999, "loss.ok"), (1.0001, "loss.spike")):
+        monitor = LossMonitor(spike_window=64, spike_sigma=3.0, spike_steps=5)
+        # Rising order has no falling trend to take out: the plain formula holds.
+        monitor.load_state_dict({"logs": sorted(logs.tolist()), "spiking": []})
+        assert monitor.observe(make_facts(64, loss=edge * factor)).code == code
+
+
+def test_a_silent_window_does_not_turn_noise_into_a_spike(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
+    for step in range(64):
+        monitor.observe(make_facts(step, loss=2.0))
+    assert monitor.observe(make_facts(64, loss=2.0 * math.exp(0.119))).code == "loss.ok"
+    assert monitor.observe(make_facts(65, loss=2.0 * math.exp(0.121))).code == "loss.spike"
+
+
+def test_before_sixteen_losses_nothing_is_judged(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
+    codes = [monitor.observe(make_facts(i, loss=2.0 if i < 15 else 20.0)).code for i in range(17)]
+    assert codes == ["loss.ok"] * 16 + ["loss.spike"]
+
+
+def test_spikes_in_a_row_roll_back_past_their_windows_and_a_good_step_ends_the_row(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=3)
+    losses = [2.0] * 20 + [30.0, 30.0, 2.0, 30.0, 40.0, 50.0]
+    verdicts = [monitor.observe(make_facts(i, loss=loss)) for i, loss in enumerate(losses)]
+    rollbacks = [(v.step, v.proposal.bad) for v in verdicts if isinstance(v.proposal, Rollback)]
+    assert rollbacks == [(25, (1023, 1024, 1025))]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0])
+def test_values_without_a_logarithm_change_no_later_decision(make_facts: MakeFacts, bad: float) -> None:
+    plain = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=2)
+    fed = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=2)
+    losses = falling_losses(100)
+    losses[60] = losses[61] = 100.0
+    for step, loss in enumerate(losses):
+        expected = plain.observe(make_facts(step, loss=loss))
+        assert fed.observe(make_facts(step, loss=loss)) == expected
+        assert fed.observe(make_facts(step, loss=bad)).code == "loss.ok"
+    assert fed.state_dict() == plain.state_dict()
+
+
+def test_a_step_not_applied_is_not_judged_and_enters_nothing(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
+    for step in range(40):
+        monitor.observe(make_facts(step, loss=2.0))
+    before = monitor.state_dict()
+    assert monitor.observe(make_facts(40, loss=50.0, applied=False)).code == "loss.ok"
+    assert monitor.state_dict() == before
+
+
+def test_a_restored_monitor_is_armed_at_once_and_says_the_same(make_facts: MakeFacts) -> None:
+    losses = falling_losses(60)
+    losses[50:53] = [60.0, 70.0, 80.0]
+    trace = [make_facts(i, loss=loss) for i, loss in enumerate(losses)]
+    live = LossMonitor(spike_window=32, spike_sigma=12.0, spike_steps=3)
+    for facts in trace[:51]:
+        live.observe(facts)
+    resumed = LossMonitor(spike_window=32, spike_sigma=12.0, spike_steps=3)
+    resumed.load_state_dict(json.loads(json.dumps(live.state_dict(), allow_nan=False)))
+    verdicts = [live.observe(facts) for facts in trace[51:]]
+    assert [resumed.observe(facts) for facts in trace[51:]] == verdicts
+    assert isinstance(verdicts[1].proposal, Rollback)
+    assert resumed.state_dict() == live.state_dict()

@@ -1,0 +1,298 @@
+"""The fallback controller, driven through facts the way the loop does: decisions act one step late."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.core.errors import MisuseError
+from harness.core.facts import SlotStats, StepFacts, Switch, Verdict
+from harness.precision.fallback import ROLES, FallbackController, FallbackPolicy
+
+LAYERS = tuple(f"blocks.{index:02d}.mlp.down" for index in range(6))
+NAMES = tuple(f"{layer}.{role}" for layer in LAYERS for role in ROLES)
+LIMIT = {"input": 1.5, "weight": 1.25, "grad_output": 8.0}
+# The measured table of a clean run: largest ratio by role, largest underflow.
+HEALTHY = {"input": 1.26, "weight": 1.01, "grad_output": 4.5}
+HEALTHY_UNDERFLOW = 0.003
+Trace = Callable[[int, tuple[str, ...]], StepFacts]
+
+
+def make_facts(
+    step: int,
+    saturation: Mapping[str, float] | None = None,
+    underflow: Mapping[str, float] | None = None,
+    demoted: tuple[str, ...] = (),
+    applied: bool = True,
+    applied_steps: int | None = None,
+) -> StepFacts:
+    """Slots are at ratio 0.9 and without an underflow sample unless said otherwise."""
+    ratios = np.array([(saturation or {}).get(name, 0.9) for name in NAMES], dtype=np.float32)
+    flushed = np.array([(underflow or {}).get(name, math.nan) for name in NAMES], dtype=np.float32)
+    unsampled = np.full(len(NAMES), np.nan, dtype=np.float32)
+    slots = SlotStats(NAMES, ratios, np.ones_like(ratios), ratios, unsampled, flushed, unsampled)
+    count = step + 1 if applied_steps is None else applied_steps
+    return StepFacts(step, step, 2.0, 1.0, 1e-3, 1.0, applied, count, 4096, 0.1, demoted=demoted, slots=slots)
+
+
+def drive(
+    controller: FallbackController, trace: Trace, steps: range, lag: int = 1, refuse: bool = False
+) -> list[tuple[int, Switch]]:
+    """Run the loop's order of things: a switch decided on step t first acts on step t + 1 + lag."""
+    demoted: tuple[str, ...] = ()
+    switches: list[tuple[int, Switch]] = []
+    due: deque[Switch | None] = deque([None] * lag)
+    for step in steps:
+        proposal = controller.observe(trace(step, demoted)).proposal
+        due.append(proposal if isinstance(proposal, Switch) and not refuse else None)
+        if isinstance(proposal, Switch):
+            switches.append((step, proposal))
+        acting = due.popleft()
+        if acting is not None:
+            demoted = tuple(layer for layer in LAYERS if layer in {*demoted, *acting.demote} - {*acting.promote})
+    return switches
+
+
+def over(slot: str) -> Trace:
+    return lambda step, demoted: make_facts(step, {slot: 100.0}, demoted=demoted)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_healthy_run_never_switches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    top = np.array([HEALTHY[name.rpartition(".")[2]] for name in NAMES])
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        # Half of the values sit exactly on the largest ever measured: the hardest healthy run there is.
+        ratios = np.where(rng.random(len(NAMES)) < 0.5, top, top * rng.random(len(NAMES)))
+        flushed = rng.uniform(0, HEALTHY_UNDERFLOW, len(NAMES))
+        return make_facts(
+            step, dict(zip(NAMES, ratios, strict=True)), dict(zip(NAMES, flushed, strict=True)), demoted=demoted
+        )
+
+    assert drive(FallbackController(FallbackPolicy(), LAYERS), trace, range(150)) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(slot=st.sampled_from(NAMES), excess=st.floats(1.01, 1e6), start=st.integers(0, 30), lag=st.integers(0, 1))
+def test_a_persistently_clipped_slot_demotes_its_layer_alone(slot: str, excess: float, start: int, lag: int) -> None:
+    layer, _, role = slot.rpartition(".")
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        return make_facts(step, {slot: LIMIT[role] * excess} if step >= start else None, demoted=demoted)
+
+    # The shadow ratio stays over its limit too, so that the dwell alone brings nothing back.
+    policy = FallbackPolicy(dwell_steps=5)
+    switches = drive(FallbackController(policy, LAYERS), trace, range(start + 40), lag=lag)
+    assert [(switch.demote, switch.promote) for _, switch in switches] == [((layer,), ())]
+    assert start <= switches[0][0] <= max(start, policy.warmup_steps) + policy.window + policy.hits
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_first_demotion_is_the_k_of_n_rule_to_the_step(data: st.DataObject) -> None:
+    """Oracle: the rule written down once more with one deque a slot and statistic."""
+    policy = FallbackPolicy(hits=2, window=4, warmup_steps=1, max_demoted_share=1.0, dwell_steps=10_000)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    share_bad = data.draw(st.floats(0.02, 0.3))
+    expected: dict[str, int] = {}
+    seen: dict[tuple[str, str], deque[bool]] = {}
+    applied_steps = 0
+    trace: list[StepFacts] = []
+    for step in range(30):
+        applied = bool(rng.random() < 0.8)
+        applied_steps += applied
+        ratios = {n: LIMIT[n.rpartition(".")[2]] * (2.0 if rng.random() < share_bad else 0.5) for n in NAMES}
+        flushed = {n: 0.6 if rng.random() < share_bad else 0.1 for n in NAMES if rng.random() < 0.4}
+        trace.append(make_facts(step, ratios, flushed, applied=applied, applied_steps=applied_steps))
+        if not applied or applied_steps <= policy.warmup_steps:
+            continue
+        for name in NAMES:
+            layer, _, role = name.rpartition(".")
+            window = seen.setdefault((name, "saturation"), deque(maxlen=policy.window))
+            window.append(ratios[name] > LIMIT[role])
+            if name in flushed:
+                seen.setdefault((name, "underflow"), deque(maxlen=policy.window)).append(flushed[name] > 0.25)
+            if any(sum(seen.get((name, s), ())) >= policy.hits for s in ("saturation", "underflow")):
+                expected.setdefault(layer, step)
+    controller = FallbackController(policy, LAYERS)
+    found: dict[str, int] = {}
+    for facts in trace:
+        proposal = controller.observe(facts).proposal
+        if isinstance(proposal, Switch):
+            for layer in proposal.demote:
+                found.setdefault(layer, facts.step)
+    assert found == expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(dwell=st.integers(5, 40), period=st.integers(1, 60), steps=st.integers(200, 600), role=st.sampled_from(ROLES))
+def test_flapping_is_bounded_by_the_back_off(dwell: int, period: int, steps: int, role: str) -> None:
+    """The m-th demotion cannot come before dwell * (2^(m-1) - 1) steps, so switches grow with the logarithm."""
+    policy = FallbackPolicy(dwell_steps=dwell, hits=1, window=2)
+    slot = f"{LAYERS[0]}.{role}"
+
+    def hostile(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        bad = LAYERS[0] not in demoted and step // period % 2 == 0
+        return make_facts(step, {slot: 1e3} if bad else None, demoted=demoted)
+
+    switches = drive(FallbackController(policy, LAYERS), hostile, range(steps))
+    moves = sum(len(switch.demote) + len(switch.promote) for _, switch in switches)
+    assert moves >= 2, "the layer must have flapped for the bound to mean anything"
+    assert moves <= 2 * math.log2(steps / dwell) + 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 119))
+def test_a_state_saved_in_mid_trace_decides_the_same(seed: int, cut: int) -> None:
+    policy = FallbackPolicy(dwell_steps=6, window=4, hits=2)
+    rng = np.random.default_rng(seed)
+    trace: list[StepFacts] = []
+    demoted: tuple[str, ...] = ()
+    live = FallbackController(policy, LAYERS)
+    verdicts: list[Verdict] = []
+    saved = ""
+    for step in range(120):
+        ratios = {name: float(rng.choice([0.5, 20.0, math.inf], p=[0.85, 0.1, 0.05])) for name in NAMES}
+        flushed = {name: float(rng.choice([0.01, 0.9])) for name in NAMES if rng.random() < 0.1}
+        trace.append(make_facts(step, ratios, flushed, demoted, applied=bool(rng.random() < 0.9)))
+        if step == cut:
+            saved = json.dumps(live.state_dict(), allow_nan=False)
+        verdicts.append(live.observe(trace[-1]))
+        proposal = verdicts[-1].proposal
+        if isinstance(proposal, Switch):
+            demoted = tuple(layer for layer in LAYERS if layer in {*demoted, *proposal.demote} - {*proposal.promote})
+    assert any(isinstance(verdict.proposal, Switch) for verdict in verdicts)
+    resumed = FallbackController(policy, LAYERS)
+    resumed.load_state_dict(json.loads(saved))
+    assert [resumed.observe(facts) for facts in trace[cut:]] == verdicts[cut:]
+    assert resumed.state_dict() == live.state_dict()
+
+
+def test_a_demoted_layer_returns_after_its_dwell_and_the_dwell_doubles() -> None:
+    policy = FallbackPolicy(dwell_steps=20)
+    slot = f"{LAYERS[2]}.input"
+
+    def clipped_in_fp8(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        return make_facts(step, {slot: 3.0} if LAYERS[2] not in demoted else None, demoted=demoted)
+
+    switches = drive(FallbackController(policy, LAYERS), clipped_in_fp8, range(120), lag=1)
+    steps = [step for step, _ in switches]
+    assert [(s.demote, s.promote) for _, s in switches[:4]] == [((LAYERS[2],), ()), ((), (LAYERS[2],))] * 2
+    # Two steps from the decision to the first step in BF16, then the dwell.
+    assert steps[1] - steps[0] == 2 + 20
+    assert steps[3] - steps[2] == 2 + 40
+    # Back in FP8 two steps later, of which the first is no evidence, then three hits.
+    assert steps[2] - steps[1] == 2 + 3
+
+
+def test_a_role_that_is_never_reported_does_not_keep_a_layer_away() -> None:
+    name = NAMES[0]
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        one = np.array([0.9 if demoted else 9.0], dtype=np.float32)
+        return replace(make_facts(step, demoted=demoted), slots=SlotStats((name,), one, one, one, one, one * 0, one))
+
+    switches = drive(FallbackController(FallbackPolicy(dwell_steps=10), LAYERS), trace, range(20))
+    assert [(switch.demote, switch.promote) for _, switch in switches] == [((LAYERS[0],), ()), ((), (LAYERS[0],))]
+
+
+def test_underflow_demotes_on_sampled_steps_and_returns_by_dwell_alone() -> None:
+    slot = f"{LAYERS[1]}.input"
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        # The value stays bad while demoted: it must not count, nothing is quantised there.
+        return make_facts(step, underflow={slot: 0.5} if step % 10 == 0 else None, demoted=demoted)
+
+    switches = drive(FallbackController(FallbackPolicy(dwell_steps=30), LAYERS), trace, range(75))
+    assert [(step, s.demote, s.promote) for step, s in switches] == [
+        (30, (LAYERS[1],), ()),
+        (62, (), (LAYERS[1],)),
+    ]
+
+
+def test_evidence_names_slot_figures_and_layer() -> None:
+    controller = FallbackController(FallbackPolicy(), LAYERS)
+    slot = f"{LAYERS[3]}.weight"
+    ratios = [9.0, 9.0, 2.0, 1.0, 3.0, math.inf]
+    verdicts = [controller.observe(make_facts(step, {slot: ratio})) for step, ratio in enumerate(ratios)]
+    assert [verdict.code for verdict in verdicts] == ["precision.ok"] * 5 + ["precision.demote"]
+    last = verdicts[-1]
+    assert (last.step, last.healthy) == (5, True)
+    # An infinite amax is clipping too; strict JSON has no infinity, so it is told as the largest float32.
+    assert last.evidence["demote"][LAYERS[3]]["slots"] == {slot: {"saturation": [2.0, 3.0, 3.403e38]}}
+    assert f"{slot} saturation 2, 3, 3.403e+38" in last.text
+    json.dumps(last.evidence, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("applied", "applied_steps"),
+    [pytest.param(False, None, id="a step not applied"), pytest.param(True, 2, id="warm-up, in applied steps")],
+)
+def test_no_evidence_from(applied: bool, applied_steps: int | None) -> None:
+    controller = FallbackController(FallbackPolicy(), LAYERS)
+    clipped = {f"{LAYERS[0]}.input": 100.0}
+    silent = [make_facts(step, clipped, applied=applied, applied_steps=applied_steps) for step in range(20)]
+    verdicts = [controller.observe(facts) for facts in silent]
+    assert {verdict.code for verdict in verdicts} == {"precision.ok"}
+    loud = [controller.observe(make_facts(step, clipped)) for step in range(20, 23)]
+    assert loud[-1].code == "precision.demote"
+
+
+def test_over_budget_the_worst_leave_and_the_rest_is_told_once_a_streak() -> None:
+    policy = FallbackPolicy(max_demoted_share=0.5)
+    worst = {f"{layer}.input": 10.0 + index for index, layer in enumerate(LAYERS[:5])}
+    controller = FallbackController(policy, LAYERS)
+    demoted: tuple[str, ...] = ()
+    verdicts: list[Verdict] = []
+    for step in range(60):
+        calm = 25 <= step < 45
+        verdicts.append(controller.observe(make_facts(step, None if calm else worst, demoted=demoted)))
+        proposal = verdicts[-1].proposal
+        if isinstance(proposal, Switch):
+            demoted = (*demoted, *proposal.demote)
+    assert demoted == (LAYERS[4], LAYERS[3], LAYERS[2])
+    told = [verdict for verdict in verdicts if verdict.code == "precision.budget"]
+    assert [verdict.step for verdict in told] == [5, 47]
+    assert sorted(told[0].evidence["layers"]) == [LAYERS[0], LAYERS[1]]
+    assert told[0].evidence["allowed"] == 3
+
+
+def test_layers_on_their_way_out_count_against_the_budget() -> None:
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        # The first half's third hit comes one step before the other half's, and its first leaves the window then.
+        early, late = step in {4, 10, 11}, step in {10, 11, 12}
+        bad = {f"{name}.input": 9.0 for i, name in enumerate(LAYERS) if (early if i < 3 else late)}
+        return make_facts(step, bad, demoted=demoted)
+
+    switches = drive(FallbackController(FallbackPolicy(), LAYERS), trace, range(20))
+    assert [(step, switch.demote) for step, switch in switches] == [(11, LAYERS[:3])]
+
+
+def test_a_refused_proposal_is_repeated_only_after_a_window() -> None:
+    policy = FallbackPolicy()
+    switches = drive(FallbackController(policy, LAYERS), over(NAMES[0]), range(40), refuse=True)
+    steps = [step for step, _ in switches]
+    assert len(steps) > 1
+    assert set(np.diff(steps)) == {policy.window + 1}
+
+
+def test_switched_off_it_stays_silent() -> None:
+    assert drive(FallbackController(FallbackPolicy(enabled=False), LAYERS), over(NAMES[0]), range(50)) == []
+
+
+def test_unknown_slots_and_layers_are_named() -> None:
+    controller = FallbackController(FallbackPolicy(), LAYERS[:-1])
+    with pytest.raises(MisuseError, match=rf"slots that.*{LAYERS[-1]}\.input"):
+        controller.observe(make_facts(4))
+    with pytest.raises(MisuseError, match=r"demoted layers that.*nowhere"):
+        controller.observe(make_facts(5, demoted=("nowhere",)))
