@@ -19,7 +19,7 @@ from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
-from harness.core.state import Incidents, RandomState, TrainState
+from harness.core.state import Incidents, RandomState, TrainState, seed_everything
 from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
 from harness.engines.deepspeed import DeepSpeedEngine
@@ -113,7 +113,7 @@ def build_plan(config: RunConfig, recipe: Recipe, place: Place) -> tuple[Plan, n
         problems = check_deepspeed(config.engine.zero_stage, named, place.device.type)
         if problems:
             raise ConfigError(problems)
-    torch.manual_seed(config.train.seed)
+    seed_everything(config.train.seed)
     model = build_model(config.model).to(place.device)
     return make_plan(recipe, place.facts, rung, verdicts, model), model
 

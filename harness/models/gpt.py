@@ -120,7 +120,7 @@ def build(
     16. tied: the head shares the embedding's weight. Raises ConfigError naming every size that cannot be.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    ffn = -(-8 * dim // 3 // 16) * 16 if ffn is None else ffn
+    ffn = max(16, -(-8 * dim // 3 // 16) * 16) if ffn is None else ffn
     problems = []
     sizes = {"vocab": vocab, "dim": dim, "layers": layers, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
     for key, value in sizes.items():

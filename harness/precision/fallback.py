@@ -180,7 +180,7 @@ class FallbackController:
         room = self.policy.max_demoted(len(self.layers)) - int(self._demoted.sum() + on_their_way.sum())
         leaving = self._worst_first(np.flatnonzero(wants & ready))
         demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]
-        promote = self._returning(step) if self._demoted.any() else []
+        promote = self._returning(step, ready) if self._demoted.any() else []
         self._asked[[*demote, *promote]] = step
         in_streak = self._over_budget_at != _NEVER and step - self._over_budget_at <= self.policy.window
         tell = bool(stuck) and not in_streak and not (demote or promote)
@@ -197,9 +197,8 @@ class FallbackController:
         excess = (np.nan_to_num(self._recent[:, :, layers]) / self._limits).max(axis=(0, 1, 3))
         return layers[np.argsort(-excess, kind="stable")].tolist()
 
-    def _returning(self, step: int) -> list[int]:
+    def _returning(self, step: int, ready: npt.NDArray[np.bool_]) -> list[int]:
         clean = ((self._recent[:, 0] == 0).all(axis=0) | ~self._present).all(axis=-1)
-        ready = (self._asked == _NEVER) | (step > self._asked + self.policy.window)
         candidates = np.flatnonzero(self._demoted & clean & ready).tolist()
         return [i for i in candidates if step - self._since[i] >= self.policy.dwell(int(self._demotions[i]))]
 
@@ -207,7 +206,7 @@ class FallbackController:
         down = {self.layers[i]: self._evidence(i, over) for i in demote}
         up = {self.layers[i]: {"demoted_at": int(self._since[i]), "steps": int(step - self._since[i])} for i in promote}
         told = [f"{layer} to BF16 ({_first_slot(found['slots'])})" for layer, found in down.items()]
-        told += [f"{layer} back to FP8 (clean for {found['steps']} steps)" for layer, found in up.items()]
+        told += [f"{layer} back to FP8 (after {found['steps']} steps in BF16)" for layer, found in up.items()]
         text = "; ".join(told)
         return Verdict(
             "precision.demote" if demote else "precision.promote",

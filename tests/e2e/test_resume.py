@@ -1,0 +1,162 @@
+"""Kill, stop and resume the real job: every loss once, bit-identical to an undisturbed run's, FP8 state included."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from e2e_support import events, metrics, start, train, wait_for_step
+from safetensors.numpy import load_file
+
+STEPS = 40
+ARGUMENTS = ("--name", "r", f"train.steps={STEPS}", "checkpoint.every=7")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = train(folder, *ARGUMENTS)
+    assert done.returncode == 0, done.stdout
+    run = folder / "runs" / "r"
+    assert [step for step, _ in metrics(run)] == list(range(1, STEPS + 1))
+    return run
+
+
+def same_final_state(run: Path, other: Path) -> None:
+    """The last checkpoints hold the same bytes, FP8 state, optimizer and all."""
+    ours, theirs = (path / "checkpoints" / f"step-{STEPS:08d}" for path in (run, other))
+    names = sorted(path.name for path in theirs.glob("*.safetensors"))
+    assert {"fp8.safetensors", "model.safetensors", "optimizer.safetensors"} <= set(names)
+    for name in names:
+        a, b = load_file(ours / name), load_file(theirs / name)
+        assert a.keys() == b.keys()
+        for key, value in b.items():
+            assert a[key].tobytes() == value.tobytes(), (name, key)
+
+
+@pytest.mark.faults
+def test_kill_minus_nine_at_three_steps(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    generator = random.Random(os.environ.get("HARNESS_TEST_SEED", "7"))
+    for step in sorted(generator.sample(range(2, STEPS - 3), 3)):
+        process = start(tmp_path, *ARGUMENTS)
+        wait_for_step(run, step, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "the fault must fire before the run ends"
+    done = train(tmp_path, *ARGUMENTS)
+    assert done.returncode == 0, done.stdout
+    assert "resumed at step" in done.stdout
+    assert metrics(run) == metrics(undisturbed), "every loss once, in order, to the last bit"
+    assert metrics(run, "val/loss") == metrics(undisturbed, "val/loss")
+    assert events(run, "resume.mismatch") == []
+    same_final_state(run, undisturbed)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_75(undisturbed: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "runs" / "r"
+    process = start(tmp_path, *ARGUMENTS)
+    wait_for_step(run, 10, process)
+    process.send_signal(number)
+    process.send_signal(number)  # a second one during the save changes nothing
+    assert process.wait(timeout=60) == 75
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert (outcome["status"], outcome["exit_code"], outcome["reason"]) == ("stopped", 75, number.name)
+    assert outcome["step"] % 7, "stopped between two regular saves"
+    assert (run / "checkpoints" / f"step-{outcome['step']:08d}" / "manifest.json").exists()
+    done = train(tmp_path, *ARGUMENTS)
+    assert f"resumed at step {outcome['step']}" in done.stdout
+    assert metrics(run) == metrics(undisturbed)
+    same_final_state(run, undisturbed)
+
+
+def test_a_longer_run_resumes_and_other_changes_are_refused_by_name(tmp_path: Path) -> None:
+    short = ("--name", "r", "train.steps=6", "checkpoint.every=3")
+    assert train(tmp_path, *short).returncode == 0
+    refused = train(tmp_path, "--name", "r", "train.steps=8", "train.lr=1e-3", "data.context=32", "--recipe", "bf16")
+    assert refused.returncode == 2
+    for key in ("train.lr", "data.context", "recipe"):
+        assert f"runs/r: {key}" in refused.stdout
+    assert "train.steps" not in refused.stdout
+    longer = train(tmp_path, "--name", "r", "train.steps=8", "checkpoint.every=2")
+    assert longer.returncode == 0, longer.stdout
+    assert "resumed at step 6" in longer.stdout
+    assert [step for step, _ in metrics(tmp_path / "runs" / "r")] == list(range(1, 9))
+    again = train(tmp_path, "--name", "r", "train.steps=8", "checkpoint.every=2")
+    assert again.returncode == 0
+    assert "has finished" in again.stdout
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    stopped = start(tmp_path, *ARGUMENTS)
+    wait_for_step(run, 16, stopped)
+    os.killpg(stopped.pid, signal.SIGKILL)
+    stopped.wait()
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    shard = newest / "fp8.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 0x10
+    shard.write_bytes(data)
+    done = train(tmp_path, *ARGUMENTS)
+    assert done.returncode == 0, done.stdout
+    assert "set aside" in done.stdout
+    assert f"resumed at step {int(newest.name[-8:]) - 7}" in done.stdout
+    assert list((run / "checkpoints").glob("quarantine-*"))
+    assert metrics(run) == metrics(undisturbed)
+
+
+def test_the_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
+    first = start(tmp_path, "--name", "r", "train.steps=2000", "checkpoint.every=0")
+    wait_for_step(tmp_path / "runs" / "r", 2, first)
+    second = train(tmp_path, "--name", "r", "train.steps=2000", "checkpoint.every=0")
+    first.kill()
+    first.wait()
+    assert second.returncode == 2
+    assert f"process {first.pid}" in second.stdout
+
+
+def test_the_default_name_finds_its_own_run_and_then_the_next(tmp_path: Path) -> None:
+    few = ("train.steps=2", "--recipe", "fp32")
+    for expected in ("tiny-fp32", "tiny-fp32-2"):
+        assert train(tmp_path, *few).returncode == 0
+        assert (tmp_path / "runs" / expected / "outcome.json").exists()
+    never = train(tmp_path, *few, "--resume", "never", "--name", "tiny-fp32")
+    assert never.returncode == 2
+    assert "exists already" in never.stdout
+
+
+def test_start_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
+    assert train(tmp_path, "--name", "a", "train.steps=6", "checkpoint.every=3").returncode == 0
+    source = "runs/a/checkpoints/step-00000003"
+    done = train(tmp_path, "--name", "b", "train.steps=6", "checkpoint.every=3", "--resume", source)
+    assert done.returncode == 0, done.stdout
+    assert metrics(tmp_path / "runs" / "b") == metrics(tmp_path / "runs" / "a")[3:]
+
+
+def test_stopping_after_max_minutes(tmp_path: Path) -> None:
+    done = train(tmp_path, "--name", "r", "train.steps=100000", "train.max_minutes=0.05")
+    assert done.returncode == 75
+    assert "train.max_minutes" in json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())["reason"]
+
+
+def test_output_to_a_closed_pipe_does_not_stop_training(tmp_path: Path) -> None:
+    from e2e_support import command, environment
+
+    process = subprocess.Popen(
+        command("--name", "r", "train.steps=5"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(timeout=120)
+    assert [step for step, _ in metrics(tmp_path / "runs" / "r")] == [1, 2, 3, 4, 5]

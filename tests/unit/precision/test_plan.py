@@ -1,0 +1,116 @@
+"""The plan: which rung, which layer, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from harness.capability.probe import Device, probe
+from harness.core.errors import ConfigError
+from harness.models.gpt import build
+from harness.precision.plan import Plan, make_plan, pad_numbers, resolve
+from harness.precision.recipe import Recipe, load_recipe
+
+
+def plan_for(model: nn.Module, **layers: object) -> Plan:
+    recipe = Recipe.model_validate({**load_recipe("fp8_hybrid").model_dump(), "layers": layers})
+    facts = probe()
+    rung, verdicts = resolve(recipe, facts)
+    assert rung is not None
+    return make_plan(recipe, facts, rung, verdicts, model)
+
+
+def reasons(plan: Plan) -> dict[str, tuple[str, str]]:
+    return {layer.module: (layer.precision, layer.reason) for layer in plan.layers}
+
+
+def test_every_linear_is_converted_or_named_with_its_reason() -> None:
+    class Odd(nn.Linear):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "odd_size": nn.Linear(100, 128),
+            "tiny": nn.Linear(32, 128),
+            "subclass": Odd(128, 128),
+            "named_out": nn.Linear(128, 128),
+            "not_included": nn.Linear(128, 128),
+            "lm_head": nn.Linear(128, 128),
+            "embed": nn.Embedding(128, 128),
+            "tied": nn.Linear(128, 128, bias=False),
+            "last": nn.Linear(128, 256),
+        }
+    )
+    model["tied"].weight = model["embed"].weight
+    plan = plan_for(
+        model, include=["[!n]*", "named_out"], exclude=["named*"], exclude_if_present=["lm_head"], min_features=64
+    )
+    why = reasons(plan)
+    assert "100 are not multiples of 16" in why["odd_size"][1]
+    assert "too small" in why["tiny"][1]
+    assert "Odd" in why["subclass"][1]
+    assert "excluded by name (named*)" in why["named_out"][1]
+    assert why["not_included"] == ("bf16", "not in layers.include")
+    assert "excluded by name (lm_head)" in why["lm_head"][1]
+    assert "shared with embed" in why["tied"][1]
+    assert why["embed"][0] == "fp32"
+    assert plan.fp8_layers() == ("last",), "layers after an odd one are still looked at"
+    assert set(why) == set(model)
+
+
+def test_patterns_that_match_nothing_are_errors_with_a_near_match() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_for(build(dim=64, layers=1, heads=2, ffn=176), include=["blocks.0.mlp.donw", "*"], exclude=["nothing.*"])
+    text = str(caught.value)
+    assert 'pattern "blocks.0.mlp.donw" matches no Linear' in text
+    assert 'did you mean "blocks.0.mlp.down"?' in text
+    assert 'pattern "nothing.*" matches no Linear' in text
+
+
+def test_a_model_without_an_fp8_layer_is_an_error_that_says_why() -> None:
+    with pytest.raises(ConfigError, match="no layer can run in FP8") as caught:
+        plan_for(nn.Sequential(nn.Linear(10, 10)))
+    assert "not multiples of 16" in str(caught.value)
+
+
+def test_requested_and_resolved_by_card() -> None:
+    cpu = probe()
+    smi_free = replace(cpu, cuda_available=True, arch_list=("sm_70", "sm_75", "sm_80", "sm_90"), torch_cuda="13.0")
+    taken = {}
+    for card, capability in (("V100", (7, 0)), ("T4", (7, 5)), ("A100", (8, 0)), ("H100", (9, 0))):
+        facts = replace(smi_free, devices=(Device(card, capability, 2**34),))
+        rung, verdicts = resolve(load_recipe("fp8_hybrid"), facts)
+        assert rung is not None
+        assert sum(verdict.taken for verdict in verdicts) == 1
+        assert all(verdict.reason for verdict in verdicts)
+        taken[card] = rung.name
+    assert taken == {"V100": "autocast:fp16", "T4": "autocast:fp16", "A100": "autocast:bf16", "H100": "native:fp8"}
+
+
+def test_the_plan_of_the_quickstart_model() -> None:
+    plan = plan_for(build())
+    assert len(plan.fp8_layers()) == 16
+    saved = plan.as_dict()
+    assert (saved["requested"], saved["resolved"], saved["effective"]) == ("fp8_hybrid", "native:fp8", None)
+    shapes = {layer["module"]: tuple(layer["shape"]) for layer in saved["layers"]}
+    assert shapes["blocks.3.mlp.down"] == (256, 688)
+
+
+def test_padding_makes_names_sort() -> None:
+    names = [pad_numbers(f"blocks.{n}.mlp.w2") for n in (0, 2, 10)]
+    assert names == ["blocks.00.mlp.w2", "blocks.02.mlp.w2", "blocks.10.mlp.w2"] == sorted(names)
+    assert pad_numbers("7") == "07"
+
+
+def test_autocast_rungs_convert_nothing() -> None:
+    model = build(dim=64, layers=1, heads=2, ffn=176)
+    recipe, facts = load_recipe("bf16"), probe()
+    rung, verdicts = resolve(recipe, facts)
+    assert rung is not None
+    plan = make_plan(recipe, facts, rung, verdicts, model)
+    assert plan.fp8_layers() == ()
+    assert {layer.precision for layer in plan.layers if layer.kind == "Linear"} == {"bf16"}
+    assert torch.is_tensor(model.lm_head.weight)
