@@ -1,0 +1,125 @@
+"""`harness inspect`: a run's FP8 slots, one line each, and the moves between FP8 and BF16. Starts without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.core.errors import ExitCode
+from harness.tools.record import Record, bare
+from harness.tools.summary import account
+
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.-=+*#@"
+SPARK = 16
+COLUMNS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
+History = dict[str, npt.NDArray[np.float32]]
+
+
+def inspect(run_dir: Path, console: Console) -> int:
+    """Print the slots, the switches and the outcome of a run; the exit code. Raises ConfigError if it is no run."""
+    record = Record.read(run_dir)
+    slots = record.slots()
+    if slots:
+        console.print(_slot_table(record, slots, console))
+    else:
+        console.print(Text("No FP8 slots: this run has no layer with amax and scale state."))
+    moves = [event for event in record.events if event["code"].startswith("precision.")]
+    for event in moves:
+        console.print(Text(f"step {event['step']}: {event.get('text') or _moved(event)}"))
+    if slots and not moves:
+        console.print(Text("No layer was moved to BF16."))
+    for label, text in account(record):
+        console.print(Text(f"{label}: {text}"))
+    return int(ExitCode.DONE)
+
+
+def sparkline(values: Sequence[float], bars: str = BARS) -> str:
+    """One character a value, from the least to the greatest of them; a blank where a value is not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(bars) - 1
+    return "".join(
+        " " if not math.isfinite(value) else bars[round((value - low) / span * top) if span else top // 2]
+        for value in values
+    )
+
+
+def _moved(event: Mapping[str, Any]) -> str:
+    told = [
+        f"{', '.join(event[key])} {where}"
+        for key, where in (("demote", "now in BF16"), ("promote", "back in FP8"))
+        if event.get(key)
+    ]
+    return "; ".join(told)
+
+
+def _slot_table(record: Record, slots: Sequence[str], console: Console) -> Table:
+    step, histories = _checkpoint_histories(record.run_dir / "checkpoints")
+    source = f"checkpoint of step {step}" if histories else "journal"
+    bars = BARS if (console.encoding or "").lower().startswith("utf") else ASCII_BARS
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title=f"amax history: {source}, newest right")
+    table.add_column("slot", no_wrap=True)
+    for heading in ("amax", "scale", "saturation", "underflow", "SQNR dB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("amax history", no_wrap=True)
+    for slot in slots:
+        last = [_newest(record, f"fp8_{column}/{slot}") for column in COLUMNS]
+        history = histories.get(bare(slot))
+        values = history.tolist() if history is not None else _tail(record, f"fp8_amax/{slot}")
+        figures = [_figure(value, form) for value, form in zip(last, ("4g", "4g", "3f", "2%", "1f"), strict=True)]
+        table.add_row(slot, *figures, sparkline(values[-SPARK:], bars))
+    return table
+
+
+def _newest(record: Record, name: str) -> float | None:
+    """The last value that was measured: underflow and SQNR are sampled, NaN in between."""
+    series = record.series.get(name, {})
+    for step in sorted(series, reverse=True):
+        if not math.isnan(series[step]):
+            return series[step]
+    return None
+
+
+def _tail(record: Record, name: str) -> list[float]:
+    series = record.series.get(name, {})
+    return [series[step] for step in sorted(series)[-SPARK:]]
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, f".{form}")
+
+
+def _checkpoint_histories(folder: Path) -> tuple[int | None, History]:
+    """(step, {bare slot name: amax by update, oldest first}) of the newest checkpoint that has FP8 state."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    for checkpoint in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            tensors = load_file(checkpoint / "fp8.safetensors")
+            state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+            history, names = tensors["history"], state["parts"]["fp8"]["slots"]
+            step = int(checkpoint.name.removeprefix("step-"))
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            continue
+        # Row 0 is where the next amax is gathered; rows 1 to L-1 run from the oldest update to the newest.
+        return step, {bare(name): _filled(history[1:, place]) for place, name in enumerate(names)}
+    return None, {}
+
+
+def _filled(column: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Without the zeros of updates that have not happened yet."""
+    used = np.flatnonzero(column)
+    return column[used[0] :] if len(used) else column[:0]

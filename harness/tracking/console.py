@@ -1,0 +1,182 @@
+"""What a run says while it runs: a live line on a terminal, plain lines in a log file.
+
+Losses are nats per byte-token; validation is shown in bits per byte too (nats / ln 2).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import IO, Any, cast
+
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from harness.core.facts import StepFacts
+from harness.tracking.plan_table import plan_table
+
+__all__ = ["Console", "clock", "plan_table", "rate"]
+
+LINES_PER_RUN = 30
+REFRESH_SECONDS = 0.25
+SMOOTHING = 0.1
+PLAIN_WIDTH = 120
+
+
+class Console:
+    """One run's output.
+
+    Nothing raises into training: a stream that went away (a closed pipe, a lost connection) is written to no more.
+    """
+
+    def __init__(self, total_steps: int, *, stream: IO[str] | None = None) -> None:
+        self._total = total_steps
+        self._every = max(1, math.ceil(total_steps / LINES_PER_RUN))
+        self._stream = _Forgiving(stream or sys.stdout)
+        self._first = True
+        self._pace: float | None = None
+        self._validation = "-"
+        self._refreshed = 0.0
+        self._rich = RichConsole(file=cast("IO[str]", self._stream), highlight=False, markup=False)
+        self._progress: Progress | None = None
+        if self._rich.is_terminal:
+            self._task, self._progress = _live(self._rich, total_steps)
+        else:
+            self._rich.width = PLAIN_WIDTH
+
+    def step(self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int) -> None:
+        """Report one step. fp8_layers of fp8_total ran in FP8; skipped updates and rollbacks so far."""
+        done = facts.step
+        if not self._first:
+            old = facts.seconds if self._pace is None else self._pace
+            self._pace = old + SMOOTHING * (facts.seconds - old)
+        # The first step pays for compilation and cold caches: it says nothing about the rest.
+        pace = facts.seconds if self._pace is None else self._pace
+        figures = {
+            "loss": f"{facts.loss:.4f}",
+            "lr": f"{facts.lr:.1e}",
+            "norm": f"{facts.grad_norm:.2f}",
+            "rate": rate(facts.tokens / pace if pace > 0 else math.nan),
+            "fp8": f"{fp8_layers}/{fp8_total}",
+            "skipped": str(skipped),
+            "eta": clock((self._total - done) * pace),
+            "val": self._validation,
+        }
+        due = self._first or done >= self._total
+        self._first = False
+        if self._progress is not None:
+            self._update(self._progress, done, figures, due)
+        elif due or done % self._every == 0:
+            width = len(str(self._total))
+            back = f"  rollbacks {rollbacks}" if rollbacks else ""
+            self._plain(
+                f"step {done:>{width + 2}}/{self._total}  loss {figures['loss']}  lr {figures['lr']}  "
+                f"|g| {figures['norm']}  {figures['rate']}  fp8 {figures['fp8']}  skipped {skipped}{back}  "
+                f"eta {figures['eta']}"
+            )
+
+    def validation(self, step: int, loss_nats: float) -> None:
+        """Report a validation after `step` steps; mean loss in nats per byte."""
+        bits = loss_nats / math.log(2)
+        self._validation = f"{bits:.3f}"
+        self.say(f"validation after step {step}: {loss_nats:.4f} nats = {bits:.4f} bits per byte")
+
+    def event(self, text: str) -> None:
+        """Something happened that the user should see; always a line of its own."""
+        self.say(Text(f"! {text}", style="yellow"))
+
+    def say(self, content: RenderableType) -> None:
+        """Print text or anything rich can render, above the live line if there is one."""
+        if isinstance(content, str | Text) and self._progress is None:
+            self._plain(str(content))
+        else:
+            self._rich.print(content)
+
+    def close(self) -> None:
+        """End the live line and leave it standing; safe to call twice."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.stop()
+
+    def _update(self, progress: Progress, done: int, figures: dict[str, str], due: bool) -> None:
+        now = time.monotonic()
+        refresh = due or now - self._refreshed >= REFRESH_SECONDS
+        progress.update(self._task, completed=done, refresh=refresh, now=figures)
+        if refresh:
+            self._refreshed = now
+
+    def _plain(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class _Forgiving:
+    """A text stream that falls silent at its first error. (rich itself ends the process at a closed pipe.)"""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._lost = False
+
+    def write(self, text: str) -> int:
+        if not self._lost:
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError as error:
+                return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+            except (OSError, ValueError):
+                self._lost = True
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._lost:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._lost = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def rate(tokens_per_second: float) -> str:
+    """`9.8k tok/s`."""
+    if not math.isfinite(tokens_per_second):
+        return "- tok/s"
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if tokens_per_second >= limit:
+            return f"{tokens_per_second / limit:.1f}{unit} tok/s"
+    return f"{tokens_per_second:.0f} tok/s"
+
+
+def clock(seconds: float) -> str:
+    """`0:41`, `2:05:09`."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _live(console: RichConsole, total: int) -> tuple[TaskID, Progress]:
+    # Refreshed by hand: rich's own thread would compete with the training threads for the interpreter.
+    progress = Progress(
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
+        BarColumn(bar_width=None),
+        TextColumn("loss {task.fields[now][loss]}"),
+        TextColumn("val {task.fields[now][val]} b/B"),
+        TextColumn("{task.fields[now][rate]}"),
+        TextColumn("fp8 {task.fields[now][fp8]}"),
+        TextColumn("skipped {task.fields[now][skipped]}"),
+        TextColumn("eta {task.fields[now][eta]}"),
+        console=console,
+        auto_refresh=False,
+        expand=True,
+    )
+    blank = dict.fromkeys(("loss", "val", "rate", "fp8", "skipped", "eta"), "-")
+    task = progress.add_task("", total=total, now=blank)
+    progress.start()
+    return task, progress

@@ -1,0 +1,185 @@
+"""Rows of the journal into an MLflow run. Only the shipper's process imports this module, and with it mlflow.
+
+Every row carries the journal's own timestamp, so MLflow's SQL store recognises a row that is sent again and drops it:
+delivery is at least once, the result exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+
+from harness.tracking.position import JOURNAL, Position
+from harness.tracking.rows import METRICS_LINE, decode
+
+MAX_METRICS = 1000
+MAX_ENTRIES = 100
+MAX_NAME = 250
+MAX_TAG = 8000
+MAX_PARAM = 6000
+LAST_EVENTS = 20
+KEY_TAG = "harness.key"
+STATUS = {"done": "FINISHED", "stopped": "KILLED"}
+NEVER_WORKS = (FileNotFoundError, PermissionError, NotADirectoryError)
+
+
+def metric_name(name: str) -> str:
+    """`name` under MLflow's rules: ASCII letters, digits, `_ - . : /` and space, no empty or dotted path parts."""
+    plain = re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)[:MAX_NAME]
+    return "/".join("_" if part in {"", ".", ".."} else part for part in plain.split("/"))
+
+
+class Sink:
+    """One run in an MLflow store: found again by id, else by key, else created. `position` is kept up to date.
+
+    Raises what mlflow raises; the caller retries with a new one.
+    """
+
+    def __init__(self, uri: str, run_dir: Path, experiment: str, position: Position) -> None:
+        self._client = MlflowClient(tracking_uri=uri)
+        self._run_dir = run_dir
+        self._position = position
+        position.save(run_dir)
+        run = self._find(experiment)
+        if position.run_id != run.info.run_id:
+            position.run_id, position.offset = run.info.run_id, 0
+            position.save(run_dir)
+        self._run_id: str = run.info.run_id
+        self._attempt = 0
+        self._counts: Counter[str] = Counter()
+        self._last: deque[str] = deque(maxlen=LAST_EVENTS)
+        if position.offset:
+            self._count(_notable_rows(run_dir / JOURNAL, position.offset))
+
+    def deliver(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send `rows` in order. If this raises, make a new Sink and send the same rows again."""
+        metrics: list[Metric] = []
+        for row in rows:
+            if row["kind"] == "metrics":
+                stamp = _milliseconds(row)
+                metrics += [
+                    Metric(metric_name(name), value, stamp, row["step"]) for name, value in row["metrics"].items()
+                ]
+                continue
+            if row["kind"] == "event":
+                continue
+            self._send(metrics)
+            metrics = []
+            self._note(row)
+        self._send(metrics)
+        self._tag_events(rows)
+
+    def lost(self) -> None:
+        """The trainer went without an "end" row: killed. A resume sets the run RUNNING again."""
+        self._client.set_terminated(self._run_id, "KILLED")
+
+    def _find(self, experiment: str) -> Run:
+        position = self._position
+        if position.run_id:
+            try:
+                run = self._client.get_run(position.run_id)
+                if run.info.lifecycle_stage == "active":
+                    return run
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            number = self._client.create_experiment(experiment)
+        else:
+            number = found.experiment_id
+            if found.lifecycle_stage != "active":
+                self._client.restore_experiment(number)
+        created = self._client.search_runs([number], f"tags.`{KEY_TAG}` = '{position.key}'", max_results=1)
+        if created:
+            return created[0]
+        return self._client.create_run(number, run_name=self._run_dir.name, tags={KEY_TAG: position.key})
+
+    def _send(self, metrics: Sequence[Metric]) -> None:
+        for first in range(0, len(metrics), MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + MAX_METRICS], synchronous=True)
+
+    def _note(self, row: Mapping[str, Any]) -> None:
+        if row["kind"] == "run":
+            self._client.update_run(self._run_id, status="RUNNING")
+            self._tag(row.get("tags", {}))
+            self._set_params(row.get("params", {}))
+        elif row["kind"] == "artifact":
+            self._upload(str(row["path"]))
+        elif row["kind"] == "end":
+            status = STATUS.get(row["status"], "FAILED")
+            self._client.set_terminated(self._run_id, status, end_time=_milliseconds(row))
+
+    def _tag(self, tags: Mapping[str, Any]) -> None:
+        entries = [RunTag(metric_name(name), str(value)[:MAX_TAG]) for name, value in tags.items()]
+        for first in range(0, len(entries), MAX_ENTRIES):
+            self._client.log_batch(self._run_id, tags=entries[first : first + MAX_ENTRIES], synchronous=True)
+
+    def _set_params(self, params: Mapping[str, Any]) -> None:
+        standing = self._client.get_run(self._run_id).data.params
+        entries = [Param(metric_name(name), str(value)[:MAX_PARAM]) for name, value in params.items()]
+        # Params cannot be changed: a resume with other values leaves the first ones and tells by the tags.
+        entries = [entry for entry in entries if entry.key not in standing]
+        for first in range(0, len(entries), MAX_ENTRIES):
+            self._client.log_batch(self._run_id, params=entries[first : first + MAX_ENTRIES], synchronous=True)
+
+    def _upload(self, relative: str) -> None:
+        root = self._run_dir.resolve()
+        path = (root / relative).resolve()
+        if not path.is_relative_to(root) or not path.is_file():
+            print(f"artifact {relative}: no such file in {root}, passed over", flush=True)
+            return
+        folder = path.relative_to(root).parent.as_posix()
+        try:
+            self._client.log_artifact(self._run_id, str(path), None if folder == "." else folder)
+        except NEVER_WORKS as error:
+            # An artifact root of another machine; to wait for it would hold back everything behind it.
+            print(f"artifact {relative}: {error}, passed over", flush=True)
+
+    def _tag_events(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._count(rows):
+            self._tag(
+                {
+                    "attempt": self._attempt,
+                    "events.count": json.dumps(self._counts, sort_keys=True),
+                    "events.last": "\n".join(reversed(self._last)),
+                }
+            )
+
+    def _count(self, rows: Iterable[Mapping[str, Any]]) -> bool:
+        """Take events and attempt from `rows`; True if there is news."""
+        news = False
+        for row in rows:
+            if row.get("attempt", 0) > self._attempt:
+                self._attempt, news = row["attempt"], True
+            if row["kind"] == "event":
+                news = True
+                self._counts[row["code"]] += 1
+                self._last.append(_event_line(row))
+        return news
+
+
+def _notable_rows(journal: Path, end: int) -> Iterator[dict[str, Any]]:
+    """Rows up to byte `end`, metrics left out unread: they are nearly all of the file."""
+    with journal.open("rb") as lines:
+        while lines.tell() < end:
+            line = lines.readline()
+            if not line.startswith(METRICS_LINE) and (row := decode(line)) is not None:
+                yield row
+
+
+def _event_line(row: Mapping[str, Any]) -> str:
+    details = {name: value for name, value in row.items() if name not in {"kind", "step", "attempt", "time", "code"}}
+    return f"step {row['step']} {row['code']} {json.dumps(details, default=str) if details else ''}".strip()[:400]
+
+
+def _milliseconds(row: Mapping[str, Any]) -> int:
+    return round(row["time"] * 1000)

@@ -1,0 +1,81 @@
+"""Rows of the journal as bytes and back: strict JSON, floats in full precision, non-finite ones as strings."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+TAIL = 64 * 1024
+METRICS_LINE = b'{"kind": "metrics"'
+"""How a metrics row's line begins: `kind` is every row's first key."""
+
+
+def encode(row: Mapping[str, Any]) -> bytes:
+    """One line, newline included. Numbers of numpy kind become Python's; anything else unknown becomes text."""
+    try:
+        text = json.dumps(row, allow_nan=False, default=_plain)
+    except ValueError:
+        text = json.dumps(_spelled(row), allow_nan=False, default=lambda value: _spelled(_plain(value)))
+    return text.encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """The row in `line`, or None where it is no complete JSON object."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return _restored(row) if isinstance(row, dict) else None
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a journal in order. A torn last line and lines damaged by a dying disk are passed over."""
+    with path.open("rb") as lines:
+        for line in lines:
+            row = decode(line)
+            if row is not None:
+                yield row
+
+
+def finished_size(path: Path) -> int:
+    """Bytes of a journal up to its last newline: what follows is a row that was never finished."""
+    with path.open("rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        while at > 0:
+            start = max(0, at - TAIL)
+            file.seek(start)
+            newline = file.read(at - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            at = start
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else str(value)
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(name): _spelled(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled(item) for item in value]
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, str):
+        return NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: _restored(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    return value

@@ -1,0 +1,222 @@
+"""Delivery of the journal to MLflow from a process of its own, so that no training step ever waits for a server.
+
+The trainer calls `start` once and `drain` at its end; `sync` delivers later what could not be delivered in time. The
+process follows the journal from the offset in `shipper.json`, retries in order with back-off, and survives the signals
+that end the trainer, but never by more than `GRACE` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from harness.tracking.folder import require_run
+from harness.tracking.position import JOURNAL, Position, delivered, tracking_uri
+from harness.tracking.rows import decode
+
+if TYPE_CHECKING:
+    from harness.tracking.mlflow import Sink
+
+GRACE = 30.0
+POLL = 0.5
+LONGEST_BACKOFF = 10.0
+CHUNK = 256 * 1024
+NICENESS = 10
+DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+
+@dataclass(frozen=True)
+class ShipperHandle:
+    """The trainer's end of a running shipper."""
+
+    run_dir: Path
+    process: subprocess.Popen[bytes]
+
+    def drain(self, seconds: float) -> bool:
+        """Wait up to `seconds` until MLflow has all of the journal; False if it has not by then."""
+        deadline = time.monotonic() + seconds
+        while not delivered(self.run_dir):
+            if self.process.poll() is not None or time.monotonic() >= deadline:
+                return delivered(self.run_dir)
+            time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=1.0)
+        return True
+
+
+def start(run_dir: Path, experiment: str) -> ShipperHandle:
+    """Start the shipper of `run_dir`. Call it after the journal's "run" row is written.
+
+    Its output goes to `<run_dir>/shipper.log`. If another shipper still holds the run, it waits for its turn.
+    """
+    journal = run_dir / JOURNAL
+    size = journal.stat().st_size if journal.exists() else 0
+    command = [*_command(run_dir, experiment), "--pid", str(os.getpid()), "--from", str(size)]
+    with (run_dir / "shipper.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
+        )
+    return ShipperHandle(run_dir, process)
+
+
+def sync(run_dir: Path, experiment: str, patience: float = 60.0) -> bool:
+    """Deliver all of the journal now and say whether MLflow has it; gives up `patience` seconds after the last success.
+
+    Errors go to `<run_dir>/shipper.log`. Raises ConfigError if `run_dir` is no run folder.
+    """
+    command = [*_command(require_run(run_dir), experiment), "--patience", str(patience)]
+    with (run_dir / "shipper.log").open("ab") as log:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), check=False
+        )
+    return done.returncode == 0 and delivered(run_dir)
+
+
+def _command(run_dir: Path, experiment: str) -> list[str]:
+    return [sys.executable, "-m", "harness.tracking.shipper", str(run_dir.resolve()), "--experiment", experiment]
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+
+
+@dataclass
+class _Follower:
+    """The shipper's own side. pid: the trainer's, None under `sync`. born: journal size at start; an "end" row before
+    it belongs to an earlier process."""
+
+    run_dir: Path
+    experiment: str
+    pid: int | None
+    born: int
+    patience: float
+
+    def run(self) -> int:
+        """Follow until the end; 0 if all is delivered."""
+        lock = self._lock()
+        if lock is None:
+            _say("another shipper holds this run")
+            return 1
+        with lock:
+            return self._follow()
+
+    def trainer_gone(self) -> bool:
+        """The trainer is our parent: once it is gone, even as a zombie, we have another. (Pids are used again.)"""
+        return self.pid is not None and os.getppid() != self.pid
+
+    def _lock(self) -> TextIO | None:
+        file = (self.run_dir / "shipper.lock").open("a")
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except OSError:
+                if self.pid is None and time.monotonic() > deadline:
+                    file.close()
+                    return None
+                time.sleep(0.1)
+
+    def _follow(self) -> int:
+        position = Position.load(self.run_dir)
+        sink: Sink | None = None
+        ended = False
+        backoff, success = POLL, time.monotonic()
+        while True:
+            # Asked before reading: what a trainer wrote before it went is then surely read.
+            gone = self.trainer_gone()
+            try:
+                if sink is None:
+                    sink = self._connect(position)
+                rows, offset = _read(self.run_dir / JOURNAL, position.offset)
+                if offset != position.offset:
+                    sink.deliver(rows)
+                    position.offset = offset
+                    position.save(self.run_dir)
+                    ended = offset > self.born and bool(rows) and rows[-1]["kind"] == "end"
+                    backoff, success = POLL, time.monotonic()
+                    continue
+                if gone and not ended:
+                    sink.lost()
+            except Exception as error:
+                # A new connection takes up at what is written down, so that nothing half done is counted twice.
+                sink, position = None, Position.load(self.run_dir)
+                _say(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+                if self.pid is None and time.monotonic() - success > self.patience:
+                    return 1
+                time.sleep(backoff)
+                backoff = min(2 * backoff, LONGEST_BACKOFF)
+                continue
+            if ended or gone or self.pid is None:
+                return 0
+            time.sleep(POLL)
+
+    def _connect(self, position: Position) -> Sink:
+        from harness.tracking.mlflow import Sink
+
+        return Sink(tracking_uri(), self.run_dir, self.experiment, position)
+
+
+def _read(journal: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """Finished rows from `offset` on, about CHUNK bytes of them, and the offset behind them."""
+    if not journal.exists():
+        return [], offset
+    with journal.open("rb") as file:
+        file.seek(offset)
+        data = file.read(CHUNK)
+        if len(data) == CHUNK:
+            data += file.readline()
+    data = data[: data.rfind(b"\n") + 1]
+    return [row for line in data.splitlines() if (row := decode(line))], offset + len(data)
+
+
+def _bound_life(follower: _Follower) -> None:
+    """End the process GRACE seconds after its trainer, whatever call it then hangs in."""
+    while not follower.trainer_gone():
+        time.sleep(POLL)
+    time.sleep(GRACE)
+    _say(f"not all delivered within {GRACE:.0f} s of the trainer's end")
+    os._exit(1)
+
+
+def _say(text: str) -> None:
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
+
+
+def main() -> int:
+    """Entry point of `python -m harness.tracking.shipper`."""
+    parser = argparse.ArgumentParser(description="Deliver a run's journal to MLflow.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--experiment", required=True)
+    parser.add_argument("--pid", type=int, help="the trainer to follow, our parent; without it: deliver once and end")
+    parser.add_argument("--from", dest="born", type=int, default=0, help="journal bytes older than the trainer")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds without success before giving up")
+    options = parser.parse_args()
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    follower = _Follower(options.run_dir, options.experiment, options.pid, options.born, options.patience)
+    if follower.pid is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.nice(NICENESS)
+        threading.Thread(target=_bound_life, args=(follower,), daemon=True).start()
+    return follower.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
