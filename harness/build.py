@@ -151,7 +151,12 @@ def build_run(
     task = Task(model, config.model.target)
     engine = _build_engine(config, place, plan, model, loss_scale)
     monitors = _build_monitors(config, recipe, backend)
-    parts: dict[str, Stateful] = {**engine.parts(), "fp8": backend, "rng": RandomState(), "monitors": MonitorsPart(monitors)}
+    parts: dict[str, Stateful] = {
+        **engine.parts(),
+        "fp8": backend,
+        "rng": RandomState(),
+        "monitors": MonitorsPart(monitors),
+    }
     if loss_scale is not None and engine.name != "deepspeed":
         parts["loss_scale"] = loss_scale
     state = TrainState(parts, incidents)
@@ -249,11 +254,9 @@ def _build_monitors(config: RunConfig, recipe: Recipe, backend: PrecisionBackend
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     try:
         found["hopper-harness"] = version("hopper-harness")
     except PackageNotFoundError:
         found["hopper-harness"] = "source tree"
     return found
-
-

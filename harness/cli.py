@@ -129,15 +129,16 @@ def report(run: RunFolder) -> None:
 
 
 @app.command()
-def sync(
-    run: RunFolder, experiment: Annotated[str, typer.Option(help="MLflow experiment")] = "hopper-harness"
-) -> None:
+def sync(run: RunFolder) -> None:
     """Deliver what MLflow has not got of a run's journal."""
 
     def action() -> int:
+        from harness.core.config import load_config
+        from harness.tracking.folder import require_run
         from harness.tracking.shipper import sync
 
-        done = sync(run, experiment)
+        config = load_config(str(require_run(run) / "config.yaml"))
+        done = sync(run, config.tracking.experiment)
         print("delivered" if done else f"not delivered; see {run / 'shipper.log'}")
         return 0 if done else 1
 

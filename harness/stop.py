@@ -37,11 +37,14 @@ class StopRequest:
         if not self.reason:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self.reason = "train.max_minutes is over"
-            elif self._parent and os.getppid() != self._parent:
-                self.reason = "the launcher is gone"
-            elif self._grandparent and _parent_of(self._parent) != self._grandparent:
+            elif self._launcher_gone():
                 self.reason = "the launcher is gone"
         return bool(self.reason)
+
+    def _launcher_gone(self) -> bool:
+        if self._parent and os.getppid() != self._parent:
+            return True
+        return bool(self._grandparent) and _parent_of(self._parent) != self._grandparent
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or signal.Signals(number).name

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.cli import train_main  # noqa: E402 - the line above makes it importable
+from harness.cli import train_main
 
 if __name__ == "__main__":
     train_main()

@@ -20,80 +20,86 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class TrainConfig(Strict):
     """Length, batch and update rule."""
 
-    steps: Positive = Field(300, description="windows (optimizer steps) to train")
-    seed: Count = Field(0, description="seed of weights and data order")
-    global_batch: Positive = Field(16, description="samples per optimizer step, over all ranks")
-    micro_batch: Positive = Field(8, description="samples per forward and backward on one rank")
-    max_grad_norm: float = Field(1.0, gt=0, description="clip the global L2 gradient norm to this")
-    lr: float = Field(2e-3, gt=0, description="peak learning rate")
-    warmup_steps: Count = Field(20, description="applied steps of linear warm-up")
-    min_lr_ratio: Share = Field(0.1, description="final learning rate over peak, end of the cosine")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW decay on matrices; vectors get none")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW moment decay rates")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="fused AdamW, or fused SGD with momentum betas[0]")
-    eval_every: Count = Field(100, description="steps between validations; 0: only at the end")
-    threads: Count = Field(0, description="CPU threads per rank; 0: cores / local ranks, or OMP_NUM_THREADS")
-    max_minutes: float = Field(0.0, ge=0, description="save and stop after this many minutes; 0: never")
+    steps: Positive = Field(default=300, description="windows (optimizer steps) to train")
+    seed: Count = Field(default=0, description="seed of weights and data order")
+    global_batch: Positive = Field(default=16, description="samples per optimizer step, over all ranks")
+    micro_batch: Positive = Field(default=8, description="samples per forward and backward on one rank")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="clip the global L2 gradient norm to this")
+    lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
+    warmup_steps: Count = Field(default=20, description="applied steps of linear warm-up")
+    min_lr_ratio: Share = Field(default=0.1, description="final learning rate over peak, end of the cosine")
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW decay on matrices; vectors get none")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="AdamW moment decay rates")
+    optimizer: Literal["adamw", "sgd"] = Field(
+        default="adamw", description="fused AdamW, or fused SGD with momentum betas[0]"
+    )
+    eval_every: Count = Field(default=100, description="steps between validations; 0: only at the end")
+    threads: Count = Field(default=0, description="CPU threads per rank; 0: cores / local ranks, or OMP_NUM_THREADS")
+    max_minutes: float = Field(default=0.0, ge=0, description="save and stop after this many minutes; 0: never")
 
 
 class DataConfig(Strict):
     """Where text comes from and how it is cut into samples."""
 
-    path: str | None = Field(None, description="text file or folder; none: Python's standard library source")
-    context: Positive = Field(256, description="tokens (bytes) per sample")
-    val_fraction: float = Field(0.1, gt=0, lt=1, description="share of bytes held out, by file")
-    val_samples: Positive = Field(128, description="validation samples, over all ranks, evenly spread")
+    path: str | None = Field(default=None, description="text file or folder; none: Python's standard library source")
+    context: Positive = Field(default=256, description="tokens (bytes) per sample")
+    val_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of bytes held out, by file")
+    val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
 
 
 class ModelConfig(Strict):
     """The shipped Llama-style GPT's sizes, or a target of your own."""
 
-    target: str = Field("harness.models.gpt:build", description='"pkg.mod:fn": fn(**args) -> nn.Module')
+    target: str = Field(default="harness.models.gpt:build", description='"pkg.mod:fn": fn(**args) -> nn.Module')
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
 
 
 class CheckpointConfig(Strict):
     """When to save and what to keep."""
 
-    every: Count = Field(50, description="steps between checkpoints; 0: only at the end")
-    keep: int = Field(3, ge=2, description="newest checkpoints kept; at least 2")
-    healthy_steps: Count = Field(10, description="healthy steps after a save before it is a rollback target")
+    every: Count = Field(default=50, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(default=3, ge=2, description="newest checkpoints kept; at least 2")
+    healthy_steps: Count = Field(default=10, description="healthy steps after a save before it is a rollback target")
 
 
 class TrackingConfig(Strict):
     """What goes into the journal and MLflow, how often."""
 
-    mlflow: bool = Field(True, description="ship the journal to MLflow")
-    experiment: str = Field("hopper-harness", min_length=1, description="MLflow experiment name")
-    fp8_every: Positive = Field(10, description="steps between rows of per-slot FP8 statistics")
-    drain_seconds: float = Field(30.0, ge=0, description="wait at exit for MLflow to catch up")
+    mlflow: bool = Field(default=True, description="ship the journal to MLflow")
+    experiment: str = Field(default="hopper-harness", min_length=1, description="MLflow experiment name")
+    fp8_every: Positive = Field(default=10, description="steps between rows of per-slot FP8 statistics")
+    drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
 
 
 class EngineConfig(Strict):
     """Distributed execution."""
 
-    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage (deepspeed launcher only)")
-    deepspeed: str | None = Field(None, description="path of a DeepSpeed JSON merged under ours; none: ours alone")
-    timeout_seconds: float = Field(600.0, gt=0, description="process-group timeout")
+    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage (deepspeed launcher only)")
+    deepspeed: str | None = Field(
+        default=None, description="path of a DeepSpeed JSON merged under ours; none: ours alone"
+    )
+    timeout_seconds: float = Field(default=600.0, gt=0, description="process-group timeout")
 
 
 class GuardConfig(Strict):
     """Thresholds and budgets of the guard."""
 
-    enabled: bool = Field(True, description="monitors and responder; the non-finite gate is always on")
-    max_consecutive_skips: Positive = Field(5, description="skipped steps in a row before a rollback")
-    spike_window: Positive = Field(64, description="applied steps in the loss detector's window")
-    spike_sigma: float = Field(12.0, gt=0, description="robust sigmas (log scale, median/MAD) that make a spike")
-    spike_steps: Positive = Field(5, description="spiking steps in a row before a rollback")
-    max_rollbacks: Count = Field(3, description="rollbacks before the run is halted")
-    max_skips: Positive = Field(100, description="skipped steps in total before the run is halted")
-    max_switches: Count = Field(64, description="layer switches in total; more are refused and logged")
+    enabled: bool = Field(default=True, description="monitors and responder; the non-finite gate is always on")
+    max_consecutive_skips: Positive = Field(default=5, description="skipped steps in a row before a rollback")
+    spike_window: Positive = Field(default=64, description="applied steps in the loss detector's window")
+    spike_sigma: float = Field(
+        default=12.0, gt=0, description="robust sigmas (log scale, median/MAD) that make a spike"
+    )
+    spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
+    max_rollbacks: Count = Field(default=3, description="rollbacks before the run is halted")
+    max_skips: Positive = Field(default=100, description="skipped steps in total before the run is halted")
+    max_switches: Count = Field(default=64, description="layer switches in total; more are refused and logged")
 
 
 class RunConfig(Strict):
     """One run. `recipe` names the precision policy; everything else is here."""
 
-    recipe: str = Field("auto", description="name or path of the precision recipe")
+    recipe: str = Field(default="auto", description="name or path of the precision recipe")
     train: TrainConfig = Field(default_factory=TrainConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -107,7 +113,8 @@ class RunConfig(Strict):
         train = self.train
         if train.global_batch % train.micro_batch:
             raise ValueError(
-                f"train.global_batch ({train.global_batch}) is not a multiple of train.micro_batch ({train.micro_batch})"
+                f"train.global_batch ({train.global_batch}) is not a multiple of "
+                f"train.micro_batch ({train.micro_batch})"
             )
         if ":" not in self.model.target:
             raise ValueError(f'model.target {self.model.target!r} is not of the form "package.module:function"')
@@ -123,7 +130,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         parts = key.split(".")
         if not equals or not all(part.isidentifier() for part in parts):
             problems.append(
-                Problem(f"{override!r} is not an override", "command line", fix="write key.path=value, e.g. train.lr=1e-3")
+                Problem(
+                    f"{override!r} is not an override", "command line", fix="write key.path=value, e.g. train.lr=1e-3"
+                )
             )
             continue
         section = nested
@@ -170,5 +179,3 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
         elif a != b:
             keys.append(prefix + key)
     return keys
-
-

@@ -49,7 +49,7 @@ class SlotStats:
 class StepFacts:
     """What one step did, identical on every rank.
 
-    step: number of the step just done, from 1: the first window of a run is step 1. window: its place in the data order.
+    step: number of the step just done; a run's first step is 1. window: its place in the data order.
     loss: mean training loss of the window, nats per token. grad_norm: L2 norm of the unscaled gradient before
     clipping. applied: False when the update was gated. applied_steps: updates applied so far, this one included.
     tokens: tokens (targets) of the window over all ranks. seconds: wall time of the step. stop: some rank was

@@ -10,9 +10,13 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def resource_dir(kind: str) -> Path:
-    """The folder of shipped `recipes` or `configs`: `<repo>/<kind>` in a checkout, `harness/_shipped/<kind>` in a wheel."""
+    """The folder of shipped recipes or configs: <repo>/<kind> in a checkout, harness/_shipped/<kind> in a wheel."""
     checkout = _PACKAGE.parent / kind
-    return checkout if (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir() else _PACKAGE / "_shipped" / kind
+    return (
+        checkout
+        if (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir()
+        else _PACKAGE / "_shipped" / kind
+    )
 
 
 def shipped(kind: str) -> list[str]:
@@ -41,4 +45,6 @@ def find(kind: str, name_or_path: str) -> Path:
     hint = near_match(name_or_path, known)
     if hint.startswith("did"):
         hint += f" (known: {', '.join(known)})"
-    raise ConfigError(Problem(f'no {singular} "{name_or_path}"', f"--{singular}", fix=f"{hint}; or give a path to a .yaml file"))
+    raise ConfigError(
+        Problem(f'no {singular} "{name_or_path}"', f"--{singular}", fix=f"{hint}; or give a path to a .yaml file")
+    )

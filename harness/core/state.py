@@ -104,7 +104,8 @@ class TrainState:
         if saved != here:
             raise CheckpointError(
                 Problem(
-                    f"parts differ: only in the checkpoint {sorted(saved - here)}, only in this run {sorted(here - saved)}",
+                    f"parts differ: only in the checkpoint {sorted(saved - here)}, "
+                    f"only in this run {sorted(here - saved)}",
                     f"checkpoint of step {meta['step']}",
                     fix="resume with the recipe and version that wrote it",
                 )

@@ -86,7 +86,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """inputs, targets: int64 [batch, time]. With targets: float32 0-d mean loss; without: logits [batch, time, vocab]."""
+        """int64 [batch, time] in. With targets: float32 0-d mean loss; without: logits [batch, time, vocab]."""
         x = self.embed(inputs)
         rotation = rotary(inputs.shape[1], self.head_dim, x.device)
         for block in self.blocks:
@@ -111,8 +111,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def build(
-    vocab: int = 256, dim: int = 256, layers: int = 4, heads: int = 4, kv_heads: int | None = None,
-    ffn: int | None = None, tied: bool = False,
+    vocab: int = 256,
+    dim: int = 256,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    ffn: int | None = None,
+    tied: bool = False,
 ) -> GPT:
     """A GPT with freshly initialised fp32 weights.
 
@@ -135,7 +140,9 @@ def build(
         )
     if not problems and heads % kv_heads:
         problems.append(
-            Problem(f"{heads} heads are not a multiple of {kv_heads} kv_heads", "model.args.kv_heads", fix="use a divisor")
+            Problem(
+                f"{heads} heads are not a multiple of {kv_heads} kv_heads", "model.args.kv_heads", fix="use a divisor"
+            )
         )
     if problems:
         raise ConfigError(problems)

@@ -102,13 +102,16 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
             continue
         kind = type(module).__name__
         if name not in linears:
-            rows.append(LayerPlan(name, kind, "fp32", "autocast", "not a Linear: fp32 weights, autocast decides per op"))
+            rows.append(
+                LayerPlan(name, kind, "fp32", "autocast", "not a Linear: fp32 weights, autocast decides per op")
+            )
             continue
-        shape = (int(module.out_features), int(module.in_features))
+        linear = linears[name]
+        shape = (linear.out_features, linear.in_features)
         if rung.precision != "fp8":
             rows.append(LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape))
             continue
-        reason = _kept_out(name, module, recipe.layers, tied)
+        reason = _kept_out(name, linear, recipe.layers, tied)
         if reason:
             rows.append(LayerPlan(name, kind, rest, "autocast", reason, shape))
         else:
@@ -120,20 +123,20 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
                 "no layer can run in FP8",
                 f"recipe {recipe.name}",
                 why="; ".join(reasons[:5]) or "the model has no Linear",
-                fix="widen layers.include, lower layers.min_features, use sizes that are multiples of 16, or --recipe bf16",
+                fix="widen layers.include, lower layers.min_features, use multiples of 16, or --recipe bf16",
             )
         )
     tier, _ = tier_of(facts)
     return Plan(recipe.name, recipe.sha256(), tier.name, recipe.name, rung, tuple(rungs), tuple(rows))
 
 
-def _kept_out(name: str, module: nn.Module, layers: LayersConfig, tied: Mapping[int, str]) -> str:
+def _kept_out(name: str, module: nn.Linear, layers: LayersConfig, tied: Mapping[int, str]) -> str:
     """Why a Linear stays out of FP8; empty if it does not."""
     from torch import nn
 
     patterns = [*layers.exclude, *layers.exclude_if_present]
     excluded = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
-    size = (int(module.out_features), int(module.in_features))  # pyright: ignore[reportArgumentType]
+    size = (module.out_features, module.in_features)
     if excluded:
         return f"excluded by name ({excluded})"
     if not any(fnmatchcase(name, pattern) for pattern in layers.include):

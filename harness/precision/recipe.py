@@ -49,13 +49,20 @@ class Rung(Strict):
 class Fp8Config(Strict):
     """Delayed scaling. Defaults follow Transformer Engine except where the description says so."""
 
-    format: Literal["hybrid", "e4m3"] = Field("hybrid", description="hybrid: E4M3 forward, E5M2 gradients")
-    margin: int = Field(0, ge=0, le=15, description="powers of two of headroom under the format's maximum")
-    amax_history_len: int = Field(16, ge=2, description="updates kept in the amax history (TE's default: 1024)")
-    amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="which amax of the history sets the scale")
-    roll: Literal["step", "micro_batch"] = Field("step", description="roll once a step, or as TE once a micro-batch")
-    scrub_inf: bool = Field(True, description="drop an infinite amax; false: as TE, it freezes the scale")
-    stats_every: int = Field(10, ge=1, description="steps between samples of underflow, clipped share and SQNR")
+    format: Literal["hybrid", "e4m3"] = Field(default="hybrid", description="hybrid: E4M3 forward, E5M2 gradients")
+    margin: int = Field(default=0, ge=0, le=15, description="powers of two of headroom under the format's maximum")
+    amax_history_len: int = Field(default=16, ge=2, description="updates kept in the amax history (TE's default: 1024)")
+    amax_compute_algo: Literal["max", "most_recent"] = Field(
+        default="max", description="which amax of the history sets the scale"
+    )
+    roll: Literal["step", "micro_batch"] = Field(
+        default="step", description="roll once a step, or as TE once a micro-batch"
+    )
+    dynamic: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        default="tensorwise", description="torchao rungs only, which scale dynamically: its recipe name"
+    )
+    scrub_inf: bool = Field(default=True, description="drop an infinite amax; false: as TE, it freezes the scale")
+    stats_every: int = Field(default=10, ge=1, description="steps between samples of underflow, clipped share and SQNR")
 
 
 class LayersConfig(Strict):
@@ -66,18 +73,18 @@ class LayersConfig(Strict):
     exclude_if_present: list[str] = Field(
         default_factory=lambda: ["lm_head", "*.lm_head"], description="patterns kept out, allowed to match nothing"
     )
-    min_features: int = Field(64, ge=1, description="layers with fewer in or out features stay in BF16")
+    min_features: int = Field(default=64, ge=1, description="layers with fewer in or out features stay in BF16")
 
 
 class LossScaleConfig(Strict):
     """GradScaler's rule for fp16, with a floor and a cap."""
 
-    init: Ratio = Field(65536.0, description="initial loss scale")
-    growth_factor: float = Field(2.0, gt=1, description="multiplier after growth_interval good steps")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="multiplier after a bad step")
-    growth_interval: int = Field(2000, ge=1, description="good steps in a row before growth")
-    floor: Ratio = Field(1.0, description="the scale never falls below this (at 0 the next step writes NaN)")
-    cap: Ratio = Field(2.0**24, description="the scale never rises above this")
+    init: Ratio = Field(default=65536.0, description="initial loss scale")
+    growth_factor: float = Field(default=2.0, gt=1, description="multiplier after growth_interval good steps")
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="multiplier after a bad step")
+    growth_interval: int = Field(default=2000, ge=1, description="good steps in a row before growth")
+    floor: Ratio = Field(default=1.0, description="the scale never falls below this (at 0 the next step writes NaN)")
+    cap: Ratio = Field(default=2.0**24, description="the scale never rises above this")
 
     @model_validator(mode="after")
     def _ordered(self) -> LossScaleConfig:
@@ -89,17 +96,27 @@ class LossScaleConfig(Strict):
 class FallbackConfig(Strict):
     """When a layer leaves FP8 and when it returns; see docs/runbook.md, `precision.demote`."""
 
-    enabled: bool = Field(True, description="switch single layers between FP8 and BF16 at run time")
-    saturation_input: Ratio = Field(1.5, description="amax * scale / fp8_max over which an input slot counts as bad")
-    saturation_weight: Ratio = Field(1.25, description="the same for weights")
-    saturation_grad_output: Ratio = Field(8.0, description="the same for output gradients")
-    underflow: float = Field(0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad")
-    hits: int = Field(3, ge=1, description="bad observations in the window that demote a layer")
-    window: int = Field(8, ge=1, description="observations in the window")
-    dwell_steps: int = Field(50, ge=1, description="steps a demoted layer stays in BF16 at least")
-    cooldown_factor: float = Field(2.0, ge=1, description="dwell grows by this at each demotion of the same layer")
-    warmup_steps: int = Field(2, ge=1, description="first steps, in which scales are not set yet, give no evidence")
-    max_demoted_share: float = Field(0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once")
+    enabled: bool = Field(default=True, description="switch single layers between FP8 and BF16 at run time")
+    saturation_input: Ratio = Field(
+        default=1.5, description="amax * scale / fp8_max over which an input slot counts as bad"
+    )
+    saturation_weight: Ratio = Field(default=1.25, description="the same for weights")
+    saturation_grad_output: Ratio = Field(default=8.0, description="the same for output gradients")
+    underflow: float = Field(
+        default=0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad"
+    )
+    hits: int = Field(default=3, ge=1, description="bad observations in the window that demote a layer")
+    window: int = Field(default=8, ge=1, description="observations in the window")
+    dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
+    cooldown_factor: float = Field(
+        default=2.0, ge=1, description="dwell grows by this at each demotion of the same layer"
+    )
+    warmup_steps: int = Field(
+        default=2, ge=1, description="first steps, in which scales are not set yet, give no evidence"
+    )
+    max_demoted_share: float = Field(
+        default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
+    )
 
     @model_validator(mode="after")
     def _k_of_n(self) -> FallbackConfig:
@@ -116,14 +133,14 @@ class Recipe(Strict):
     """A precision policy that degrades by capability and says so."""
 
     name: str = Field(min_length=1, description="what the recipe is called in plans and tags")
-    description: str = Field("", description="one line for people")
+    description: str = Field(default="", description="one line for people")
     ladder: list[Rung] = Field(min_length=1, description="rungs from best to last; the first that can run is taken")
     fp8: Fp8Config = Field(default_factory=Fp8Config)
     layers: LayersConfig = Field(default_factory=LayersConfig)
     fallback: FallbackConfig = Field(default_factory=FallbackConfig)
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig)
     float32_matmul: Literal["highest", "high", "medium"] = Field(
-        "high", description="torch.set_float32_matmul_precision; high allows TF32 on Ampere and later"
+        default="high", description="torch.set_float32_matmul_precision; high allows TF32 on Ampere and later"
     )
 
     def sha256(self) -> str:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import nn
 
 L = TypeVar("L", bound=nn.Linear)
+M = TypeVar("M", bound=nn.Module)
 
 
-def swap_linears(model: nn.Module, names: Sequence[str], to: type[L]) -> dict[str, L]:
-    """Replace each named Linear of `model` by a `to` with the same Parameter objects; returns them by name.
+def swap_linears(model: nn.Module, names: Sequence[str], make: Callable[[nn.Linear], M]) -> dict[str, M]:
+    """Replace each named Linear of `model` by `make(linear)`, which must share its Parameters; returns them by name.
 
-    A module reachable under several names is replaced once and put back under all of them. Forward and backward
-    hooks registered on the module move along.
+    A module reachable under several names is replaced once and put back under all of them.
     """
     wanted = set(names)
-    swapped: dict[str, L] = {}
-    replacements: dict[nn.Module, L] = {}
+    swapped: dict[str, M] = {}
+    replacements: dict[nn.Module, M] = {}
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}" if parent_name else child_name
             if name in wanted and isinstance(child, nn.Linear):
-                replacements[child] = swapped[name] = _twin(child, to)
+                replacements[child] = swapped[name] = make(child)
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):
             if child is not None and child in replacements:
@@ -31,8 +31,8 @@ def swap_linears(model: nn.Module, names: Sequence[str], to: type[L]) -> dict[st
     return {name: swapped[name] for name in names}
 
 
-def _twin(linear: nn.Linear, to: type[L]) -> L:
+def twin(linear: nn.Linear, to: type[L]) -> L:
     """A `to` with the same state as `linear`: Parameters by identity, hooks and training flag included."""
-    twin = to.__new__(to)
-    twin.__dict__.update(linear.__dict__)
-    return twin
+    made = to.__new__(to)
+    made.__dict__.update(linear.__dict__)
+    return made

@@ -14,7 +14,6 @@ import torch
 
 from harness import loop
 from harness.build import (
-    Place,
     build_data,
     build_plan,
     build_run,
@@ -233,9 +232,7 @@ def _tags(plan: Plan) -> dict[str, str]:
 
 def _git_commit() -> str:
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip() or "unknown"

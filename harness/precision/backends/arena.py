@@ -136,7 +136,10 @@ class Arena:
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: history float32 [L, slots] (staging empty), scale float32 [slots]; meta: slot names, formats."""
-        return {"history": self.history, "scale": self.scale}, {"slots": list(self.names), "formats": list(self.formats)}
+        return {"history": self.history, "scale": self.scale}, {
+            "slots": list(self.names),
+            "formats": list(self.formats),
+        }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore in place. Raises CheckpointError if slots, formats or history length differ."""

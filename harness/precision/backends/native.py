@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
@@ -24,7 +24,7 @@ from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import matmul
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
-from harness.precision.swap import swap_linears
+from harness.precision.swap import swap_linears, twin
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -42,7 +42,7 @@ class NativeLinear(nn.Linear):
     _cached: tuple[tuple[int, int, int, bool], Tensor] | None = None
 
     @torch.compiler.disable
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.arena.active:
             return F.linear(input, self.weight, self.bias)
         record = torch.is_grad_enabled()
@@ -61,9 +61,7 @@ class NativeLinear(nn.Linear):
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLinear, record: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLinear, record: bool) -> Tensor:
         arena, slot = layer.arena, layer.slot
         ctx.layer, ctx.record, ctx.quantized, ctx.shape = layer, record, not layer.demoted, x.shape
         rows = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
@@ -83,7 +81,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx | Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         left, right = ctx.saved_tensors
         arena, slot = ctx.layer.arena, ctx.layer.slot + 2
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -116,7 +114,9 @@ class NativeBackend:
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         self.arena = Arena(names, formats, recipe.fp8, device)
         self.modules: dict[str, NativeLinear] = {}
-        for index, (name, module) in enumerate(swap_linears(model, self.layers, NativeLinear).items()):
+        for index, (name, module) in enumerate(
+            swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear)).items()
+        ):
             module.arena, module.slot = self.arena, 3 * index
             self.modules[name] = module
         self.slot_names = self.arena.names

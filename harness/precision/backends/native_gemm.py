@@ -13,7 +13,11 @@ Inverse = Tensor | float | None
 
 
 def matmul(
-    left: Tensor, right: Tensor, left_inverse: Inverse, right_inverse: Inverse, formats: tuple[str, str],
+    left: Tensor,
+    right: Tensor,
+    left_inverse: Inverse,
+    right_inverse: Inverse,
+    formats: tuple[str, str],
     bias: Tensor | None = None,
 ) -> Tensor:
     """(left @ right) * left_inverse * right_inverse (+ bias), bfloat16 [m, n], each output rounded once.
@@ -39,7 +43,11 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 def _scaled_mm(
-    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, formats: tuple[str, str],
+    left: Tensor,
+    right: Tensor,
+    left_inverse: Tensor,
+    right_inverse: Tensor,
+    formats: tuple[str, str],
     bias: Tensor | None,
 ) -> Tensor:
     """cuBLASLt's FP8 GEMM: left row-major, right column-major. Fast accumulation in forward only, as TE."""

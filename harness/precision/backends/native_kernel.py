@@ -56,9 +56,7 @@ def load() -> tuple[Kernel | None, str]:
 def _bind(library: ctypes.CDLL) -> Kernel:
     function = library.harness_quantize
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = (
-        [pointer, integer, ctypes.c_int64, ctypes.c_float, integer] + [pointer] * 3 + [integer]
-    )
+    function.argtypes = [pointer, integer, ctypes.c_int64, ctypes.c_float, integer] + [pointer] * 3 + [integer]
     function.restype = None
 
     def quantize(x: Tensor, scale: float, fmt: str, amax: int, stats: int | None) -> Tensor:

@@ -11,7 +11,9 @@ from harness.core.errors import ConfigError
 
 
 def test_overrides_reach_nested_keys_with_yaml_types() -> None:
-    config = load_config("tiny", ["train.lr=1e-3", "train.steps=7", "data.path=/some/where", "model.args.dim=128"], "bf16")
+    config = load_config(
+        "tiny", ["train.lr=1e-3", "train.steps=7", "data.path=/some/where", "model.args.dim=128"], "bf16"
+    )
     assert (config.train.lr, config.train.steps, config.data.path) == (1e-3, 7, "/some/where")
     assert config.model.args["dim"] == 128
     assert config.model.args["layers"] == 2, "other arguments of the file stay"

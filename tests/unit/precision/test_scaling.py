@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_all_bf16_values_match_the_oracle(fmt: str, scale: float) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_ties_go_to_even_and_neighbours_do_not(fmt: str) -> None:
     grid = GRID[fmt]
-    middles = np.array([(a + b) / 2 for a, b in zip(grid, grid[1:], strict=False)], dtype=np.float32)
+    middles = np.array([(a + b) / 2 for a, b in pairwise(grid)], dtype=np.float32)
     near = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))])
     expected = torch.from_numpy(quantize(near, 1.0, fmt)).to(torch.bfloat16)
     assert same_bits(scaling.quantize(torch.from_numpy(near), 1.0, fmt), expected)

@@ -1,0 +1,173 @@
+"""Facts about this machine: cards, torch, libraries, compiler. Only asks; what follows from it is decided elsewhere."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.capability.libraries import LibraryFacts, library_facts
+
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+_NVIDIA_PCI_VENDOR = "0x10de"
+_PCI_DISPLAY_CLASSES = ("0x0300", "0x0302")
+
+
+class Device(NamedTuple):
+    """One card as torch sees it. capability: compute capability (major, minor). memory_bytes: total."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NvidiaSmi:
+    """What the driver's own tool says, torch not involved. error: its complaint when it ran and failed."""
+
+    present: bool = False
+    driver: str | None = None
+    gpus: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """Everything that precision, engines and doctor need to know of a machine. `dataclasses.asdict` of it is JSON-able.
+
+    torch_cuda: CUDA version that torch was built for, None for a CPU build. torch_error: torch's own complaint about
+    CUDA. arch_list: `torch.cuda.get_arch_list()`. cpu_bf16_isa: bf16 instructions of the CPU. has_ninja: on PATH or
+    beside this interpreter (launch scripts put that folder first on PATH). nvidia_on_pci: a card is plugged in,
+    whatever the driver says. Sizes in bytes.
+    """
+
+    python: str = ""
+    torch_version: str | None = None
+    torch_cuda: str | None = None
+    torch_hip: str | None = None
+    torch_error: str = ""
+    cuda_available: bool = False
+    cuda_visible_devices: str | None = None
+    devices: tuple[Device, ...] = ()
+    arch_list: tuple[str, ...] = ()
+    nvidia_smi: NvidiaSmi = NvidiaSmi()
+    nvidia_on_pci: bool = False
+    cpu_cores: int = 1
+    cpu_bf16_isa: tuple[str, ...] = ()
+    has_compiler: bool = False
+    has_ninja: bool = False
+    memory_bytes: int = 0
+    disk_free_bytes: int = 0
+    libraries: dict[str, LibraryFacts] = field(default_factory=dict)
+
+    @property
+    def cpu_on_purpose(self) -> bool:
+        """The user hid every GPU: training on the CPU is what was asked for."""
+        return self.cuda_visible_devices in ("", "-1")
+
+
+def probe(folder: Path | None = None) -> MachineFacts:
+    """Look at this machine (imports torch, which takes about a second). folder: where disk space is measured."""
+    torch_facts = _torch_facts()
+    return MachineFacts(
+        python=platform.python_version(),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        nvidia_smi=_nvidia_smi(),
+        nvidia_on_pci=_nvidia_on_pci(Path("/sys/bus/pci/devices")),
+        cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_bf16_isa=cpu_bf16_isa(_read(Path("/proc/cpuinfo"))),
+        has_compiler=any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++")),
+        has_ninja=shutil.which("ninja") is not None or (Path(sys.executable).parent / "ninja").is_file(),
+        memory_bytes=memory_limit(_read(Path("/proc/meminfo")), _read(Path("/sys/fs/cgroup/memory.max"))),
+        disk_free_bytes=shutil.disk_usage(folder or Path.cwd()).free,
+        libraries=library_facts(),
+        **torch_facts,
+    )
+
+
+def cpu_bf16_isa(cpuinfo: str) -> tuple[str, ...]:
+    """The bf16 instruction sets named in the text of /proc/cpuinfo (x86 `flags`, Arm `Features`)."""
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip().lower() in ("flags", "features"):
+            flags = set(value.split())
+            return tuple(flag for flag in _BF16_FLAGS if flag in flags)
+    return ()
+
+
+def memory_limit(meminfo: str, cgroup_max: str) -> int:
+    """Bytes this process may use: the machine's memory or its container's limit, whichever is less; 0 if unknown."""
+    total = 0
+    for line in meminfo.splitlines():
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) * 1024
+    limit = cgroup_max.strip()
+    return min(total, int(limit)) if limit.isdigit() and total else total
+
+
+def parse_nvidia_smi(output: str) -> NvidiaSmi:
+    """Facts from `nvidia-smi --query-gpu=name,driver_version --format=csv,noheader`."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if "," in line]
+    return NvidiaSmi(present=True, driver=rows[0][1] if rows else None, gpus=tuple(row[0] for row in rows))
+
+
+def _nvidia_smi() -> NvidiaSmi:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return NvidiaSmi()
+    command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return NvidiaSmi(present=True, error=str(error))
+    if done.returncode:
+        return NvidiaSmi(present=True, error=" ".join((done.stdout + done.stderr).split())[:300] or "no output")
+    return parse_nvidia_smi(done.stdout)
+
+
+def _nvidia_on_pci(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    return any(
+        _read(device / "vendor").strip() == _NVIDIA_PCI_VENDOR
+        and _read(device / "class").strip().startswith(_PCI_DISPLAY_CLASSES)
+        for device in folder.iterdir()
+    )
+
+
+def _torch_facts() -> dict[str, Any]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return {"torch_error": " ".join(str(error).split())[:300]}
+    # torch reports an old driver as a warning and then answers False: keep the sentence, it is the reason.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    devices: list[Device] = []
+    if available:
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices.append(Device(properties.name, (properties.major, properties.minor), properties.total_memory))
+    return {
+        "torch_version": str(torch.__version__),
+        "torch_cuda": torch.version.cuda,
+        "torch_hip": torch.version.hip,
+        "torch_error": " ".join(str(caught[0].message).split())[:300] if caught else "",
+        "cuda_available": available,
+        "devices": tuple(devices),
+        "arch_list": tuple(torch.cuda.get_arch_list()) if available else (),
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,199 @@
+"""DeepSpeed at ZeRO 0, 1 and 2 behind the same interface as plain torch.
+
+What differs: DeepSpeed reads its gradient norm on the host, so a step costs a few host reads; a skipped step at ZeRO 1
+and 2 reports an infinite gradient norm. Parameters stay fp32 (bf16 and FP8 rungs use its torch_autocast section); its
+fp16 section at ZeRO-1 is the one exception, and there DeepSpeed owns the loss scale.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from harness.core.errors import ConfigError, MachineError, Problem
+from harness.core.protocols import Stateful, Update
+from harness.core.update import grad_norm, materialise
+from harness.engines.deepspeed_config import (
+    Precision,
+    build_config,
+    check,
+    find_tools_of_this_python,
+    preflight,
+)
+from harness.engines.deepspeed_parts import ZeroModelPart, ZeroOptimizerPart
+from harness.engines.parts import ModelPart, OptimizerPart
+from harness.engines.process_group import Ranks, join, leave, read_launch
+
+
+class DeepSpeedEngine(Ranks):
+    """Engine for the deepspeed launcher (see `core.protocols.Engine`).
+
+    model and optimizer are fresh and on `device`; schedule maps applied updates to a learning rate. micro_batch:
+    samples per forward on one rank; accumulation: micro-batches per step. autocast_dtype: bfloat16 for the bf16 and
+    FP8 rungs, float16 for DeepSpeed's fp16 section (CUDA, ZeRO-1), None for fp32. user_config: a DeepSpeed JSON to
+    merge under ours. Raises ConfigError for combinations that are refused, MachineError if DeepSpeed cannot start here.
+    """
+
+    name = "deepspeed"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Callable[[int], float],
+        max_grad_norm: float,
+        *,
+        zero_stage: int,
+        micro_batch: int,
+        accumulation: int,
+        autocast_dtype: torch.dtype | None = None,
+        user_config: str | None = None,
+        device: torch.device,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        precision: Precision = (
+            "fp16" if autocast_dtype == torch.float16 else "fp32" if autocast_dtype is None else "bf16"
+        )
+        problems = check(zero_stage, precision, device.type)
+        if problems:
+            raise ConfigError(problems)
+        missing = preflight(device.type)
+        if missing:
+            raise MachineError(missing)
+        launch = read_launch()
+        if not launch.launched:
+            raise ConfigError(
+                Problem(
+                    "not started by a launcher", "deepspeed", fix="deepspeed launch/train.py ..., or TorchEngine alone"
+                )
+            )
+        config = build_config(
+            zero_stage=zero_stage,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            max_grad_norm=max_grad_norm,
+            precision=precision,
+            tested_optimizer=isinstance(optimizer, (torch.optim.Adam, torch.optim.Adagrad)),
+            user=user_config,
+        )
+        find_tools_of_this_python()
+        with redirect_stdout(sys.stderr):  # its banners and its log do not belong into our lines
+            import deepspeed
+
+            join(launch, device, timeout_seconds)
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        super().__init__(device)
+        self._model = model
+        self._schedule = schedule
+        self._sharded = zero_stage > 0
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._optimizer = optimizer
+        self._applied = torch.zeros((), dtype=torch.float32, device=device)
+        if self._sharded:
+            optimizer.state.clear()  # ZeRO keeps the state of its own flat partitions
+        try:
+            self._engine: Any = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, dist_init_required=False
+            )[0]
+        except ValidationError as error:
+            raise ConfigError(
+                [
+                    Problem(
+                        f"DeepSpeed refuses {'.'.join(str(part) for part in item['loc'])}: {item['msg']}",
+                        f"engine.deepspeed={user_config}",
+                        fix="correct or remove the key",
+                    )
+                    for item in error.errors()
+                ]
+            ) from error
+        materialise(optimizer)
+        if self._sharded:
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # as after a first step
+        self.module: nn.Module = self._engine
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch; ZeRO 0 and 1 exchange gradients in the last one only."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of `loss`; DeepSpeed applies its own loss scale in fp16."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, agree: Tensor) -> Update:
+        """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`.
+
+        At ZeRO 0, where DeepSpeed would write NaN into the weights, a bad update never reaches it. At ZeRO 1 and 2 a
+        bad flag is turned into an infinite gradient, which DeepSpeed's own overflow check then drops on every rank.
+        """
+        agree[0] = (agree[0] != 0).float()
+        lr = self._set_lr()
+        loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
+        if self._sharded:
+            self.max_(agree)
+            if agree[0].item():
+                self._poison()
+            self._engine.step()
+            skipped = not self._engine.was_step_applied()
+            agree[0] = float(skipped)
+            norm = torch.as_tensor(
+                float("inf") if skipped else self._engine.get_global_grad_norm(),
+                dtype=torch.float32,
+                device=self.device,
+            )
+        else:
+            norm = grad_norm(param for group in self._members for param in group).to(self.device)
+            agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm)).float()
+            self.max_(agree)
+            if agree[0].item():
+                self._engine.zero_grad()
+            else:
+                self._engine.step()
+        skip = agree[0].clone()
+        self._applied += 1.0 - skip
+        return Update(norm, skip, loss_scale, lr, self._applied.clone())
+
+    def _set_lr(self) -> Tensor:
+        lr = self._schedule(int(self._applied.item()))
+        for group in self._optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        return torch.tensor(lr, dtype=torch.float32, device=self.device)
+
+    def _loss_scale(self) -> float:
+        return float(self._engine.optimizer.cur_scale) if self._sharded else 1.0
+
+    def _poison(self) -> None:
+        from deepspeed.utils import safe_set_full_grad
+
+        param = self._members[0][0]
+        safe_set_full_grad(param, torch.full_like(param, float("inf"), dtype=torch.float32))
+
+    def parts(self) -> dict[str, Stateful]:
+        """`model` and `optimizer`, in the layout of the plain torch engine."""
+        if not self._sharded:
+            optimizer = OptimizerPart(self._model, self._optimizer, self._applied)
+            return {"model": ModelPart(self._model), "optimizer": optimizer}
+        zero = self._engine.optimizer
+        return {
+            "model": ZeroModelPart(self._model),
+            "optimizer": ZeroOptimizerPart(
+                self._model, self._optimizer, self._members, self._applied, zero.loss_scaler
+            ),
+        }
+
+    def close(self) -> None:
+        """Leave the process group; safe to call twice."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+        leave()

@@ -1,0 +1,232 @@
+"""DeepSpeed without importing it: which combinations are refused, what must be installed, and the config we build."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.core.config import merge
+from harness.core.errors import ConfigError, Problem
+from harness.core.resources import resource_dir
+
+Precision = Literal["fp8", "bf16", "fp16", "fp32"]
+_MAX_BYTES = 256 * 1024
+_OTHERS = "start it as `torchrun --nproc_per_node N launch/train.py ...` or `python launch/train.py ...` instead"
+
+# Keys of a user's DeepSpeed JSON that would undo what the harness guarantees, and what to use instead.
+_REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "it would change the precision behind the recipe's back": (
+        (
+            "fp16",
+            "bf16",
+            "bfloat16",
+            "amp",
+            "torch_autocast",
+            "data_types",
+            "communication_data_type",
+            "zero_optimization.zero_quantized_weights",
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "zero_optimization.zero_quantized_gradients",
+        ),
+        "choose the precision with --recipe",
+    ),
+    "the optimizer and the schedule come from the run's config": (
+        ("optimizer", "scheduler"),
+        "set train.optimizer, train.lr and train.warmup_steps",
+    ),
+    "bad updates could not be gated, or checkpoints would not be exact": (
+        (
+            "zero_optimization.offload_optimizer",
+            "zero_optimization.offload_param",
+            "zero_optimization.zenflow",
+            "zero_optimization.compute_grad_norm",
+            "managed_gradient_accumulation",
+            "zero_allow_untested_optimizer",
+        ),
+        "remove the key",
+    ),
+}
+
+
+def check(zero_stage: int, precision: Precision, device: str) -> list[Problem]:
+    """Combinations that DeepSpeed gets wrong, each with what works instead; empty if this one is fine.
+
+    precision: of the rung that was taken. device: "cpu" or "cuda".
+    """
+    problems: list[Problem] = []
+    where = f"engine.zero_stage={zero_stage}, {precision} on {device}, under deepspeed"
+    if zero_stage == 3:
+        problems.append(
+            Problem(
+                "ZeRO-3 is not supported yet",
+                where,
+                why="its partitioned weights are not restored bit for bit",
+                fix="set engine.zero_stage to 0, 1 or 2",
+            )
+        )
+    if precision != "fp16":
+        return problems
+    if device == "cpu":
+        problems.append(
+            Problem("DeepSpeed has no fp16 on the CPU", where, why="its accelerator refuses fp16", fix=_OTHERS)
+        )
+    elif zero_stage == 0:
+        problems.append(
+            Problem(
+                "fp16 does not train at ZeRO-0",
+                where,
+                why="DeepSpeed divides the gradients by a loss scale that it never multiplied the loss with",
+                fix="set engine.zero_stage=1, or start with torchrun",
+            )
+        )
+    elif zero_stage == 2:
+        problems.append(
+            Problem(
+                "fp16 is supported at ZeRO-1 only",
+                where,
+                why="other stages clip scaled gradients or hide skipped steps",
+                fix="set engine.zero_stage=1, or start with torchrun",
+            )
+        )
+    return problems
+
+
+def preflight(device: str = "cpu") -> list[Problem]:
+    """What DeepSpeed needs on this machine and does not find, before it dies of it. device: "cpu" or "cuda"."""
+    if find_spec("deepspeed") is None:
+        return [Problem("deepspeed is not installed", "machine", fix=f"pip install deepspeed, or {_OTHERS}")]
+    if device != "cpu":
+        return []
+    why = "on a CPU DeepSpeed compiles its communication kernel when it starts"
+    problems: list[Problem] = []
+    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
+        problems.append(
+            Problem("no C++ compiler on PATH", "machine", why, f"install one (apt-get install g++), or {_OTHERS}")
+        )
+    if shutil.which("ninja", path=_search_path()) is None:
+        problems.append(Problem("no ninja on PATH", "machine", why, f"pip install ninja, or {_OTHERS}"))
+    return problems
+
+
+def _search_path() -> str:
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+
+
+def find_tools_of_this_python() -> None:
+    """Put the folder of this interpreter on PATH, so that a venv's ninja is found without activating it."""
+    os.environ["PATH"] = _search_path()
+
+
+def build_config(
+    *,
+    zero_stage: int,
+    micro_batch: int,
+    accumulation: int,
+    max_grad_norm: float,
+    precision: Precision,
+    tested_optimizer: bool,
+    user: str | None = None,
+) -> dict[str, Any]:
+    """The DeepSpeed config: our keys over the user's JSON over our bucket sizes.
+
+    micro_batch: samples per forward on one rank. accumulation: micro-batches per step. user: path of a JSON file, or
+    the name of a shipped one (`configs/deepspeed`). Raises ConfigError naming every key of it that conflicts.
+    """
+    ours: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": max_grad_norm,
+        "zero_optimization": {"stage": zero_stage},
+    }
+    if precision in ("fp8", "bf16"):
+        # No "lower precision safe" modules: DeepSpeed would reduce the gradients of theirs in bf16.
+        ours["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    elif precision == "fp16":
+        ours["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        }
+    if not tested_optimizer:
+        ours["zero_allow_untested_optimizer"] = True
+    defaults = {"zero_optimization": {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}}
+    theirs = {} if user is None else _read_json(user)
+    problems = _conflicts(theirs, ours, user or "")
+    if problems:
+        raise ConfigError(problems)
+    return merge(merge(defaults, theirs), ours)
+
+
+def _read_json(name_or_path: str) -> dict[str, Any]:
+    bare = "/" not in name_or_path and not name_or_path.endswith(".json")
+    shipped = resource_dir("configs") / "deepspeed"
+    path = shipped / f"{name_or_path}.json" if bare else Path(name_or_path).expanduser()
+    try:
+        raw = path.read_bytes()
+        if len(raw) > _MAX_BYTES:
+            raise ValueError(f"{len(raw)} bytes, more than {_MAX_BYTES}")
+        data = json.loads(raw)
+        if not isinstance(data, dict):
+            raise TypeError(f"holds a {type(data).__name__}, not an object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        known = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
+        raise ConfigError(
+            Problem(
+                f"not a readable DeepSpeed JSON: {error}",
+                f"engine.deepspeed={name_or_path}",
+                fix=f"give the path of a JSON object, or a shipped name: {known}",
+            )
+        ) from error
+    return data
+
+
+def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) -> list[Problem]:
+    problems: list[Problem] = []
+    wanted = dict(_leaves(ours))
+    for key in _paths(theirs):
+        for why, (refused, fix) in _REFUSED.items():
+            if key in refused:
+                problems.append(Problem(f'key "{key}" is refused', source, why, fix))
+    given = dict(_leaves(theirs))
+    for key, value in wanted.items():
+        other = given.get(key, value)
+        if other != value:
+            problems.append(
+                Problem(
+                    f'key "{key}" is {other!r}, but the run sets it to {value!r}',
+                    source,
+                    fix="remove it; use the run's config",
+                )
+            )
+    if "train_batch_size" in given:
+        problems.append(
+            Problem(
+                'key "train_batch_size" conflicts', source, fix="remove it; set train.global_batch in the run's config"
+            )
+        )
+    if "zero_optimization" in theirs and not isinstance(theirs["zero_optimization"], Mapping):
+        problems.append(Problem('key "zero_optimization" must be an object', source, fix="write { ... }"))
+    return problems
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in data.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{key}.")

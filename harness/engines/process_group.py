@@ -1,0 +1,157 @@
+"""Ranks: what the launcher says, joining and leaving the process group, and small collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.core.errors import ConfigError, Problem
+
+_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process among its peers, as torchrun or the deepspeed launcher put it into the environment.
+
+    launched: False when there is no launcher (rank 0 of 1, alone).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """The launcher's environment. Raises ConfigError naming every variable that cannot be right."""
+    environ = os.environ if environ is None else environ
+    if not ({"RANK", "WORLD_SIZE"} & environ.keys()):
+        return Launch()
+    problems: list[Problem] = []
+    numbers: dict[str, int] = {}
+    for name in _NUMBERS:
+        text = environ.get(name)
+        if name == "LOCAL_WORLD_SIZE":
+            text = text or environ.get("LOCAL_SIZE")  # the deepspeed launcher's name for it
+            if text is None:
+                continue
+        if text is None or not text.isdecimal():
+            what = "is missing" if text is None else f"is {text!r}, not a number"
+            problems.append(
+                Problem(f"{name} {what}", "environment", fix="start with torchrun, deepspeed or plain python")
+            )
+        else:
+            numbers[name] = int(text)
+    problems += [
+        Problem(f"{name} is missing", "environment", fix="start with torchrun, deepspeed or plain python")
+        for name in ("MASTER_ADDR", "MASTER_PORT")
+        if not environ.get(name)
+    ]
+    if not problems and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        problems.append(
+            Problem(
+                f"RANK {numbers['RANK']} is not below WORLD_SIZE {numbers['WORLD_SIZE']}",
+                "environment",
+                fix="unset both, or let a launcher set them",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    world_size = numbers["WORLD_SIZE"]
+    return Launch(
+        numbers["RANK"], world_size, numbers["LOCAL_RANK"], numbers.get("LOCAL_WORLD_SIZE", world_size), launched=True
+    )
+
+
+def choose_device(launch: Launch) -> torch.device:
+    """cuda:<local rank> where torch sees GPUs (it is made current), else the CPU.
+
+    Raises ConfigError if there are more local ranks than GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if launch.local_rank >= count:
+        raise ConfigError(
+            Problem(
+                f"local rank {launch.local_rank} has no GPU: there are {count}",
+                "launcher",
+                fix=f"start at most {count} processes on this machine",
+            )
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
+    """Join the process group (nccl on CUDA, gloo on CPU) if there is a launcher. Joining twice is harmless."""
+    if launch.launched and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+
+def leave() -> None:
+    """Leave the process group; harmless outside of one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Ranks:
+    """One rank's place and its small collectives, which give the same answer everywhere; alone, their argument."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over ranks of fp32 [n] or 0-d, summed in rank order, so that all ranks get the same bits."""
+        if self.world_size == 1:
+            return values
+        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
+        dist.all_gather(gathered, values.contiguous())
+        return torch.stack(gathered).mean(dim=0)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over ranks of fp32 [n] or 0-d; infinities are kept, NaN is not defined."""
+        return values if self.world_size == 1 else self.max_(values.clone())
+
+    def max_(self, values: Tensor) -> Tensor:
+        """`max` in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON-able value; what other ranks pass is ignored."""
+        if self.world_size == 1:
+            return value
+        data = json.dumps(value).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, src=0)
+        payload = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(payload, src=0)
+        return json.loads(bytes(payload.cpu().tolist()))
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.world_size > 1:
+            dist.barrier()

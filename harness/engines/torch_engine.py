@@ -1,0 +1,111 @@
+"""One process, or several under DistributedDataParallel: the step stays on the device from norm to zeroed gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.core.protocols import Meta, Stateful, TensorDict, Update
+from harness.core.update import clip_divisor, gated_step, grad_norm, takes_found_inf
+from harness.engines.parts import ModelPart, OptimizerPart
+from harness.engines.process_group import Ranks, join, leave, read_launch
+
+
+class LossScale(Protocol):
+    """A dynamic loss scale that lives on the device."""
+
+    value: Tensor
+
+    def update(self, skip: Tensor) -> None:
+        """Grow or back off, once per step; skip: fp32 0-d, 0.0 or 1.0."""
+        ...
+
+    def state_dict(self) -> tuple[TensorDict, Meta]: ...
+
+
+class TorchEngine(Ranks):
+    """Engine for plain torch (see `core.protocols.Engine`).
+
+    model and optimizer are on `device`; schedule maps applied updates (0-d tensor) to a learning rate (0-d tensor).
+    With an optimizer that takes `found_inf` a step reads nothing on the host; the learning rate is then one 0-d tensor
+    shared by all parameter groups.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Callable[[Tensor], Tensor],
+        max_grad_norm: float,
+        *,
+        loss_scale: LossScale | None = None,
+        device: torch.device,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        join(read_launch(), device, timeout_seconds)
+        super().__init__(device)
+        self.name = "ddp" if self.world_size > 1 else "single"
+        self.optimizer = optimizer
+        self._model = model
+        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._schedule = schedule
+        self._max_grad_norm = max_grad_norm
+        self._loss_scale = loss_scale
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._applied = torch.zeros((), dtype=torch.float32, device=device)
+        self._lr = torch.zeros((), dtype=torch.float32, device=device)
+        self._lr_on_device = takes_found_inf(optimizer)
+        if self._lr_on_device:
+            for group in optimizer.param_groups:
+                group["lr"] = self._lr
+        self._ddp: DistributedDataParallel | None = None
+        if self.world_size > 1:
+            self._ddp = DistributedDataParallel(
+                model,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
+        self.module: nn.Module = model if self._ddp is None else self._ddp
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; ranks exchange gradients in the last one only."""
+        return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of `loss`, times the loss scale if there is one."""
+        (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
+
+    @torch.no_grad()
+    def step(self, agree: Tensor) -> Update:
+        """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`."""
+        loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
+        norm = grad_norm(self._params).to(self.device) / loss_scale
+        agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm)).float()
+        skip = self.max_(agree)[0].clone()
+        self._set_lr()
+        gated_step(self.optimizer, skip, clip_divisor(norm, self._max_grad_norm, loss_scale))
+        self._applied += 1.0 - skip
+        if self._loss_scale is not None:
+            self._loss_scale.update(skip)
+        self.optimizer.zero_grad(set_to_none=True)
+        return Update(norm, skip, loss_scale, self._lr.clone(), self._applied.clone())
+
+    def _set_lr(self) -> None:
+        self._lr.copy_(self._schedule(self._applied))
+        if not self._lr_on_device:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._lr.item()
+
+    def parts(self) -> dict[str, Stateful]:
+        """`model` and `optimizer`; the loss scale is a part of its own."""
+        return {"model": ModelPart(self._model), "optimizer": OptimizerPart(self._model, self.optimizer, self._applied)}
+
+    def close(self) -> None:
+        """Leave the process group; safe to call twice."""
+        leave()

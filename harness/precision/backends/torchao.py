@@ -1,0 +1,114 @@
+"""Dynamic FP8 scaling by torchao. It keeps no amax or scale state, so both are measured by hooks of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from harness.core.protocols import Meta, TensorDict
+from harness.precision import scaling
+from harness.precision.plan import Plan, pad_numbers
+from harness.precision.recipe import Recipe
+
+ROLES = ("input", "weight", "grad_output")
+
+
+class TorchaoBackend:
+    """Every cast computes its own scale from its own amax: saturation is 1 by construction, unless amax is 0.
+
+    Demoted layers call plain `F.linear` on the same Parameters. On a CPU torchao emulates its GEMMs.
+    """
+
+    def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+        self.layers = plan.fp8_layers()
+        self.device = device
+        self.slot_names = tuple(f"{pad_numbers(layer)}.{role}" for layer in self.layers for role in ROLES)
+        self.note = f"torchao {recipe.fp8.dynamic}"
+        config = replace(Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic), emulate=device.type == "cpu")
+        wanted = set(self.layers)
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: name in wanted, config=config)
+        modules = dict(model.named_modules())
+        self.modules = {pad_numbers(name): modules[name] for name in self.layers}
+        grad_max = scaling.E5M2.max if recipe.fp8.dynamic == "tensorwise" else scaling.E4M3.max
+        self._fp8_max = torch.tensor([scaling.E4M3.max, scaling.E4M3.max, grad_max] * len(self.layers), device=device)
+        self._amax = torch.zeros(len(self.slot_names), device=device)
+        self._demoted: set[str] = set()
+        for index, (name, module) in enumerate(self.modules.items()):
+            self._watch(name, module, 3 * index)
+
+    def _watch(self, name: str, module: nn.Module, slot: int) -> None:
+        fp8_forward = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                self._observe(slot, x)
+                self._observe(slot + 1, module.get_parameter("weight"))
+            if name in self._demoted:
+                return F.linear(x, module.get_parameter("weight"), module.bias)  # pyright: ignore[reportArgumentType]
+            out = fp8_forward(x)
+            if out.requires_grad:
+                out.register_hook(lambda grad: self._observe(slot + 2, grad))
+            return out
+
+        module.forward = forward
+
+    def _observe(self, slot: int, x: Tensor) -> None:
+        self._amax[slot] = torch.maximum(self._amax[slot], scaling.amax(x))
+
+    @property
+    def demoted(self) -> tuple[str, ...]:
+        """Layers that run in BF16 now (padded names)."""
+        return tuple(name for name in self.modules if name in self._demoted)
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """bf16 autocast; converted layers cast to FP8 themselves. With gradients off nothing is measured."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            yield
+
+    def backward_context(self) -> AbstractContextManager[None]:
+        """Nothing to hold."""
+        return nullcontext()
+
+    def begin_window(self, sample: bool) -> None:
+        """Forget the amaxes of the last step. `sample` changes nothing: torchao hands out no quantised tensors."""
+        self._amax.zero_()
+
+    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Nothing to roll."""
+
+    def amax(self) -> Tensor:
+        """float32 [slots]; a copy."""
+        return self._amax.clone()
+
+    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+        """float32 [6, slots] as the protocol says; scale is what the largest cast used."""
+        scale = torch.where(amax > 0, self._fp8_max / amax, torch.ones_like(amax))
+        unknown = torch.full_like(amax, torch.nan)
+        return torch.stack([amax, scale, amax * scale / self._fp8_max, unknown, unknown, unknown])
+
+    def scrubbed(self) -> Tensor:
+        """Always 0: there is no history to scrub."""
+        return torch.zeros((), device=self.device)
+
+    def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
+        """Move layers (padded names) to BF16 and back, between two steps."""
+        self._demoted = (self._demoted | set(demote)) - set(promote)
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """The last amaxes (as a history of one row) and the demoted set; dynamic scaling has no other state."""
+        return {"history": self._amax[None], "scale": torch.ones_like(self._amax)}, {
+            "slots": list(self.slot_names),
+            "demoted": list(self.demoted),
+        }
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore which layers are in BF16."""
+        self._demoted = set(meta["demoted"])

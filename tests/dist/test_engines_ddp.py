@@ -1,0 +1,157 @@
+"""Two DDP ranks over gloo: the same training as one process, one verdict for all ranks, agreeing collectives.
+
+Run as a script, this file is one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.core.config import TrainConfig
+from harness.engines.torch_engine import TorchEngine
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import WarmupCosine
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SAMPLES, MICRO = 8, 2
+
+pytestmark = pytest.mark.dist
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (self.layers(inputs) - targets).square().mean()
+
+
+def make(seed: int) -> TorchEngine:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
+    return TorchEngine(model, optimizer, WarmupCosine(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
+
+
+def train(engine: TorchEngine, step: int, poison: float = 1.0, flag: float = 0.0) -> dict[str, Any]:
+    """One step on this rank's share of the same SAMPLES samples; the fault, if any, is on the last rank alone."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
+    targets = torch.randn(MICRO, SAMPLES // MICRO, 3, generator=generator) * 3
+    here = slice(engine.rank, None, engine.world_size)
+    faulty = engine.rank == engine.world_size - 1
+    for index in range(MICRO):
+        with engine.micro_batch(index == MICRO - 1):
+            loss = engine.module(inputs[index, here], targets[index, here]) / MICRO
+            engine.backward(loss * poison if faulty and index == 0 else loss)
+    agree = torch.tensor([flag if faulty else 0.0, float(engine.rank), -math.inf if faulty else math.inf])
+    update = engine.step(agree)
+    return {
+        "norm": update.grad_norm.item(),
+        "skipped": update.skipped.item(),
+        "applied": update.applied.item(),
+        "lr": update.lr.item(),
+        "agree": agree.tolist(),
+    }
+
+
+def weights(engine: TorchEngine) -> dict[str, Tensor]:
+    return {
+        f"{part}/{name}": tensor.clone()
+        for part, state in engine.parts().items()
+        for name, tensor in state.state_dict()[0].items()
+    }
+
+
+def session(engine: TorchEngine) -> dict[str, Any]:
+    """Three steps, three faults, three more steps."""
+    steps = [train(engine, step) for step in range(3)]
+    before = weights(engine)
+    faults = [train(engine, 3, poison=math.nan), train(engine, 3, poison=math.inf), train(engine, 3, flag=1.0)]
+    after = weights(engine)
+    untouched = all(torch.equal(before[name], after[name]) for name in before)
+    steps += [train(engine, step) for step in range(3, 6)]
+    final = {name: tensor.flatten().tolist() for name, tensor in weights(engine).items()}
+    return {"name": engine.name, "steps": steps, "faults": faults, "untouched": untouched, "final": final}
+
+
+def rank_main(folder: Path) -> None:
+    engine = make(seed=int(os.environ["RANK"]))  # different weights: DDP must start all ranks from rank 0's
+    result = session(engine)
+    result["mean"] = engine.mean(torch.tensor([1.0, 4.0 * engine.rank])).tolist()
+    result["max"] = engine.max(torch.tensor([-1.0, float(engine.rank)])).tolist()
+    result["broadcast"] = engine.broadcast({"from": engine.rank, "text": "grüße"})
+    engine.barrier()
+    engine.close()
+    engine.close()
+    (folder / f"{engine.rank}.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ddp")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(Path(__file__).resolve()), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_ranks_train_as_one(two_ranks: list[dict[str, Any]]) -> None:
+    alone = session(make(seed=0))
+    assert (alone["name"], two_ranks[0]["name"]) == ("single", "ddp")
+    for mine, theirs in zip(alone["steps"], two_ranks[0]["steps"], strict=True):
+        assert theirs["norm"] == pytest.approx(mine["norm"], rel=1e-5)
+        assert (theirs["lr"], theirs["applied"]) == (mine["lr"], mine["applied"])
+    assert max(step["norm"] for step in alone["steps"]) > 0.3
+    for name, values in alone["final"].items():
+        assert two_ranks[0]["final"][name] == pytest.approx(values, rel=1e-5, abs=1e-5), name
+
+
+def test_ranks_hold_the_same_bits(two_ranks: list[dict[str, Any]]) -> None:
+    assert two_ranks[0]["final"] == two_ranks[1]["final"]
+    assert two_ranks[0]["steps"] == two_ranks[1]["steps"]
+
+
+def test_a_fault_on_one_rank_is_skipped_on_all(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        assert [fault["skipped"] for fault in result["faults"]] == [1.0, 1.0, 1.0]
+        assert [math.isfinite(fault["norm"]) for fault in result["faults"]] == [False, False, True]
+        assert [fault["applied"] for fault in result["faults"]] == [3.0, 3.0, 3.0]
+        assert result["untouched"]
+        assert [step["skipped"] for step in result["steps"]] == [0.0] * 6
+
+
+def test_agree_is_reduced_by_maximum_in_place(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        assert all(step["agree"] == [0.0, 1.0, math.inf] for step in result["steps"])
+        assert all(fault["agree"] == [1.0, 1.0, math.inf] for fault in result["faults"])
+
+
+def test_small_collectives(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        assert result["mean"] == [1.0, 2.0]
+        assert result["max"] == [-1.0, 1.0]
+        assert result["broadcast"] == {"from": 0, "text": "grüße"}
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]))

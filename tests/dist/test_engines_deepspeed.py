@@ -1,0 +1,285 @@
+"""DeepSpeed at ZeRO 0, 1 and 2, one and two ranks: same training as plain torch, exact gate, exact restore.
+
+Run as a script, this file is one rank and plays every scenario in one process, since DeepSpeed starts slowly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.core.config import TrainConfig
+from harness.core.errors import ConfigError
+from harness.core.protocols import Engine
+from harness.engines.deepspeed import DeepSpeedEngine
+from harness.engines.torch_engine import TorchEngine
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import WarmupCosine
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SAMPLES, MICRO = 8, 2
+SCHEDULE = WarmupCosine(0.02, 2, 20, 0.1)
+SCENARIOS = [(0, "adamw", "fp32"), (1, "adamw", "fp32"), (2, "adamw", "fp32"), (1, "sgd", "fp32"), (1, "adamw", "bf16")]
+IDS = [f"zero{stage}-{optimizer}-{precision}" for stage, optimizer, precision in SCENARIOS]
+
+pytestmark = pytest.mark.dist
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(6, 17)
+        self.two = nn.Linear(17, 17, bias=False)
+        self.three = nn.Linear(17, 17, bias=False)
+        self.three.weight = self.two.weight
+        self.out = nn.Linear(17, 3)
+        self.register_buffer("scale", torch.full((1,), 1.5))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.three(torch.tanh(self.two(torch.tanh(self.one(inputs)))))
+        return (self.out(hidden).float() * self.scale - targets).square().mean()
+
+
+def make(stage: int | None, optimizer: str, precision: str) -> Engine:
+    """A fresh engine: DeepSpeed's at a ZeRO stage, or plain torch's for None."""
+    model = Net()
+    built = build_optimizer(model, TrainConfig.model_validate({"optimizer": optimizer}), CPU)
+    if stage is None:
+        return TorchEngine(model, built, SCHEDULE, 0.3, device=CPU, timeout_seconds=60)
+    return DeepSpeedEngine(
+        model,
+        built,
+        SCHEDULE,
+        0.3,
+        zero_stage=stage,
+        micro_batch=SAMPLES // MICRO // int(os.environ["WORLD_SIZE"]),
+        accumulation=MICRO,
+        autocast_dtype=torch.bfloat16 if precision == "bf16" else None,
+        device=CPU,
+        timeout_seconds=60,
+    )
+
+
+def train(engine: Engine, step: int, poison: float = 1.0, flag: float = 0.0) -> dict[str, Any]:
+    """One step on this rank's share of the same samples; the fault, if any, is on the last rank alone."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
+    targets = torch.randn(MICRO, SAMPLES // MICRO, 3, generator=generator) * 3
+    here = slice(engine.rank, None, engine.world_size)
+    faulty = engine.rank == engine.world_size - 1
+    for index in range(MICRO):
+        with engine.micro_batch(index == MICRO - 1):
+            loss = engine.module(inputs[index, here], targets[index, here]) / MICRO
+            engine.backward(loss * poison if faulty and index == 0 else loss)
+    agree = torch.tensor([flag if faulty else 0.0, float(engine.rank)])
+    update = engine.step(agree)
+    return {
+        "norm": update.grad_norm.item(),
+        "skipped": update.skipped.item(),
+        "applied": update.applied.item(),
+        "lr": update.lr.item(),
+        "agree": agree.tolist(),
+    }
+
+
+Saved = dict[str, tuple[dict[str, Tensor], dict[str, Any]]]
+
+
+def save(engine: Engine) -> Saved:
+    saved: Saved = {}
+    for name, part in engine.parts().items():
+        tensors, meta = part.state_dict()
+        saved[name] = ({key: tensor.clone() for key, tensor in tensors.items()}, json.loads(json.dumps(meta)))
+    return saved
+
+
+def load(engine: Engine, saved: Saved) -> Engine:
+    for name, part in engine.parts().items():
+        part.load_state_dict(*saved[name])
+    return engine
+
+
+def equal(a: Saved, b: Saved) -> bool:
+    return all(
+        a[part][0].keys() == b[part][0].keys() and all(torch.equal(a[part][0][k], b[part][0][k]) for k in a[part][0])
+        for part in a
+    )
+
+
+def listed(saved: Saved) -> dict[str, list[float]]:
+    return {f"{part}/{key}": tensor.flatten().tolist() for part in saved for key, tensor in saved[part][0].items()}
+
+
+def scenario(stage: int, optimizer: str, precision: str) -> dict[str, Any]:
+    engine = make(stage, optimizer, precision)
+    result: dict[str, Any] = {"steps": [train(engine, step) for step in range(3)]}
+    middle = save(engine)
+    result["faults"] = [
+        train(engine, 3, poison=math.nan),
+        train(engine, 3, poison=math.inf),
+        train(engine, 3, flag=1.0),
+    ]
+    result["untouched"] = equal(middle, save(engine))
+    with torch.no_grad():
+        result["validation"] = math.isfinite(engine.module(torch.ones(2, 6), torch.ones(2, 3)).item())
+    result["steps"] += [train(engine, step) for step in range(3, 6)]
+    end = save(engine)
+    result["moved"] = not equal(middle, end)
+    fresh = load(make(stage, optimizer, precision), middle)
+    result["restored"] = equal(middle, save(fresh))
+    result["continued"] = [train(fresh, step) for step in range(3, 6)] == result["steps"][3:] and equal(
+        end, save(fresh)
+    )
+    load(engine, middle)
+    result["rolled back"] = [train(engine, step) for step in range(3, 6)] == result["steps"][3:] and equal(
+        end, save(engine)
+    )
+    result["final"] = listed(end)
+    plain = load(make(None, optimizer, precision), middle)
+    result["plain took it"] = equal(middle, save(plain))
+    train(plain, 3)
+    taken = save(plain)
+    result["took plain's"] = equal(taken, save(load(make(stage, optimizer, precision), taken)))
+    return result
+
+
+def uneven_counters() -> str:
+    """What ZeRO says to a checkpoint whose parameters have taken different numbers of steps."""
+    engine = make(1, "adamw", "fp32")
+    saved = save(engine)
+    saved["optimizer"][0]["one.weight.step"] += 1
+    try:
+        load(engine, saved)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def rank_main(folder: Path) -> None:
+    results: dict[str, Any] = {name: scenario(*case) for name, case in zip(IDS, SCENARIOS, strict=True)}
+    results["uneven"] = uneven_counters()
+    engine = make(2, "adamw", "fp32")
+    results["broadcast"] = engine.broadcast({"from": engine.rank})
+    rank = engine.rank
+    engine.close()
+    engine.close()
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Any]]:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(request.param)}
+    environment = {**os.environ, **launch, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(folder)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(request.param)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * request.param, outputs[-1][-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_fault_on_one_rank_is_skipped_on_all_and_changes_nothing(ranks: list[Mapping[str, Any]], name: str) -> None:
+    for result in (rank[name] for rank in ranks):
+        assert [fault["skipped"] for fault in result["faults"]] == [1.0, 1.0, 1.0]
+        assert [fault["agree"] for fault in result["faults"]] == [[1.0, len(ranks) - 1.0]] * 3
+        assert [fault["applied"] for fault in result["faults"]] == [3.0, 3.0, 3.0]
+        assert not any(math.isfinite(fault["norm"]) for fault in result["faults"][:2])
+        assert result["untouched"]
+        assert [step["skipped"] for step in result["steps"]] == [0.0] * 6
+        assert [step["agree"] for step in result["steps"]] == [[0.0, len(ranks) - 1.0]] * 6
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_checkpoint_continues_bit_identically(ranks: list[Mapping[str, Any]], name: str) -> None:
+    for result in (rank[name] for rank in ranks):
+        assert result["moved"]
+        assert result["restored"]
+        assert result["continued"]
+        assert result["rolled back"]
+        assert result["validation"]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_checkpoints_travel_between_the_engines(ranks: list[Mapping[str, Any]], name: str) -> None:
+    for result in (rank[name] for rank in ranks):
+        assert result["plain took it"]
+        assert result["took plain's"]
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, name) for case, name in zip(SCENARIOS, IDS, strict=True) if "fp32" in case]
+)
+def test_training_is_that_of_plain_torch(ranks: list[Mapping[str, Any]], case: tuple[int, str, str], name: str) -> None:
+    alone = make(None, case[1], case[2])
+    for step, theirs in enumerate(ranks[0][name]["steps"]):
+        mine = train(alone, step)
+        assert theirs["norm"] == pytest.approx(mine["norm"], rel=1e-5)
+        assert (theirs["lr"], theirs["applied"]) == (mine["lr"], mine["applied"])
+        assert mine["norm"] > 0.3
+    for key, values in listed(save(alone)).items():
+        assert ranks[0][name]["final"][key] == pytest.approx(values, rel=1e-5, abs=1e-5), key
+
+
+def test_ranks_hold_the_same_bits(ranks: list[Mapping[str, Any]]) -> None:
+    for name in IDS:
+        assert all(rank[name]["final"] == ranks[0][name]["final"] for rank in ranks)
+    assert all(rank["broadcast"] == {"from": 0} for rank in ranks)
+
+
+def test_uneven_step_counters_are_refused(ranks: list[Mapping[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["uneven"].startswith("CheckpointError")
+        assert "torchrun" in rank["uneven"]
+
+
+def test_without_a_launcher_or_with_fp16_on_the_cpu_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    model = Net()
+    optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
+    for dtype, words in ((None, "not started by a launcher"), (torch.float16, "no fp16 on the CPU")):
+        with pytest.raises(ConfigError, match=words):
+            DeepSpeedEngine(
+                model,
+                optimizer,
+                SCHEDULE,
+                1.0,
+                zero_stage=1,
+                micro_batch=1,
+                accumulation=1,
+                autocast_dtype=dtype,
+                device=CPU,
+            )
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]))

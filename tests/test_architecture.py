@@ -1,0 +1,291 @@
+"""The architecture is a test: import layers, no cycles, vendor homes, torch-free files, short files.
+
+The rooms are described in docs/architecture.md; a change of the tables below is a change of that document.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 300
+
+LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
+CORES = ("core", "capability", "precision", *LEAVES)
+LOOP = ("stop", "record", "runs", "recovery", "responder", "run", "step", "evaluate", "loop")
+# room -> rooms it may import from, itself always included
+LAYERS: dict[str, tuple[str, ...]] = {
+    "core": (),
+    "capability": ("core",),
+    "precision": ("core", "capability"),
+    **dict.fromkeys(LEAVES, ("core",)),
+    "stop": ("core",),
+    "record": ("core",),
+    "runs": ("core",),
+    "recovery": ("core",),
+    "responder": ("core",),
+    "run": ("core", "responder", "recovery", "stop"),
+    "step": ("core", "run"),
+    "evaluate": ("core", "run"),
+    "loop": ("core", *(name for name in LOOP if name != "loop")),
+    "build": (*CORES, *LOOP),
+    "tools": (*CORES, *LOOP, "build"),
+    "cli": (*CORES, *LOOP, "build", "tools"),
+    "__init__": ("core", "precision"),
+}
+# vendor -> files that may import it
+HOMES: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("harness/engines/deepspeed*.py",),
+    "mlflow": ("harness/tracking/*.py",),
+    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim/*.py"),
+    "transformer_engine": ("harness/precision/backends/te*.py",),
+}
+TORCH_FREE = (
+    "harness",
+    "harness.cli",
+    "harness.core.config",
+    "harness.core.errors",
+    "harness.core.facts",
+    "harness.core.protocols",
+    "harness.core.resources",
+    "harness.core.schema",
+    "harness.precision.fallback",
+    "harness.precision.recipe",
+    "harness.responder",
+    "harness.tools.inspect",
+    "harness.tracking.journal",
+)
+LINE_LIMITED = ("harness", "launch", "tests", "benchmarks", "examples")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name. lazy: not executed when the module is imported (function body or TYPE_CHECKING)."""
+
+    file: str
+    line: int
+    target: str
+    lazy: bool
+
+
+def imports_of(path: Path, root: Path) -> list[Import]:
+    """Every import of a file, relative ones made absolute; `from a import b` counts as a.b."""
+    relative = path.relative_to(root)
+    package = relative.parent.parts
+    found: list[Import] = []
+
+    def visit(node: ast.AST, lazy: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            inside = lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            targets: list[str] = []
+            if isinstance(child, ast.Import):
+                targets = [alias.name for alias in child.names]
+            elif isinstance(child, ast.ImportFrom):
+                base = list(package[: len(package) - child.level + 1]) if child.level else []
+                base += child.module.split(".") if child.module else []
+                targets = [".".join([*base, alias.name]) for alias in child.names]
+            elif isinstance(child, ast.Call) and "import_module" in ast.unparse(child.func) and child.args:
+                name = child.args[0]
+                targets = [name.value] if isinstance(name, ast.Constant) and isinstance(name.value, str) else []
+            found.extend(Import(relative.as_posix(), child.lineno, target, lazy) for target in targets)  # type: ignore[attr-defined]
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                for part in child.body:
+                    visit(ast.Module([part], []), True)
+                for part in child.orelse:
+                    visit(ast.Module([part], []), lazy)
+            else:
+                visit(child, inside)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), False)
+    return found
+
+
+def sources(root: Path) -> Iterator[Path]:
+    return (path for path in sorted((root / "harness").rglob("*.py")) if "_shipped" not in path.parts)
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def layer_faults(root: Path, layers: Mapping[str, tuple[str, ...]] = LAYERS) -> list[str]:
+    """Imports that go against the layers, and rooms that the table does not know."""
+    rooms = {path.relative_to(root / "harness").parts[0].removesuffix(".py") for path in sources(root)}
+    faults = [f"harness/{room}: not in the table of layers" for room in sorted(rooms - set(layers))]
+    for path in sources(root):
+        room = path.relative_to(root / "harness").parts[0].removesuffix(".py")
+        for item in imports_of(path, root):
+            if item.target.split(".")[0] != "harness" or item.target == "harness":
+                continue
+            target = room_of(item.target)
+            target = target if target in rooms else "__init__"
+            if target not in (room, *layers.get(room, ())):
+                faults.append(f"{item.file}:{item.line}: {room} may not import {item.target}")
+    return faults
+
+
+def vendor_faults(root: Path, homes: Mapping[str, tuple[str, ...]] = HOMES) -> list[str]:
+    """Imports of a vendor library outside its home, lazy ones included."""
+    return [
+        f"{item.file}:{item.line}: {item.target.split('.')[0]} is imported only in {', '.join(allowed)}"
+        for path in sources(root)
+        for item in imports_of(path, root)
+        if (allowed := homes.get(item.target.split(".")[0])) is not None
+        and not any(fnmatch(item.file, pattern) for pattern in allowed)
+    ]
+
+
+def cycles(root: Path) -> list[str]:
+    """Import cycles between modules, counting only what runs when a module is imported."""
+    modules: dict[str, Path] = {}
+    for path in sources(root):
+        parts = path.relative_to(root).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    edges: dict[str, list[str]] = {}
+    for name, path in modules.items():
+        targets = {
+            item.target if item.target in modules else item.target.rpartition(".")[0]
+            for item in imports_of(path, root)
+            if not item.lazy
+        }
+        edges[name] = sorted((targets & modules.keys()) - {name})
+    found: list[str] = []
+    done: set[str] = set()
+
+    def walk(name: str, trail: list[str]) -> None:
+        if name in trail:
+            found.append(" -> ".join([*trail[trail.index(name) :], name]))
+        elif name not in done:
+            for target in edges[name]:
+                walk(target, [*trail, name])
+            done.add(name)
+
+    for name in edges:
+        walk(name, [])
+    return found
+
+
+def long_files(root: Path, limit: int = MAX_LINES) -> list[str]:
+    return [
+        f"{path.relative_to(root)}: {lines} lines, at most {limit}"
+        for folder in LINE_LIMITED
+        for path in sorted((root / folder).rglob("*.py"))
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > limit
+    ]
+
+
+def torch_loaded_by(module: str, root: Path) -> bool:
+    """Whether importing `module` in a fresh interpreter loads torch. An import that fails raises."""
+    code = f"import importlib, sys; importlib.import_module({module!r}); print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        raise ImportError(f"{module}: {done.stderr.strip()[-500:]}")
+    return done.stdout.strip() == "True"
+
+
+def test_layers() -> None:
+    assert layer_faults(ROOT) == []
+
+
+def test_vendors_stay_at_home() -> None:
+    assert vendor_faults(ROOT) == []
+
+
+def test_no_import_cycles() -> None:
+    assert cycles(ROOT) == []
+
+
+def test_short_files() -> None:
+    assert long_files(ROOT) == []
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_torch_free(module: str) -> None:
+    assert not torch_loaded_by(module, ROOT)
+
+
+def tree(root: Path, files: Mapping[str, str]) -> Path:
+    """A synthetic source tree, to see the checks fail."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("harness/data/a.py", "from harness.optim import b"),
+        ("harness/data/a.py", "from harness import optim"),
+        ("harness/data/a.py", "from ..optim.b import thing"),
+        ("harness/data/a.py", "def f():\n    import harness.optim.b"),
+        ("harness/core/a.py", "from harness.optim.b import thing"),
+        ("harness/loop.py", "from harness.optim.b import thing"),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path: Path, name: str, text: str) -> None:
+    root = tree(tmp_path, {"harness/optim/b.py": "thing = 1", name: text})
+    assert len(layer_faults(root)) == 1
+    assert name in layer_faults(root)[0]
+
+
+def test_allowed_imports_pass(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "harness/core/c.py": "thing = 1",
+            "harness/optim/b.py": "from harness.core.c import thing\nfrom . import d",
+            "harness/optim/d.py": "import torch",
+            "harness/build.py": "from harness.optim.b import thing\nfrom harness.core import c",
+        },
+    )
+    assert layer_faults(root) == []
+    assert cycles(root) == []
+
+
+def test_an_unknown_room_is_found(tmp_path: Path) -> None:
+    assert layer_faults(tree(tmp_path, {"harness/attic/a.py": ""})) == ["harness/attic: not in the table of layers"]
+
+
+@pytest.mark.parametrize(
+    "text", ["import mlflow", "def f():\n    from mlflow.tracking import x", "import_module('mlflow')"]
+)
+def test_a_vendor_away_from_home_is_found(tmp_path: Path, text: str) -> None:
+    root = tree(tmp_path, {"harness/tracking/m.py": text, "harness/tools/m.py": text})
+    assert [fault.split(":")[0] for fault in vendor_faults(root)] == ["harness/tools/m.py"]
+
+
+def test_a_cycle_is_found_and_a_lazy_one_is_none(tmp_path: Path) -> None:
+    lazy = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from harness.core import a\n"
+    root = tree(tmp_path, {"harness/core/a.py": "from harness.core import b", "harness/core/b.py": lazy})
+    assert cycles(root) == []
+    tree(tmp_path, {"harness/core/b.py": "from harness.core.a import x"})
+    assert cycles(root) == ["harness.core.a -> harness.core.b -> harness.core.a"]
+
+
+def test_a_long_file_is_found(tmp_path: Path) -> None:
+    root = tree(tmp_path, {"harness/a.py": "x = 1\n" * 300, "tests/b.py": "x = 1\n" * 301})
+    assert long_files(root) == ["tests/b.py: 301 lines, at most 300"]
+
+
+def test_an_indirect_torch_import_is_found(tmp_path: Path) -> None:
+    files = {"harness/__init__.py": "", "harness/a.py": "import harness.b", "harness/b.py": "import torch"}
+    root = tree(tmp_path, {**files, "torch.py": "", "harness/c.py": "import json"})
+    assert torch_loaded_by("harness.a", root)
+    assert not torch_loaded_by("harness.c", root)
+    with pytest.raises(ImportError, match="no_such_module"):
+        torch_loaded_by("harness.no_such_module", root)

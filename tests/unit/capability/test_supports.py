@@ -1,0 +1,80 @@
+"""What each backend can compute on each tier."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.capability.libraries import LibraryFacts
+from harness.capability.probe import Device, MachineFacts
+from harness.capability.supports import can_run
+from harness.capability.tier import Tier, tier_of
+
+OK = LibraryFacts("1.0", True, "installed")
+LIBRARIES = {"transformer_engine": OK, "torchao": OK}
+CAPABILITIES = {
+    Tier.VOLTA: (7, 0),
+    Tier.TURING: (7, 5),
+    Tier.AMPERE: (8, 0),
+    Tier.ADA: (8, 9),
+    Tier.HOPPER: (9, 0),
+    Tier.BLACKWELL: (10, 0),
+}
+GPUS = set(CAPABILITIES)
+FP8 = {Tier.ADA, Tier.HOPPER, Tier.BLACKWELL}
+EXPECTED = {
+    ("transformer_engine", "fp8"): FP8,
+    ("native", "fp8"): FP8 | {Tier.CPU},
+    ("torchao", "fp8"): FP8 | {Tier.CPU},
+    ("autocast", "bf16"): FP8 | {Tier.AMPERE, Tier.CPU},
+    ("autocast", "fp16"): GPUS | {Tier.CPU},
+    ("autocast", "fp32"): GPUS | {Tier.CPU},
+}
+
+
+def machine(tier: Tier, libraries: dict[str, LibraryFacts] | None = None, isa: tuple[str, ...] = ()) -> MachineFacts:
+    capability = CAPABILITIES.get(tier)
+    facts = MachineFacts(
+        torch_version="2.13.0",
+        cuda_available=capability is not None,
+        devices=(Device("card", capability, 2**34),) if capability else (),
+        cpu_bf16_isa=isa,
+        libraries=LIBRARIES if libraries is None else libraries,
+    )
+    assert tier_of(facts)[0] is tier
+    return facts
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize(("backend", "precision"), EXPECTED)
+def test_every_pair_on_every_tier(backend: str, precision: str, tier: Tier) -> None:
+    able, reason = can_run(backend, precision, machine(tier), tier)
+    assert able is (tier in EXPECTED[backend, precision])
+    assert reason
+
+
+@pytest.mark.parametrize("backend", ["transformer_engine", "torchao"])
+def test_a_missing_library_says_why(backend: str) -> None:
+    broken = {backend: LibraryFacts(None, False, "its extension is not installed")}
+    able, reason = can_run(backend, "fp8", machine(Tier.HOPPER, broken), Tier.HOPPER)
+    assert not able
+    assert "its extension is not installed" in reason
+    assert not can_run(backend, "fp8", machine(Tier.HOPPER, {}), Tier.HOPPER)[0]
+
+
+def test_reasons_name_the_card() -> None:
+    assert "card has 7.5" in can_run("autocast", "bf16", machine(Tier.TURING), Tier.TURING)[1]
+    assert "card has 8.0" in can_run("native", "fp8", machine(Tier.AMPERE), Tier.AMPERE)[1]
+
+
+def test_slow_ways_on_a_cpu_say_so() -> None:
+    assert "slow" in can_run("autocast", "fp16", machine(Tier.CPU), Tier.CPU)[1]
+    assert "slow" in can_run("autocast", "bf16", machine(Tier.CPU), Tier.CPU)[1]
+    assert "amx_bf16" in can_run("autocast", "bf16", machine(Tier.CPU, isa=("amx_bf16",)), Tier.CPU)[1]
+    assert "rehearsal in PyTorch" in can_run("native", "fp8", machine(Tier.CPU), Tier.CPU)[1]
+
+
+@pytest.mark.parametrize(("backend", "precision"), [("native", "bf16"), ("nccl", "fp8"), ("autocast", "fp8")])
+def test_a_pair_that_does_not_exist(backend: str, precision: str) -> None:
+    able, reason = can_run(backend, precision, machine(Tier.HOPPER), Tier.HOPPER)
+    assert not able
+    assert f"{backend} does not compute in {precision}" in reason

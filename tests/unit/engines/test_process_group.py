@@ -1,0 +1,50 @@
+"""What the launchers' environments mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.core.errors import ConfigError
+from harness.engines.process_group import Launch, Ranks, choose_device, join, leave, read_launch
+
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_no_launcher() -> None:
+    assert read_launch({}) == Launch(0, 1, 0, 1, launched=False)
+
+
+def test_torchrun_and_deepspeed() -> None:
+    common = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS}
+    expected = Launch(3, 4, 1, 2, launched=True)
+    assert read_launch({**common, "LOCAL_WORLD_SIZE": "2"}) == expected
+    assert read_launch({**common, "LOCAL_SIZE": "2"}) == expected
+    assert read_launch(common).local_world_size == 4
+
+
+def test_every_problem_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_launch({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "here"})
+    text = str(caught.value)
+    assert all(part in text for part in ("RANK is 'one'", "LOCAL_RANK is missing", "MASTER_PORT is missing"))
+    with pytest.raises(ConfigError, match="RANK 2 is not below WORLD_SIZE 2"):
+        read_launch({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **ADDRESS})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for the CPU choice")
+def test_without_a_gpu_the_device_is_the_cpu() -> None:
+    assert choose_device(Launch(local_rank=5)) == torch.device("cpu")
+
+
+def test_alone_collectives_return_their_argument() -> None:
+    join(Launch(), torch.device("cpu"), 1.0)
+    ranks = Ranks(torch.device("cpu"))
+    values = torch.tensor([1.0, float("inf")])
+    assert (ranks.rank, ranks.world_size) == (0, 1)
+    assert torch.equal(ranks.mean(values), values)
+    assert torch.equal(ranks.max(values), values)
+    assert ranks.broadcast({"step": 3}) == {"step": 3}
+    ranks.barrier()
+    leave()
+    leave()

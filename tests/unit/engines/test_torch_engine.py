@@ -1,0 +1,178 @@
+"""One process: the step against an fp64 oracle, the gate, the loss scale, and no host read in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.core.config import TrainConfig
+from harness.core.protocols import Update
+from harness.engines.torch_engine import TorchEngine
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import WarmupCosine
+
+CPU = torch.device("cpu")
+SCHEDULE = WarmupCosine(lr=0.02, warmup_steps=2, total_steps=10, min_lr_ratio=0.1)
+MAX_NORM = 0.3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(6, 8)
+        self.two = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (self.two(torch.tanh(self.one(inputs))) - targets).square().mean()
+
+
+class HalvingScale:
+    """A loss scale that halves on a skip and doubles otherwise."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.tensor(value)
+
+    def update(self, skip: Tensor) -> None:
+        self.value.mul_(torch.where(skip > 0, 0.5, 2.0))
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"value": self.value}, {}
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations by which a tensor's value reaches the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.count += "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(2, 4, 6, generator=generator), torch.randn(2, 4, 3, generator=generator) * 3
+
+
+def make(optimizer: str | None = "adamw", loss_scale: HalvingScale | None = None) -> TorchEngine:
+    model = Net()
+    if optimizer is None:
+        built: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    else:
+        config = TrainConfig.model_validate({"optimizer": optimizer, "weight_decay": 0.0})
+        built = build_optimizer(model, config, CPU)
+    return TorchEngine(model, built, SCHEDULE, MAX_NORM, loss_scale=loss_scale, device=CPU)
+
+
+def train(engine: TorchEngine, step: int, poison: float = 1.0, flag: float = 0.0) -> Update:
+    inputs, targets = batch(step)
+    for index in range(2):
+        with engine.micro_batch(index == 1):
+            engine.backward(engine.module(inputs[index], targets[index]) / 2 * poison)
+    return engine.step(torch.tensor([flag, -1.0]))
+
+
+def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
+    tensors = {}
+    for name, part in engine.parts().items():
+        tensors.update({f"{name}/{key}": value.clone() for key, value in part.state_dict()[0].items()})
+    return tensors
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", None])
+def test_training_agrees_with_an_fp64_loop_of_plain_torch(optimizer: str | None) -> None:
+    engine = make(optimizer)
+    oracle = Net().double()
+    plain = torch.optim.AdamW(oracle.parameters(), betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
+    norms = []
+    for step in range(6):
+        update = train(engine, step)
+        inputs, targets = batch(step)
+        plain.zero_grad()
+        oracle(inputs.double().flatten(0, 1), targets.double().flatten(0, 1)).backward()
+        norm = nn.utils.clip_grad_norm_(oracle.parameters(), MAX_NORM)
+        for group in plain.param_groups:
+            group["lr"] = SCHEDULE(step)
+        plain.step()
+        norms.append(norm.item())
+        assert update.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+        assert update.lr.item() == SCHEDULE(step)
+        assert (update.skipped.item(), update.applied.item(), update.loss_scale.item()) == (0.0, step + 1.0, 1.0)
+    assert max(norms) > MAX_NORM
+    for mine, theirs in zip(engine.module.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().double(), theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", None])
+@pytest.mark.parametrize("fault", [{"poison": math.nan}, {"poison": math.inf}, {"flag": 1.0}, {"flag": math.nan}])
+def test_a_bad_step_changes_nothing_and_costs_no_learning_rate_step(
+    optimizer: str | None, fault: dict[str, float]
+) -> None:
+    engine = make(optimizer)
+    train(engine, 0)
+    before = snapshot(engine)
+    update = train(engine, 1, **fault)
+    assert (update.skipped.item(), update.applied.item()) == (1.0, 1.0)
+    assert math.isfinite(update.grad_norm.item()) == ("flag" in fault)
+    assert equal(before, snapshot(engine))
+    after = train(engine, 2)
+    assert (after.skipped.item(), after.lr.item()) == (0.0, SCHEDULE(1))
+    assert not equal(before, snapshot(engine))
+
+
+def test_agree_keeps_infinities_and_its_flag_is_zero_or_one() -> None:
+    engine = make()
+    agree = torch.tensor([0.0, math.inf, -3.0])
+    inputs, targets = batch(0)
+    engine.backward(engine.module(inputs[0], targets[0]))
+    engine.step(agree)
+    assert agree.tolist() == [0.0, math.inf, -3.0]
+    engine.backward(engine.module(inputs[0], targets[0]) * math.nan)
+    engine.step(agree)
+    assert agree.tolist() == [1.0, math.inf, -3.0]
+
+
+def test_the_loss_scale_is_divided_out_and_moves_once_a_step() -> None:
+    scale = HalvingScale(1024.0)
+    scaled, plain = make(loss_scale=scale), make()
+    for step in range(3):
+        a, b = train(scaled, step), train(plain, step)
+        assert a.loss_scale.item() == 1024.0 * 2**step
+        assert a.grad_norm.item() == pytest.approx(b.grad_norm.item(), rel=1e-6)
+    for mine, theirs in zip(scaled.module.parameters(), plain.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    update = train(scaled, 3, poison=math.nan)
+    assert (update.loss_scale.item(), scale.value.item()) == (8192.0, 4096.0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_step_reads_nothing_on_the_host(optimizer: str) -> None:
+    engine = make(optimizer, HalvingScale(8.0))
+    for fault in (1.0, math.nan):
+        inputs, targets = batch(0)
+        engine.backward(engine.module(inputs[0], targets[0]) * fault)
+        with HostReads() as reads:
+            engine.step(torch.zeros(2))
+        assert reads.count == 0
+
+
+def test_the_counter_of_host_reads_counts() -> None:
+    engine = make(None)
+    inputs, targets = batch(0)
+    engine.backward(engine.module(inputs[0], targets[0]))
+    with HostReads() as reads:
+        engine.step(torch.zeros(2))
+    assert reads.count >= 2

@@ -1,0 +1,130 @@
+"""The shell wrappers: true exit codes, signals passed on, and words before things fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"]
+# Ends a run the way a rank does.
+RANK = """
+import json, os, sys
+os.makedirs("runs/r", exist_ok=True)
+with open("runs/r/outcome.json", "w") as file:
+    json.dump({"exit_code": int(sys.argv[1])}, file)
+"""
+
+
+def supervise(folder: Path, child: str) -> subprocess.Popen[bytes]:
+    """`supervise bash -c CHILD` in a shell of its own, in `folder`."""
+    script = f'. "{ROOT}/launch/outcome.sh"; supervise bash -c "$CHILD"'
+    (folder / "rank.py").write_text(RANK)
+    environment = {**os.environ, "CHILD": child, "OUTCOME_WAIT": "5"}
+    return subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment, start_new_session=True)
+
+
+def rank(code: int) -> str:
+    return f'"{sys.executable}" rank.py {code}'
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_syntax(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_the_outcome_restores_a_code_that_the_launcher_swallowed(tmp_path: Path) -> None:
+    assert supervise(tmp_path, f"{rank(75)}; exit 1").wait(20) == 75
+    assert supervise(tmp_path, f"{rank(0)}; exit 143").wait(20) == 0
+
+
+def test_without_an_outcome_of_this_run_the_launchers_code_stands(tmp_path: Path) -> None:
+    (tmp_path / "runs/old").mkdir(parents=True)
+    (tmp_path / "runs/old/outcome.json").write_text(json.dumps({"exit_code": 75}))
+    time.sleep(0.05)
+    assert supervise(tmp_path, "exit 2").wait(20) == 2
+    assert supervise(tmp_path, "exit 0").wait(20) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    child = f"trap 'touch got; {rank(75)}; exit 1' {number.name[3:]}; touch up; while :; do sleep 0.05; done"
+    process = supervise(tmp_path, child)
+    wait_for(tmp_path / "up")
+    process.send_signal(number)
+    assert process.wait(20) == 75
+    assert (tmp_path / "got").exists()
+
+
+def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path: Path) -> None:
+    # Like the deepspeed launcher: it ends at once on SIGTERM; its rank saves later and then delivers its metrics.
+    late = f"while [ ! -e gone ]; do sleep 0.05; done; sleep 0.5; {rank(75)}; sleep 0.5; touch delivered"
+    (tmp_path / "late.sh").write_text(late)
+    launcher = "trap 'touch gone; exit 143' TERM; touch up; while :; do sleep 0.05; done"
+    child = f"bash late.sh & {launcher}"
+    process = supervise(tmp_path, child)
+    wait_for(tmp_path / "up")
+    assert not (tmp_path / "runs").exists()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 75
+    assert (tmp_path / "gone").exists()
+    assert (tmp_path / "delivered").exists()
+
+
+def test_deepspeed_without_compiler_or_ninja_offers_other_commands(tmp_path: Path) -> None:
+    for tool in ("bash", "dirname", "cat"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    command = [str(tmp_path / "bash"), str(ROOT / "launch/deepspeed.sh"), "--recipe", "bf16"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    for words in ("deepspeed (make setup", "a C++ compiler", "ninja"):
+        assert words in done.stderr
+    assert "torchrun --standalone --nproc_per_node 1 -- launch/train.py --recipe bf16" in done.stderr
+    assert "\n  python launch/train.py --recipe bf16" in done.stderr
+
+
+def setup(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VENV": str(tmp_path / "venv"), **variables}
+    command = ["bash", str(ROOT / "launch/setup.sh"), "run"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_setup_refuses_a_python_it_cannot_use(tmp_path: Path) -> None:
+    missing = setup(tmp_path, PYTHON="python3.99")
+    assert missing.returncode == 1
+    assert "no python3.99 on PATH" in missing.stderr
+    wrong = setup(tmp_path, PYTHON="false")
+    assert wrong.returncode == 1
+    assert "needs Python 3.11, 3.12 or 3.13" in wrong.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_setup_with_a_torch_that_is_not_there(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    done = setup(tmp_path, PYTHON=str(bare), TORCH="system")
+    assert done.returncode == 1
+    assert "cannot import torch" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_make_alone_lists_the_targets(tmp_path: Path) -> None:
+    done = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for target in ("setup", "train", "test", "test-slow", "test-gpu", "test-faults", "lint", "clean"):
+        assert f"make {target} " in done.stdout
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)

@@ -1,0 +1,92 @@
+"""What a wheel contains, and whether the pins cover what is asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    matches = [re.fullmatch(r"([A-Za-z0-9_.-]+)==([0-9][0-9a-z.]*)", line) for line in lines]
+    assert all(matches), [line for line, match in zip(lines, matches, strict=True) if not match]
+    return {canonicalize_name(match[1]): match[2] for match in matches if match}
+
+
+def requirements() -> list[Requirement]:
+    project = PROJECT["project"]
+    texts = [*project["dependencies"], *project["optional-dependencies"]["test"], *PROJECT["build-system"]["requires"]]
+    return [Requirement(text) for text in texts]
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_every_requirement_is_pinned_to_a_version_that_satisfies_it(requirement: Requirement) -> None:
+    assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+
+
+@pytest.mark.parametrize("name", ["setuptools", "wheel", "pathspec", "trove-classifiers", "pybind11"])
+def test_build_time_needs_are_pinned(name: str) -> None:
+    assert name in pins()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("hopper_harness-*.whl"))
+
+
+def test_the_wheel_holds_every_module_recipe_and_config(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "harness").rglob("*.py")}
+    shipped = {
+        f"harness/_shipped/{path.relative_to(ROOT).as_posix()}"
+        for kind in ("recipes", "configs")
+        for path in (ROOT / kind).rglob("*")
+        if path.suffix in (".yaml", ".json")
+    }
+    assert "harness/_shipped/recipes/fp8_hybrid.yaml" in shipped
+    assert modules | shipped <= names
+    # A regular package: an editable install also leaves a folder harness/_shipped in site-packages.
+    assert "harness/__init__.py" in names
+    assert not [name for name in names if name.startswith(("tests/", "launch/", "benchmarks/"))]
+
+
+def test_the_wheel_installs_the_command_and_the_licence(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
+    entry_points = next(name for name in names if name.endswith("entry_points.txt"))
+    assert "harness = harness.cli:main" in archive.read(entry_points).decode()
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_recipes_and_configs_are_found_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code = (
+        "from harness.core.resources import find, shipped; from harness.core.config import load_config; "
+        "print(find('recipes', 'fp8_hybrid')); print(load_config('quickstart').recipe); print(shipped('recipes'))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    path, _, names = done.stdout.splitlines()
+    assert path == str(site / "harness/_shipped/recipes/fp8_hybrid.yaml")
+    assert "'bf16'" in names
