@@ -175,3 +175,7 @@ def train_main() -> None:
     single = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     single.command()(train)
     single()
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,9 @@ BIN = Path(sys.executable).parent
 
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment, one thread per rank (bit-exactness needs a fixed number), tools on PATH."""
-    clean = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI"}}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI"}
+    }
     path = f"{BIN}{os.pathsep}{clean.get('PATH', '')}"
     return clean | {"OMP_NUM_THREADS": "1", "PATH": path, "DS_ACCELERATOR": "cpu"} | extra
 

@@ -1,0 +1,55 @@
+# make help lists what there is. Variables: PYTHON, TORCH=system, RECIPE, CONFIG, ARGS.
+PYTHON ?= python3
+VENV ?= .venv
+# An environment that was made with TORCH=system stays so for every later target, until told otherwise.
+TORCH ?= $(patsubst $(VENV)/.ready-%,%,$(firstword $(wildcard $(VENV)/.ready-*) $(VENV)/.ready-pinned))
+RECIPE ?= fp8_hybrid
+CONFIG ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-$(TORCH)
+TEST_READY := $(VENV)/.test-ready
+# .venv/bin first: the deepspeed launcher starts `python` and `ninja` from PATH.
+RUN := PATH="$(abspath $(BIN)):$$PATH"
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow test-gpu test-faults lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo 'variables: RECIPE=fp8_hybrid CONFIG= ARGS="train.steps=50" PYTHON=python3.12 TORCH=system (reuse an installed torch)'
+
+setup: $(READY) ## make .venv from the pinned versions
+
+train: $(READY) ## train the quickstart model (RECIPE=, CONFIG=, ARGS=); run it again to resume
+	@$(RUN) launch/deepspeed.sh --recipe $(RECIPE) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+
+test: lint ## lint, types, then every test that is not slow and needs no GPU
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(TEST_READY) ## the slow tests
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
+	$(RUN) python -m pytest -q --timeout 600 -m gpu $(ARGS)
+
+test-faults: $(TEST_READY) ## the fault injections, slow ones too
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -m "faults and not gpu" $(ARGS)
+
+lint: $(TEST_READY) ## ruff and pyright
+	$(RUN) python -m ruff check .
+	$(RUN) python -m ruff format --check .
+	$(RUN) python -m pyright
+
+clean: ## delete .venv and caches; runs/ and mlflow.db stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	find harness launch tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt launch/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" launch/setup.sh run
+	@rm -f $(VENV)/.ready-* $(TEST_READY) && touch $@
+
+$(TEST_READY): $(READY)
+	@VENV="$(VENV)" launch/setup.sh test
+	@touch $@

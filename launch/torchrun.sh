@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# torchrun launch/train.py ARGS... (DDP), returning the run's true exit code.
+# Environment: RANKS (default: every GPU, or 1 on a CPU), LAUNCHER_ARGS (default: --standalone; several nodes: see
+# slurm.sbatch). The command itself is printed and can be used alone.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+. launch/outcome.sh
+
+command -v torchrun >/dev/null || {
+  echo 'no torchrun on PATH: make setup, then export PATH="$PWD/.venv/bin:$PATH"' >&2
+  exit 4
+}
+ranks=${RANKS:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+# -- first: torchrun would take options of ours that abbreviate one of its own.
+# shellcheck disable=SC2086 # LAUNCHER_ARGS is a list of words
+set -- torchrun ${LAUNCHER_ARGS:---standalone} --nproc_per_node "$ranks" -- launch/train.py "$@"
+echo "$*"
+supervise "$@"

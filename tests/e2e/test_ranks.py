@@ -1,0 +1,139 @@
+"""One config, three ways to start it, one and two ranks; the same losses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from e2e_support import BIN, events, metrics, start, train, wait_for_step
+
+from harness.checkpoint.store import Store
+
+STEPS = ("train.steps=12", "checkpoint.every=6")
+DEEPSPEED = str(BIN / "deepspeed")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun(ranks: int) -> list[str]:
+    port = f"--master-port={free_port()}"
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", port]
+
+
+def deepspeed(ranks: int) -> list[str]:
+    return [DEEPSPEED, "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+
+
+def losses(folder: Path, *arguments: str, launcher: list[str] | None = None) -> list[tuple[int, float]]:
+    done = train(folder, "--name", "r", *STEPS, *arguments, launcher=launcher or [sys.executable])
+    assert done.returncode == 0, done.stdout
+    found = metrics(folder / "runs" / "r")
+    assert [step for step, _ in found] == list(range(1, 13))
+    store = Store(folder / "runs" / "r" / "checkpoints", readonly=True)
+    assert store.steps() == [6, 12]
+    assert store.verify(12) == []
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+    return losses(tmp_path_factory.mktemp("alone"), "--recipe", "fp32")
+
+
+def assert_close(one: list[tuple[int, float]], other: list[tuple[int, float]], relative: float) -> None:
+    worst = max(abs(a - b) / abs(b) for (_, a), (_, b) in zip(one, other, strict=True))
+    assert worst <= relative, f"largest relative difference {worst:.2e}"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "launcher", [torchrun(1), torchrun(2), deepspeed(1), deepspeed(2)], ids=lambda line: " ".join(line[2:4])
+)
+def test_every_launcher_gives_the_same_fp32_losses(
+    alone: list[tuple[int, float]], tmp_path: Path, launcher: list[str]
+) -> None:
+    assert_close(losses(tmp_path, "--recipe", "fp32", launcher=launcher), alone, 1e-4)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", [torchrun, deepspeed])
+def test_fp8_on_two_ranks_stays_close_to_one(tmp_path: Path, kind: object) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one = losses(tmp_path / "one")
+    two = losses(tmp_path / "two", launcher=kind(2))  # pyright: ignore[reportCallIssue]
+    # Per-rank weight gradients are bf16 before they are summed, so not bit for bit; scales are shared.
+    assert_close(two, one, 2e-2)
+    amax_one = metrics(tmp_path / "one" / "runs" / "r", "fp8_amax/blocks.00.attn.qkv.weight")
+    amax_two = metrics(tmp_path / "two" / "runs" / "r", "fp8_amax/blocks.00.attn.qkv.weight")
+    assert amax_one[0] == amax_two[0], "the first step's weights are the same on every number of ranks"
+
+
+@pytest.mark.dist
+def test_a_run_moves_between_world_sizes(alone: list[tuple[int, float]], tmp_path: Path) -> None:
+    half = train(
+        tmp_path, "--name", "r", "train.steps=6", "checkpoint.every=6", "--recipe", "fp32", launcher=torchrun(2)
+    )
+    assert half.returncode == 0, half.stdout
+    shutil.rmtree(tmp_path / "runs" / "r" / "plots", ignore_errors=True)
+    rest = losses_after(tmp_path, "--recipe", "fp32")
+    # The first half ran a cosine of 6 steps: only the data order and the state must carry over.
+    assert [step for step, _ in rest] == list(range(1, 13))
+    assert all(math.isfinite(loss) for _, loss in rest)
+    assert_close(rest[:2], alone[:2], 1e-4)
+
+
+def losses_after(folder: Path, *arguments: str) -> list[tuple[int, float]]:
+    done = train(folder, "--name", "r", *STEPS, *arguments)
+    assert done.returncode == 0, done.stdout
+    assert "resumed at step 6" in done.stdout
+    return metrics(folder / "runs" / "r")
+
+
+@pytest.mark.dist
+def test_a_batch_that_ranks_cannot_share_is_refused_with_a_value_that_works(tmp_path: Path) -> None:
+    done = train(tmp_path, "--name", "r", "train.global_batch=2", launcher=torchrun(2))
+    assert done.returncode != 0
+    assert "train.micro_batch=1" in done.stdout
+    assert not (tmp_path / "runs" / "r" / "checkpoints").exists()
+
+
+@pytest.mark.dist
+def test_deepspeed_combinations_that_are_broken_name_the_alternative(tmp_path: Path) -> None:
+    fp16 = train(tmp_path, "--recipe", "fp16_scaler", launcher=deepspeed(1))
+    assert fp16.returncode != 0
+    assert "torchrun" in fp16.stdout
+    stage3 = train(tmp_path, "engine.zero_stage=3", launcher=deepspeed(1))
+    assert stage3.returncode != 0
+    assert "ZeRO" in stage3.stdout
+
+
+@pytest.mark.dist
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", [torchrun, deepspeed])
+def test_sigterm_to_the_launcher_saves(tmp_path: Path, kind: object) -> None:
+    run = tmp_path / "runs" / "r"
+    arguments = ("--name", "r", "train.steps=4000", "checkpoint.every=0")
+    process = start(tmp_path, *arguments, launcher=kind(2))  # pyright: ignore[reportCallIssue]
+    wait_for_step(run, 5, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) != 0
+    deadline = time.monotonic() + 30
+    while not (run / "outcome.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert outcome["status"] == "stopped", outcome
+    assert outcome["exit_code"] == 75
+    assert Store(run / "checkpoints", readonly=True).verify(outcome["step"]) == []
+    assert events(run, "run.stopped")
