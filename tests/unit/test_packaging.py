@@ -90,3 +90,21 @@ def test_recipes_and_configs_are_found_from_the_wheel_alone(wheel: Path, tmp_pat
     path, _, names = done.stdout.splitlines()
     assert path == str(site / "harness/_shipped/recipes/fp8_hybrid.yaml")
     assert "'bf16'" in names
+
+
+def test_training_runs_from_the_wheel_alone_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    zipfile.ZipFile(wheel).extractall(site)
+    empty.mkdir()
+    arguments = ["train", "--recipe", "fp8_hybrid", "--config", "tiny", "train.steps=2", "tracking.mlflow=false"]
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", *arguments],
+        cwd=empty,
+        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "24 of 24 FP8 slots" in done.stdout
+    assert (empty / "runs" / "tiny-fp8_hybrid" / "outcome.json").exists()
