@@ -1,0 +1,273 @@
+"""`harness.Precision`: recipes, FP8 state, gate and per-layer fallback for a training loop that is not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.core.errors import MisuseError, Problem
+from harness.core.facts import SlotStats
+from harness.core.update import clip_divisor, gated_step, grad_norm
+from harness.precision.outcome import StepOutcome
+from harness.precision.plan import Plan
+from harness.precision.prepared import Prepared
+from harness.precision.ranks import max_over_ranks, mean_over_ranks
+from harness.precision.recipe import Recipe, load_recipe
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Precision:
+    """Everything between a recipe and an optimizer step, for one model in any training loop.
+
+        precision = Precision.from_recipe("fp8_hybrid")
+        model = precision.prepare(model)                 # on its device already, not yet wrapped by DDP
+        for x, y in batches:
+            with precision.context():
+                loss = loss_function(model(x), y)
+            precision.backward(loss)
+            precision.step(optimizer, max_grad_norm=1.0)
+            optimizer.zero_grad()
+
+    The contract is torch's own: you divide the loss by the number of micro-batches, zero the gradients and step the
+    schedulers. Evaluate inside `torch.no_grad()` and then `context()`: that leaves no trace in the FP8 state. Do not
+    clip or read gradients between `backward` and `step`: under fp16 they are scaled, which cannot be detected; pass
+    `max_grad_norm` instead. docs/precision.md has the details.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._prepared: Prepared | None = None
+        self._inside = False
+        self._begun = False
+        self._backwards = 0
+        self._loss = torch.zeros(())
+
+    @classmethod
+    def from_recipe(cls, name_or_path: str) -> Precision:
+        """A shipped recipe by name or your own by path. Raises ConfigError with every problem in it."""
+        return cls(load_recipe(name_or_path))
+
+    def prepare(self, model: M) -> M:
+        """Decide for every module of `model`, convert it in place and return it.
+
+        Parameters keep their identity, so optimizers and ties survive; nothing moves between devices, the model's own
+        device is used. Under an initialised process group every rank must call it, and the weakest rank decides. Sets
+        torch's float32 matmul precision for the whole process, as the recipe says.
+
+        Raises MisuseError (second call, wrapped model, parameters not float32 or not on one usable device),
+        MachineError (a GPU that torch cannot use, no rung that runs here), ConfigError (a pattern that matches
+        nothing, no layer that can run in FP8).
+        """
+        if self._prepared is not None:
+            raise _misuse("prepare()", "it was called before", fix="make one Precision for each model")
+        self._prepared = Prepared(self.recipe, model)
+        self._end_window(self._prepared)
+        return model
+
+    @property
+    def plan(self) -> Plan:
+        """What runs where and why, per module. Raises MisuseError before `prepare`."""
+        return self._ready("plan").plan
+
+    @property
+    def demoted(self) -> tuple[str, ...]:
+        """FP8 layers that run in BF16 now, numbers padded as in `stats().names`."""
+        return self._ready("demoted").backend.demoted
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Around every forward, loss included. With gradients off nothing is recorded. Raises MisuseError if nested."""
+        ready = self._outside("context()")
+        moved = ready.moved()
+        if moved is not None:
+            what = f"the model was prepared on {ready.device} and is on {moved} now"
+            raise _misuse("context()", what, fix="move the model first, then call prepare()")
+        if torch.is_grad_enabled() and not self._begun:
+            ready.backend.begin_window(sample=ready.steps % self.recipe.fp8.stats_every == 0)
+            self._begun = True
+        self._inside = True
+        try:
+            with ready.backend.context():
+                yield
+        finally:
+            self._inside = False
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()` under the loss scale, after leaving `context()`; once per micro-batch.
+
+        loss: one element, already divided by the number of micro-batches. Raises MisuseError without a forward in
+        `context()` since the last step, inside of it, or on a loss without a graph.
+        """
+        ready = self._outside("backward()")
+        if not self._begun:
+            why = "outside of context() the model runs in plain precision, against the plan"
+            fix = "with precision.context(): loss = ..."
+            raise _misuse("backward()", "no forward in context() since the last step", why, fix)
+        if loss.numel() != 1 or not loss.requires_grad:
+            what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
+            raise _misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
+        with ready.backend.backward_context():
+            (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward()
+        self._loss += loss.detach().float().reshape(()).to(ready.device)
+        self._backwards += 1
+        ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
+
+    @torch.no_grad()
+    def step(self, optimizers: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None) -> StepOutcome:
+        """Gate, unscale, clip, apply, then roll the FP8 scales.
+
+        optimizers: one, or all of them when several share the model: a window has one verdict and one norm.
+        max_grad_norm: clip to this global L2 norm over all their parameters; None does not clip.
+
+        If a loss or gradient of the window is not finite on any rank, weights, optimizer state and FP8 state stay bit
+        for bit as they were (an fp16 loss scale backs off) and `applied` is False. With fused Adam, AdamW, SGD or
+        Adagrad the gate reads nothing on the host; any other optimizer costs one host read. Gradients may be
+        overwritten. Under a process group amax and verdict travel in one MAX reduction.
+
+        The recipe's fallback judges the step before this one, whose figures have arrived by now, and moves layers at
+        the end of this step: the window after the next is the first that can react to a window.
+
+        Raises MisuseError naming everything that is wrong with the call.
+        """
+        ready = self._outside("step()")
+        chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self._check_step(ready, chosen, max_grad_norm)
+        loss_scale = torch.ones((), device=ready.device) if ready.loss_scale is None else ready.loss_scale.value.clone()
+        norm = grad_norm(_parameters(chosen)).to(ready.device) / loss_scale
+        bad = ~(torch.isfinite(norm) & torch.isfinite(self._loss))
+        agree = max_over_ranks(torch.cat([bad.float().reshape(1), ready.backend.amax()]))
+        skip = agree[0].clone()
+        divisor = loss_scale if max_grad_norm is None else clip_divisor(norm, max_grad_norm, loss_scale)
+        for optimizer in chosen:
+            gated_step(optimizer, skip, divisor)
+        demoted = ready.backend.demoted
+        slots = ready.backend.end_window(agree[1:], skip, mean_over_ranks)
+        if ready.loss_scale is not None:
+            ready.loss_scale.update(skip)
+        ready.applied += 1.0 - skip
+        ready.steps += 1
+        self._end_window(ready)
+        switch = ready.fall_back()
+        scrubbed = ready.backend.scrubbed().float()
+        ready.remember(demoted, [skip, ready.applied, norm, loss_scale, scrubbed], slots)
+        return StepOutcome(skip == 0, norm, loss_scale, switch)
+
+    def stats(self) -> SlotStats | None:
+        """Per-slot statistics of the last step, read to the host now; None before the first and without FP8 layers.
+
+        underflow, clipped and sqnr_db are NaN except every `fp8.stats_every` steps, starting with the first.
+        """
+        last = self._ready("stats()").last
+        return None if last is None else last.facts().slots
+
+    def demote(self, layers: str | Iterable[str]) -> tuple[str, ...]:
+        """Run FP8 layers in BF16 from the next step on, until `promote`; call it between steps, on every rank.
+
+        layers: shell patterns on module names, as in the model or, if none matches, padded. Returns what moved, names
+        padded; layers that the plan keeps out of FP8 anyway are not among them. Raises MisuseError for a pattern that
+        matches no Linear, and under Transformer Engine before the first step, which every layer must take in FP8.
+        """
+        ready = self._between_steps("demote()")
+        if ready.plan.rung.backend == "transformer_engine" and ready.steps == 0:
+            what = "Transformer Engine needs every FP8 layer in FP8 in the first step"
+            raise _misuse("demote()", what, fix="leave the layer out from the start: layers.exclude in the recipe")
+        names = ready.select("demote()", layers)
+        ready.held |= set(names)
+        moved = tuple(name for name in names if name not in ready.backend.demoted)
+        ready.backend.switch(moved, ())
+        return moved
+
+    def promote(self, layers: str | Iterable[str]) -> tuple[str, ...]:
+        """Bring demoted layers back to FP8, with the scale that was kept warm; otherwise as `demote`."""
+        ready = self._between_steps("promote()")
+        names = ready.select("promote()", layers)
+        ready.held -= set(names)
+        moved = tuple(name for name in names if name in ready.backend.demoted)
+        ready.backend.switch((), moved)
+        return moved
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """What a bit-identical continuation needs beside model, optimizer and schedulers; copies.
+
+        {"tensors": {name: Tensor}, "meta": JSON-able}: torch.save and torch.load(weights_only=True) take all of it,
+        safetensors the first half. Raises MisuseError between `backward` and `step`.
+        """
+        return self._between_steps("state_dict()").state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continue from `state`, after `prepare` or to roll back; a window already begun is dropped.
+
+        After a rollback zero the gradients. Raises CheckpointError if `state` is not whole, of another rung, or of
+        other FP8 layers.
+        """
+        ready = self._outside("load_state_dict()")
+        ready.load_state_dict(state)
+        self._end_window(ready)
+
+    def _ready(self, call: str) -> Prepared:
+        if self._prepared is None:
+            raise _misuse(call, "no model was prepared", fix="model = precision.prepare(model) first")
+        return self._prepared
+
+    def _outside(self, call: str) -> Prepared:
+        ready = self._ready(call)
+        if self._inside:
+            fix = "leave the first context before the next" if call == "context()" else f"leave context() before {call}"
+            raise _misuse(call, "called inside context(), which is for one forward and its loss", fix=fix)
+        return ready
+
+    def _between_steps(self, call: str) -> Prepared:
+        ready = self._outside(call)
+        if self._backwards:
+            why = "scales and amax of a window are settled in step()"
+            raise _misuse(call, "called between backward() and step()", why, f"call {call} right after step()")
+        return ready
+
+    def _end_window(self, ready: Prepared) -> None:
+        self._begun, self._backwards = False, 0
+        self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
+
+    def _check_step(self, ready: Prepared, optimizers: Sequence[object], max_grad_norm: float | None) -> None:
+        problems: list[Problem] = []
+        if not self._backwards:
+            why = "a second step() on the same gradients would apply them twice"
+            fix = "call backward() first; with several optimizers: step([first, second])"
+            problems.append(Problem("no backward() since the last step", "step()", why, fix))
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            problems.append(
+                Problem(f"max_grad_norm is {max_grad_norm}", "step()", fix="over 0, or None for no clipping")
+            )
+        if not optimizers:
+            problems.append(Problem("no optimizer", "step()", fix="give the model's optimizer"))
+        real = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+        problems += [
+            Problem(f"{type(other).__name__} is no torch.optim.Optimizer", "step()", fix="give the optimizer itself")
+            for other in optimizers
+            if other not in real
+        ]
+        for optimizer in real:
+            if not any(id(parameter) in ready.parameters for parameter in _parameters([optimizer])):
+                what = f"{type(optimizer).__name__} holds no parameter of the prepared model"
+                fix = "build the optimizer from the parameters of this model"
+                problems.append(Problem(what, "step()", fix=fix))
+        if self._backwards and real and all(parameter.grad is None for parameter in _parameters(real)):
+            fix = "call zero_grad() after step(), not between backward() and step()"
+            problems.append(Problem("no parameter has a gradient", "step()", fix=fix))
+        if problems:
+            raise MisuseError(problems)
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
+    """Each once, whatever the number of groups that hold it."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return iter({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+
+
+def _misuse(call: str, what: str, why: str = "", fix: str = "") -> MisuseError:
+    return MisuseError(Problem(what, call, why, fix))

@@ -1,0 +1,173 @@
+"""A model under its plan, for `harness.Precision`: what runs it, and everything that a continuation needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from harness.capability.probe import MachineFacts, probe
+from harness.capability.tier import Tier, check_usable, tier_of
+from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
+from harness.core.facts import Switch
+from harness.precision.engine import build_backend, build_loss_scale
+from harness.precision.fallback import FallbackController
+from harness.precision.outcome import LaggedFacts
+from harness.precision.plan import make_plan, pad_numbers
+from harness.precision.ranks import agree_on_rung, world_rank
+from harness.precision.recipe import Recipe
+
+_log = logging.getLogger("harness.precision")
+
+
+class Prepared:
+    """Plan, backend, loss scale and fallback of one converted model.
+
+    applied: updates applied so far, float32 0-d on the device. steps: windows so far, skipped ones included. held:
+    layers (padded names) that the user demoted, which the fallback leaves alone. last: facts of the last step.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module) -> None:
+        facts = probe()
+        unusable = check_usable(facts)
+        if unusable:
+            raise MachineError(unusable)
+        self.device = _device_of(model, facts)
+        rung, verdicts = agree_on_rung(recipe, facts, self.device)
+        self.plan = make_plan(recipe, facts, rung, verdicts, model)
+        self.backend = build_backend(self.plan, recipe, model, self.device)
+        self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
+        self._fp8 = [pad_numbers(layer) for layer in self.backend.layers]
+        policy = recipe.fallback.policy()
+        self.controller = FallbackController(policy, self._fp8) if self._fp8 and policy.enabled else None
+        self.parameters = {id(parameter): parameter for parameter in model.parameters()}
+        self._model = model
+        self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.steps = 0
+        self.held: set[str] = set()
+        self.last: LaggedFacts | None = None
+
+    def moved(self) -> torch.device | None:
+        """The device that the model went to after it was prepared, None if it stayed."""
+        device = next(self._model.parameters()).device
+        return None if device == self.device else device
+
+    def fall_back(self) -> Switch | None:
+        """Judge the last step's facts and switch layers as the recipe's fallback says; every rank does the same."""
+        if self.controller is None or self.last is None:
+            return None
+        verdict = self.controller.observe(self.last.facts())
+        if verdict.code != "precision.ok" and world_rank() == 0:
+            _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
+        if not isinstance(verdict.proposal, Switch):
+            return None
+        promote = tuple(layer for layer in verdict.proposal.promote if layer not in self.held)
+        switch = Switch(verdict.proposal.demote, promote, verdict.proposal.reason)
+        self.backend.switch(switch.demote, switch.promote)
+        return switch if switch.demote or switch.promote else None
+
+    def remember(self, demoted: Iterable[str], scalars: list[Tensor], slots: Tensor) -> None:
+        """Send the facts of the step that just ended to the host. scalars: as LaggedFacts wants them; slots: [6, n]."""
+        if self.backend.slot_names:
+            packed = torch.cat([torch.stack(scalars), slots.flatten()])
+            self.last = LaggedFacts(self.steps, tuple(demoted), self.backend.slot_names, packed)
+
+    def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
+        """FP8 layers (padded names) that the patterns mean: names as in the model come before padded ones.
+
+        Raises MisuseError for a pattern that matches no Linear.
+        """
+        linears = [row.module for row in self.plan.layers if row.shape]
+        found = {
+            pattern: [name for name in linears if fnmatchcase(name, pattern)]
+            or [name for name in linears if fnmatchcase(pad_numbers(name), pattern)]
+            for pattern in ([layers] if isinstance(layers, str) else layers)
+        }
+        problems = [
+            Problem(f'pattern "{pattern}" matches no Linear', call, fix=near_match(pattern, linears))
+            for pattern, names in found.items()
+            if not names
+        ]
+        if problems:
+            raise MisuseError(problems)
+        chosen = {pad_numbers(name) for names in found.values() for name in names}
+        return [layer for layer in self._fp8 if layer in chosen]
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """As `Precision.state_dict`."""
+        parts = {"fp8": self.backend.state_dict()}
+        if self.loss_scale is not None:
+            parts["loss_scale"] = self.loss_scale.state_dict()
+        tensors = {f"{part}.{name}": value for part, (values, _) in parts.items() for name, value in values.items()}
+        tensors["applied"] = self.applied
+        if self.last is not None:
+            tensors["last"] = self.last.packed()
+        meta = {
+            "resolved": self.plan.resolved,
+            "steps": self.steps,
+            "held": sorted(self.held),
+            "fp8": parts["fp8"][1],
+            "fallback": None if self.controller is None else self.controller.state_dict(),
+            "last": None if self.last is None else self.last.meta(),
+        }
+        return {"tensors": {name: value.detach().clone() for name, value in tensors.items()}, "meta": meta}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """As `Precision.load_state_dict`."""
+        tensors, meta = state.get("tensors", {}), state.get("meta", {})
+        if meta.get("resolved", self.plan.resolved) != self.plan.resolved:
+            what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
+            raise _bad_state(what, "load it on a machine of the same tier, or train on without it")
+        mine = self.state_dict()
+        missing = sorted((mine["meta"].keys() - meta.keys()) | (mine["tensors"].keys() - {"last"} - tensors.keys()))
+        if missing:
+            raise _bad_state(f"{', '.join(missing)} missing", "give what state_dict() returned, both halves of it")
+        self.backend.load_state_dict(_part(tensors, "fp8"), meta["fp8"])
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(_part(tensors, "loss_scale"), {})
+        if self.controller is not None and meta["fallback"] is not None:
+            self.controller.load_state_dict(meta["fallback"])
+        self.applied.copy_(tensors["applied"])
+        self.steps, self.held = int(meta["steps"]), set(meta["held"])
+        last = meta["last"]
+        self.last = None if last is None else LaggedFacts.restore(last, tensors["last"], self.backend.slot_names)
+
+
+def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
+    """The one device of a trainable float32 model. Raises MisuseError with everything that is wrong with it."""
+    problems: list[Problem] = []
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        fix = "prepare the bare model, then wrap what prepare() returned"
+        problems.append(Problem(f"the model is wrapped in {type(model).__name__}", "prepare()", fix=fix))
+    devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trainable:
+        problems.append(Problem("the model has no trainable parameter", "prepare()", fix="give the model to train"))
+    odd = [f"{name} ({parameter.dtype})" for name, parameter in trainable if parameter.dtype != torch.float32]
+    if odd:
+        what = f"{len(odd)} trainable parameters are not float32, such as {odd[0]}"
+        why = "autocast and the FP8 casts start from float32 weights; low-precision weights lose small updates"
+        problems.append(Problem(what, "prepare()", why, "call model.float() first"))
+    if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
+        what = f"the parameters are on {', '.join(map(str, devices))}"
+        problems.append(Problem(what, "prepare()", fix="put the whole model on one cuda device, or on the CPU"))
+    elif devices and devices[0].type == "cpu" and tier_of(facts)[0] is not Tier.CPU:
+        what = f"the model is on the CPU, but this machine has a GPU ({facts.devices[0].name})"
+        fix = 'move the model first; to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""'
+        problems.append(Problem(what, "prepare()", fix=fix))
+    if problems:
+        raise MisuseError(problems)
+    return devices[0]
+
+
+def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")}
+
+
+def _bad_state(what: str, fix: str) -> CheckpointError:
+    return CheckpointError(Problem(what, "Precision.load_state_dict", fix=fix))

@@ -1,0 +1,155 @@
+"""harness.Precision on two DDP ranks: one verdict, one amax, one reduction, the same bits.
+
+Run as a script, this file is one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import Precision
+from harness.capability.probe import Device, MachineFacts
+from harness.core.errors import MachineError
+from harness.precision.ranks import agree_on_rung
+from harness.precision.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = 16
+
+pytestmark = pytest.mark.dist
+
+
+def policy(name: str) -> Recipe:
+    """Converts small layers; weights are over their limit at once, so that the fallback acts on all ranks."""
+    base = load_recipe(name).model_dump()
+    base["layers"]["min_features"] = 16
+    base["fp8"]["stats_every"] = 4
+    base["fallback"].update(saturation_weight=1e-6, hits=1, window=2, warmup_steps=2)
+    return Recipe.model_validate(base)
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(step))
+    return x, x.roll(1, dims=1)
+
+
+def session(rank: int, ranks: int, name: str) -> dict[str, Any]:
+    """Five windows of two micro-batches; in the third the last rank's loss is NaN, its gradients are not."""
+    torch.manual_seed(0)
+    precision = Precision(policy(name))
+    model = precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    result: dict[str, Any] = {"applied": [], "switched": [], "reductions": [], "history": [], "norms": []}
+    for step in range(5):
+        x, y = data(step)
+        for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            here = slice(rank, None, ranks)
+            with precision.context():
+                loss = nn.functional.mse_loss(wrapped(inputs[here]).float(), targets[here]) / 2
+            precision.backward(loss + math.nan if step == 2 and rank == ranks - 1 else loss)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            outcome = precision.step(optimizer, max_grad_norm=0.05)
+        optimizer.zero_grad()
+        result["reductions"].append(
+            sum(event.count for event in seen.key_averages() if event.key == "c10d::allreduce_")
+        )
+        result["applied"].append(outcome.was_applied)
+        result["norms"].append(outcome.grad_norm.item())
+        result["switched"].append(outcome.switch is not None)
+        result["history"].append(precision.state_dict()["tensors"].get("fp8.history", torch.zeros(0)).tolist())
+    result["weights"] = [parameter.tolist() for parameter in model.parameters()]
+    result["demoted"] = precision.demoted
+    return result
+
+
+def unequal_machines(rank: int) -> dict[str, Any]:
+    """What ranks agree on when the first has a Hopper card and the others have none."""
+    hopper = MachineFacts(cuda_available=True, devices=(Device("H100", (9, 0), 80 << 30),))
+    facts = hopper if rank == 0 else MachineFacts()
+    recipe = load_recipe("auto")
+    rung, verdicts = agree_on_rung(recipe, facts, torch.device("cpu"))
+    only_hopper = recipe.model_copy(update={"ladder": recipe.ladder[:2]})
+    try:
+        agree_on_rung(only_hopper, facts, torch.device("cpu"))
+        error = ""
+    except MachineError as refused:
+        error = str(refused)
+    return {"rung": rung.name, "verdicts": [(v.rung, v.taken, v.reason) for v in verdicts], "error": error}
+
+
+def rank_main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    results = {name: session(rank, dist.get_world_size(), name) for name in ("fp8_hybrid", "fp32")}
+    results["machines"] = unequal_machines(rank)
+    dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("precision")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, str(Path(__file__).resolve()), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_ranks_agree_in_one_reduction(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = two_ranks
+    for name in ("fp8_hybrid", "fp32"):
+        assert first[name] == second[name]
+        assert first[name]["applied"] == [True, True, False, True, True]
+        assert first[name]["reductions"] == [1] * 5
+    fp8 = first["fp8_hybrid"]
+    assert len(fp8["demoted"]) == 1
+    assert fp8["switched"] == [False, False, False, False, True]
+    assert fp8["history"][2] == fp8["history"][1] != fp8["history"][3]
+
+
+def test_the_weakest_rank_decides(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        machines = result["machines"]
+        assert machines["rung"] == "autocast:bf16"
+        assert [taken for _, taken, _ in machines["verdicts"]] == [False, False, True, False]
+        assert "no rung of recipe auto runs on" in machines["error"]
+    assert two_ranks[0]["machines"]["verdicts"][1] == ["native:fp8", False, "another rank cannot take it"]
+
+
+def test_two_ranks_train_as_one(two_ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = torch.get_float32_matmul_precision()
+    alone = {name: session(0, 1, name) for name in ("fp8_hybrid", "fp32")}
+    torch.set_float32_matmul_precision(before)
+    first_amax = torch.tensor(alone["fp8_hybrid"]["history"][0])[-1]
+    together = torch.tensor(two_ranks[0]["fp8_hybrid"]["history"][0])[-1]
+    # A rank's own mean is over half the samples: its gradients, alone among the tensors, are twice as large.
+    factors = torch.tensor([1.0, 1.0, 2.0] * 2)
+    torch.testing.assert_close(together, first_amax * factors, rtol=0, atol=0)
+    assert two_ranks[0]["fp32"]["norms"] == pytest.approx(alone["fp32"]["norms"], rel=1e-4)
+    for mine, theirs in zip(alone["fp32"]["weights"], two_ranks[0]["fp32"]["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]))

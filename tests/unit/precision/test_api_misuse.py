@@ -1,0 +1,246 @@
+"""harness.Precision in the wrong order or on the wrong thing, and moving layers between FP8 and BF16."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from api_support import EAGER, adamw, batch, forward_backward, mlp, prepared, recipe, train_step
+from torch import nn
+
+import harness
+from harness import Precision
+from harness.core.errors import ConfigError, MachineError, MisuseError
+from harness.precision.backends.native import NativeLinear
+from harness.precision.recipe import Recipe
+
+pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
+
+
+def test_prepare_keeps_parameters_ties_and_optimizers() -> None:
+    model = mlp()
+    model.append(model[0])
+    before = dict(model.named_parameters())
+    optimizer = adamw(model)
+    prepared_model = Precision(recipe()).prepare(model)
+    assert prepared_model is model
+    assert isinstance(model[0], NativeLinear)
+    assert model[0] is model[3]
+    assert {name: id(value) for name, value in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in before.values()}
+
+
+def test_a_recipe_comes_by_name_or_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nladder: [{backend: autocast, precision: fp32, tiers: [CPU]}]\n")
+    assert Precision.from_recipe(str(path)).recipe.name == "mine"
+    with pytest.raises(ConfigError, match='did you mean "fp8_hybrid"'):
+        Precision.from_recipe("fp8_hybrd")
+    with pytest.raises(AttributeError, match="Precisions"):
+        harness.Precisions  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p: p.context().__enter__(),
+        lambda p: p.backward(torch.zeros(())),
+        lambda p: p.step(torch.optim.SGD(mlp().parameters())),
+        lambda p: p.stats(),
+        lambda p: p.plan,
+        lambda p: p.demoted,
+        lambda p: p.demote("*"),
+        lambda p: p.state_dict(),
+        lambda p: p.load_state_dict({}),
+    ],
+)
+def test_nothing_works_before_prepare(call: Callable[[Precision], object]) -> None:
+    with pytest.raises(MisuseError, match=r"no model was prepared[\s\S]*fix: model = precision.prepare"):
+        call(Precision.from_recipe("fp32"))
+
+
+def half(model: nn.Sequential) -> nn.Module:
+    return model.half()
+
+
+def on_meta(model: nn.Sequential) -> nn.Module:
+    return model.to("meta")
+
+
+def frozen(model: nn.Sequential) -> nn.Module:
+    return model.requires_grad_(False)
+
+
+def wrapped(model: nn.Sequential) -> nn.Module:
+    return nn.DataParallel(model)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (half, "4 trainable parameters are not float32, such as 0.weight"),
+        (on_meta, "the parameters are on meta"),
+        (frozen, "no trainable parameter"),
+        (wrapped, "wrapped in DataParallel"),
+    ],
+)
+def test_a_model_that_cannot_be_prepared(spoil: Callable[[nn.Sequential], nn.Module], expected: str) -> None:
+    precision = Precision(recipe())
+    with pytest.raises(MisuseError, match=expected):
+        precision.prepare(spoil(mlp()))
+    precision.prepare(mlp())
+    with pytest.raises(MisuseError, match="called before"):
+        precision.prepare(mlp())
+
+
+def test_patterns_and_models_without_fp8_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match='pattern "3" matches no Linear'):
+        prepared(recipe(layers={"exclude": ["3"]}))
+    with pytest.raises(ConfigError, match="no layer can run in FP8"):
+        prepared(recipe(layers={"min_features": 64}))
+
+
+def test_a_recipe_without_a_rung_for_this_machine_is_refused() -> None:
+    policy = recipe().model_dump()
+    policy["ladder"] = [{"backend": "autocast", "precision": "bf16", "tiers": ["HOPPER"]}]
+    with pytest.raises(MachineError, match=r"no rung of recipe fp8_hybrid runs on tier CPU[\s\S]*not for tier CPU"):
+        prepared(Recipe.model_validate(policy))
+
+
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler", "fp32"])
+def test_calls_in_the_wrong_order(name: str) -> None:
+    precision, model = prepared(recipe(name))
+    optimizer = adamw(model)
+    x, y = batch(0)
+    with pytest.raises(MisuseError, match=r"no backward\(\) since the last step"):
+        precision.step(optimizer)
+    with pytest.raises(MisuseError, match=r"no forward in context\(\)"):
+        precision.backward(nn.functional.mse_loss(model(x), y))
+    with torch.no_grad(), precision.context():
+        model(x)
+    with pytest.raises(MisuseError, match=r"no forward in context\(\)"):
+        precision.backward(nn.functional.mse_loss(model(x), y))
+    with precision.context():
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        for call in (
+            lambda: precision.context().__enter__(),
+            lambda: precision.backward(loss),
+            lambda: precision.step(optimizer),
+            precision.state_dict,
+            lambda: precision.load_state_dict({}),
+            lambda: precision.demote("*"),
+        ):
+            with pytest.raises(MisuseError, match=r"called inside context\(\)"):
+                call()
+    for bad, expected in ((loss.detach(), "does not require grad"), (loss.repeat(2), "has shape")):
+        with pytest.raises(MisuseError, match=expected):
+            precision.backward(bad)
+    precision.backward(loss)
+    for call in (precision.state_dict, lambda: precision.demote("*"), lambda: precision.promote("*")):
+        with pytest.raises(MisuseError, match=r"between backward\(\) and step\(\)"):
+            call()
+    assert precision.step(optimizer).was_applied, "refused calls did no harm"
+    with pytest.raises(MisuseError, match=r"with several optimizers: step\(\[first, second\]\)"):
+        precision.step(optimizer)
+
+
+def test_every_problem_of_a_step_is_named_at_once() -> None:
+    precision, model = prepared(recipe())
+    forward_backward(precision, model, 0)
+    with pytest.raises(MisuseError) as caught:
+        precision.step([adamw(mlp()), "adamw"], max_grad_norm=-1.0)  # pyright: ignore[reportArgumentType]
+    text = str(caught.value)
+    for expected in ("holds no parameter of the prepared model", "str is no torch.optim", "max_grad_norm is -1.0"):
+        assert expected in text
+    with pytest.raises(MisuseError, match="no optimizer"):
+        precision.step([])
+    model.zero_grad()
+    with pytest.raises(MisuseError, match=r"no parameter has a gradient[\s\S]*zero_grad\(\) after step"):
+        precision.step(adamw(model))
+
+
+def test_a_model_that_moved_is_noticed() -> None:
+    precision, model = prepared(recipe())
+    model.to("meta")
+    with pytest.raises(MisuseError, match="prepared on cpu and is on meta now"), precision.context():
+        pass
+
+
+def test_two_models_have_two_precisions() -> None:
+    first, generator = prepared(recipe(), seed=1)
+    second, critic = prepared(recipe("fp16_scaler"), seed=2)
+    optimizers = adamw(generator), adamw(critic)
+    for step in range(3):
+        x, y = batch(step)
+        with first.context(), second.context():
+            loss = nn.functional.mse_loss(critic(generator(x)).float(), y)
+        first.backward(loss)
+        assert first.step(optimizers[0]).was_applied
+        critic.zero_grad()
+        assert train_step(second, critic, optimizers[1], step).was_applied
+        generator.zero_grad()
+    assert first.plan.resolved != second.plan.resolved
+
+
+def runs_in_fp8(precision: Precision, model: nn.Sequential, layer: int) -> bool:
+    """Whether the layer's outputs differ from those of its bf16 twin."""
+    linear = model[layer]
+    assert isinstance(linear, nn.Linear)
+    x = torch.randn(8, linear.in_features)
+    with torch.no_grad(), precision.context():
+        return not torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_layers_move_by_name_and_stay() -> None:
+    # Without the hold, this policy would promote a clean layer after a step.
+    precision, model = prepared(recipe(fallback={"hits": 1, "window": 1, "dwell_steps": 1, "warmup_steps": 1}))
+    optimizer = adamw(model)
+    train_step(precision, model, optimizer, 0)
+    assert runs_in_fp8(precision, model, 0)
+    assert precision.demote("0*") == ("00",)
+    assert precision.demote(["00", "0"]) == ()
+    assert not runs_in_fp8(precision, model, 0)
+    saved = precision.state_dict()
+    for rehearsal in (True, False):
+        for step in range(1, 6):
+            assert train_step(precision, model, optimizer, step).switch is None
+            assert precision.demoted == ("00",)
+        if rehearsal:
+            assert precision.promote("0") == ("00",)
+            precision.load_state_dict(saved)
+    stats = precision.stats()
+    assert stats is not None
+    assert stats.amax[0] == batch(5)[0].to(torch.bfloat16).abs().max().item(), "the amax is kept warm"
+    assert precision.promote("*") == ("00",)
+    assert precision.demoted == ()
+    assert runs_in_fp8(precision, model, 0)
+    with pytest.raises(MisuseError, match=r'pattern "blocks" matches no Linear[\s\S]*known: 0, 2'):
+        precision.demote(["0", "blocks"])
+    assert precision.demoted == ()
+
+
+def test_where_nothing_is_fp8_there_is_nothing_to_move() -> None:
+    precision, _ = prepared(recipe("bf16"))
+    assert precision.demote("*") == ()
+    with pytest.raises(MisuseError, match="matches no Linear"):
+        precision.demote("blocks.*")
+
+
+@pytest.mark.parametrize(("policy", "moves"), [(recipe(fallback=EAGER), 1), (recipe(), 0)])
+def test_the_fallback_acts_one_step_late_and_says_so(
+    policy: Recipe, moves: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    precision, model = prepared(policy)
+    optimizer = adamw(model)
+    with caplog.at_level(logging.WARNING, "harness.precision"):
+        switches = [train_step(precision, model, optimizer, step).switch for step in range(4)]
+    assert [switch is not None for switch in switches] == [False, False, moves == 1, False]
+    assert len(precision.demoted) == moves
+    assert ("precision.demote" in caplog.text) == (moves == 1)
+    off, model = prepared(recipe(fallback={**EAGER, "enabled": False}))
+    optimizer = adamw(model)
+    assert [train_step(off, model, optimizer, step).switch for step in range(4)] == [None] * 4
+    assert off.demoted == ()

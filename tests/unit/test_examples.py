@@ -1,0 +1,41 @@
+"""The examples run as they are, on this machine, and learn."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "resolved", "slots"), [("fp8_hybrid", "native:fp8", 6), ("bf16", "autocast:bf16", 0)]
+)
+def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(PLAIN_LOOP), recipe],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{recipe} runs as {resolved}" in done.stdout
+    losses = [float(found) for found in re.findall(r"loss (\S+)", done.stdout)]
+    assert losses[-1] < 0.1 * losses[0]
+    assert done.stdout.count("applied True") == len(losses)
+    assert len(re.findall(r"amax +\S+ +scale", done.stdout)) == slots
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_loop_is_short() -> None:
+    assert len(PLAIN_LOOP.read_text(encoding="utf-8").splitlines()) < 40
