@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from harness.capability.probe import MachineFacts, probe
-from harness.capability.tier import check_usable, tier_of
+from harness.capability.tier import check_usable
 from harness.checkpoint.incidents import load_incidents, save_incidents
 from harness.checkpoint.policy import Goodness, Retention
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
-from harness.core.errors import ConfigError, MachineError, Problem
+from harness.core.errors import ConfigError, MachineError
 from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
 from harness.core.state import Incidents, RandomState, TrainState, seed_everything
 from harness.data.batches import TokenBatches, check_world
@@ -37,8 +37,9 @@ from harness.optim.schedule import WarmupCosine
 from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale
 from harness.precision.fallback import FallbackController
 from harness.precision.loss_scale import LossScale
-from harness.precision.plan import Plan, make_plan, pad_numbers, resolve
-from harness.precision.recipe import Recipe, Rung
+from harness.precision.plan import Plan, make_plan, pad_numbers
+from harness.precision.ranks import agree_on_rung
+from harness.precision.recipe import Recipe
 from harness.recovery import Recovery
 from harness.responder import Responder
 from harness.run import MonitorsPart, Run
@@ -86,28 +87,9 @@ def _set_threads(threads: int, launch: Launch) -> None:
         torch.set_num_threads(threads)
 
 
-def choose_rung(recipe: Recipe, place: Place) -> tuple[Rung, list[Any]]:
-    """The rung that every rank can take: the weakest rank's. Raises MachineError if there is none on some rank."""
-    rung, verdicts = resolve(recipe, place.facts)
-    index = len(recipe.ladder) if rung is None else recipe.ladder.index(rung)
-    weakest = int(place.ranks.max(torch.tensor([float(index)], device=place.device)).item())
-    if weakest >= len(recipe.ladder):
-        tier, why = tier_of(place.facts)
-        lines = "; ".join(f"{verdict.rung}: {verdict.reason}" for verdict in verdicts)
-        raise MachineError(
-            Problem(
-                f"no rung of recipe {recipe.name} runs on tier {tier.name} ({why})",
-                "--recipe",
-                why=lines,
-                fix="use --recipe auto, or add a rung for this tier to the recipe",
-            )
-        )
-    return recipe.ladder[weakest], verdicts
-
-
 def build_plan(config: RunConfig, recipe: Recipe, place: Place) -> tuple[Plan, nn.Module]:
     """The model with its initial weights (a function of train.seed alone) and the plan for it."""
-    rung, verdicts = choose_rung(recipe, place)
+    rung, verdicts = agree_on_rung(recipe, place.facts, place.device)
     if place.launcher == "deepspeed":
         named: Any = "bf16" if rung.precision == "fp8" else rung.precision
         problems = check_deepspeed(config.engine.zero_stage, named, place.device.type)

@@ -66,7 +66,7 @@ def train_step(run: Run, window: Window) -> PendingFacts:
     batches = run.data.micro_batches(window, engine.rank, engine.world_size)
     # Random numbers (dropout) are a function of the step, so that a resume on any world size repeats them.
     torch.manual_seed((run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + engine.rank)
-    precision.begin_window(sample=window.step % run.stats_every == 0)
+    precision.begin_window(sample=(window.step + 1) % run.stats_every == 0)
     demoted = precision.demoted
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
     for number, (inputs, targets) in enumerate(batches, start=1):

@@ -32,6 +32,6 @@ EOF
 fi
 
 # shellcheck disable=SC2086 # LAUNCHER_ARGS is a list of words
-set -- deepspeed ${RANKS:+--num_accelerators "$RANKS"} ${LAUNCHER_ARGS:-} launch/train.py "$@"
+set -- deepspeed --log_level warning ${RANKS:+--num_accelerators "$RANKS"} ${LAUNCHER_ARGS:-} launch/train.py "$@"
 echo "$*"
 supervise "$@"

@@ -119,7 +119,7 @@ def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt:
     finite = torch.isfinite(wide)
     nonzero = (wide != 0) & finite
     exact = torch.where(finite, wide, 0.0).double()
-    error = torch.where(finite, exact - quantized.double() / float(scale), 0.0)
+    error = torch.where(finite, exact - quantized.double() / scale, 0.0)
     return torch.stack(
         [
             (scaled.abs() > FORMATS[fmt].max).sum().double(),

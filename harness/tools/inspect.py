@@ -69,16 +69,17 @@ def _slot_table(record: Record, slots: Sequence[str], console: Console) -> Table
     step, histories = _checkpoint_histories(record.run_dir / "checkpoints")
     source = f"checkpoint of step {step}" if histories else "journal"
     bars = BARS if (console.encoding or "").lower().startswith("utf") else ASCII_BARS
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title=f"amax history: {source}, newest right")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title=f"amax history: {source}, newest right")
     table.add_column("slot", no_wrap=True)
-    for heading in ("amax", "scale", "saturation", "underflow", "SQNR dB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("amax history", no_wrap=True)
+    # Figures keep their width on a narrow terminal; names and the history give way.
+    for heading, width in (("amax", 8), ("scale", 9), ("satur.", 6), ("underfl.", 8), ("SQNR dB", 7)):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    table.add_column("amax history", no_wrap=True, overflow="crop")
     for slot in slots:
         last = [_newest(record, f"fp8_{column}/{slot}") for column in COLUMNS]
         history = histories.get(bare(slot))
         values = history.tolist() if history is not None else _tail(record, f"fp8_amax/{slot}")
-        figures = [_figure(value, form) for value, form in zip(last, ("4g", "4g", "3f", "2%", "1f"), strict=True)]
+        figures = [_figure(value, form) for value, form in zip(last, ("3g", "4g", "3f", "2%", "1f"), strict=True)]
         table.add_row(slot, *figures, sparkline(values[-SPARK:], bars))
     return table
 

@@ -89,6 +89,7 @@ class Arena:
         amax = reduce(self.history[0].clone())
         self._note(amax)
         self._roll(amax)
+        self._scales_changed()
 
     def end_window(self, amax: Tensor, skip: Tensor) -> None:
         """Roll `amax` (float32 [slots], reduced over ranks) in, unless micro-batches did or `skip` is 1.0.
@@ -121,7 +122,6 @@ class Arena:
         )
         self.history.copy_(history)
         self.scale.copy_(scale)
-        self._scales_changed()
 
     def stats(self, sums: Tensor) -> Tensor:
         """float32 [6, slots], rows as in STAT_ROWS, of the window that just ended. sums: `self.sums`, rank-reduced.

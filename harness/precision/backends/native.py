@@ -76,7 +76,7 @@ class _Matmul(torch.autograd.Function):
                 ctx.scales = (arena.inverse_of(slot), arena.inverse_of(slot + 1))
             ctx.save_for_backward(left, right)
             ctx.bias_dtype = None if bias is None else bias.dtype
-            out = matmul(left, right.t(), *ctx.scales, ("e4m3", "e4m3"), bias)
+            out = matmul(left, right.t(), *ctx.scales, ("e4m3", "e4m3"), bias, fast=True)
         return out.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod

@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from harness.precision.scaling import FORMATS
 
 Inverse = Tensor | float | None
+_COMMON_MULTIPLE = 16
 
 
 def matmul(
@@ -19,16 +21,18 @@ def matmul(
     right_inverse: Inverse,
     formats: tuple[str, str],
     bias: Tensor | None = None,
+    fast: bool = False,
 ) -> Tensor:
     """(left @ right) * left_inverse * right_inverse (+ bias), bfloat16 [m, n], each output rounded once.
 
     left: bfloat16 [m, k], right: bfloat16 [k, n], holding raw FP8 values of `formats`. The inverses are 1/scale of the
-    operands, both None for plain bfloat16 operands. bias: [n], any float dtype.
+    operands, both None for plain bfloat16 operands. bias: [n], any float dtype. fast: let FP8 units accumulate with
+    less precision, as Transformer Engine does in forward only; without FP8 units it changes nothing.
     """
     if left_inverse is None or right_inverse is None:
         product_scale = 1.0
     elif isinstance(left_inverse, Tensor) and isinstance(right_inverse, Tensor):
-        return _scaled_mm(left, right, left_inverse, right_inverse, formats, bias)
+        return _scaled_mm(left, right, left_inverse, right_inverse, formats, bias, fast)
     else:
         product_scale = float(left_inverse) * float(right_inverse)
     if bias is not None:
@@ -49,16 +53,23 @@ def _scaled_mm(
     right_inverse: Tensor,
     formats: tuple[str, str],
     bias: Tensor | None,
+    fast: bool,
 ) -> Tensor:
-    """cuBLASLt's FP8 GEMM: left row-major, right column-major. Fast accumulation in forward only, as TE."""
-    a = left.contiguous().to(FORMATS[formats[0]].dtype)
-    b = right.t().contiguous().t().to(FORMATS[formats[1]].dtype)
+    """cuBLASLt's FP8 GEMM: left row-major, right column-major, their common dimension a multiple of 16.
+
+    Casts come before transposes, which then move half the bytes. In the weight gradient the common dimension is the
+    number of tokens: zeros fill it up, which changes no sum.
+    """
+    a = left.to(FORMATS[formats[0]].dtype).contiguous()
+    b = right.to(FORMATS[formats[1]].dtype).t().contiguous()
+    if missing := -a.shape[1] % _COMMON_MULTIPLE:
+        a, b = (F.pad(raw.view(torch.uint8), (0, missing)).view(raw.dtype) for raw in (a, b))
     return torch._scaled_mm(
         a,
-        b,
+        b.t(),
         scale_a=left_inverse,
         scale_b=right_inverse,
         bias=None if bias is None else bias.detach().to(torch.bfloat16),
         out_dtype=torch.bfloat16,
-        use_fast_accum=formats == ("e4m3", "e4m3"),
+        use_fast_accum=fast,
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.plan import Plan, pad_numbers
@@ -23,7 +24,8 @@ ROLES = ("input", "weight", "grad_output")
 class TorchaoBackend:
     """Every cast computes its own scale from its own amax: saturation is 1 by construction, unless amax is 0.
 
-    Demoted layers call plain `F.linear` on the same Parameters. On a CPU torchao emulates its GEMMs.
+    FP8 inside a precision context only; outside of one, and in demoted layers, `F.linear` on the same Parameters. On a
+    CPU torchao emulates its GEMMs; on a GPU it gains speed only under torch.compile.
     """
 
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
@@ -40,6 +42,7 @@ class TorchaoBackend:
         self._fp8_max = torch.tensor([scaling.E4M3.max, scaling.E4M3.max, grad_max] * len(self.layers), device=device)
         self._amax = torch.zeros(len(self.slot_names), device=device)
         self._demoted: set[str] = set()
+        self._active = False
         for index, (name, module) in enumerate(self.modules.items()):
             self._watch(name, module, 3 * index)
 
@@ -47,12 +50,15 @@ class TorchaoBackend:
         fp8_forward = module.forward
 
         def forward(x: Tensor) -> Tensor:
+            weight, bias = module.get_parameter("weight"), cast("Tensor | None", module.bias)
+            if not self._active:
+                return F.linear(x, weight, bias)
+            # torchao asks for CUDA's autocast only; the cast is the same everywhere if it is done here.
+            x = x.to(torch.bfloat16)
             if torch.is_grad_enabled():
                 self._observe(slot, x)
-                self._observe(slot + 1, module.get_parameter("weight"))
-            if name in self._demoted:
-                return F.linear(x, module.get_parameter("weight"), module.bias)  # pyright: ignore[reportArgumentType]
-            out = fp8_forward(x)
+                self._observe(slot + 1, weight)
+            out = F.linear(x, weight, bias) if name in self._demoted else fp8_forward(x)
             if out.requires_grad:
                 out.register_hook(lambda grad: self._observe(slot + 2, grad))
             return out
@@ -70,12 +76,17 @@ class TorchaoBackend:
     @contextmanager
     def context(self) -> Iterator[None]:
         """bf16 autocast; converted layers cast to FP8 themselves. With gradients off nothing is measured."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with self.backward_context(), torch.autocast(self.device.type, dtype=torch.bfloat16):
             yield
 
-    def backward_context(self) -> AbstractContextManager[None]:
-        """Nothing to hold."""
-        return nullcontext()
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
 
     def begin_window(self, sample: bool) -> None:
         """Forget the amaxes of the last step. `sample` changes nothing: torchao hands out no quantised tensors."""
@@ -106,9 +117,14 @@ class TorchaoBackend:
         """The last amaxes (as a history of one row) and the demoted set; dynamic scaling has no other state."""
         return {"history": self._amax[None], "scale": torch.ones_like(self._amax)}, {
             "slots": list(self.slot_names),
+            "formats": ["dynamic"] * len(self.slot_names),
             "demoted": list(self.demoted),
         }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore which layers are in BF16."""
+        """Restore the last amaxes and which layers are in BF16. Raises CheckpointError if the slots differ."""
+        if list(meta["slots"]) != list(self.slot_names) or tensors["history"].shape[0] != 1:
+            fix = "resume with the recipe and model that wrote the checkpoint"
+            raise CheckpointError(Problem("FP8 state is of other slots, or of delayed scaling", "fp8 state", fix=fix))
+        self._amax.copy_(tensors["history"][0])
         self._demoted = set(meta["demoted"])

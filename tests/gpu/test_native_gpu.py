@@ -1,0 +1,74 @@
+"""The native backend's FP8 GEMMs on a GPU against its bfloat16 carriers on the CPU. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from gpu_support import backend_on, clones, distance, window
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+# Both round outputs to bfloat16 once, from sums in another order; fast accumulation keeps some 14 bits.
+TOLERANCE = 5e-3
+
+
+@pytest.mark.parametrize("tokens", [256, 200, 7])
+@pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
+def test_the_three_gemms_agree_with_the_cpu_and_the_state_is_bit_equal(
+    fp8_gpu: torch.device, tokens: int, fmt: str
+) -> None:
+    torch.manual_seed(0)
+    here = nn.Sequential(nn.Linear(256, 512))
+    there = copy.deepcopy(here).to(fp8_gpu)
+    ours, theirs = (
+        backend_on(here, "native", torch.device("cpu"), format=fmt),
+        backend_on(there, "native", fp8_gpu, format=fmt),
+    )
+    for number in range(3):
+        x, grad = torch.randn(tokens, 256), 1e-3 * torch.randn(tokens, 512).bfloat16()
+        on_cpu, on_gpu = x.clone().requires_grad_(), x.to(fp8_gpu).requires_grad_()
+        here.zero_grad()
+        there.zero_grad()
+        expected, expected_stats = window(ours, here, on_cpu, grad, sample=True)
+        actual, stats = window(theirs, there, on_gpu, grad.to(fp8_gpu), sample=True)
+        assert on_cpu.grad is not None
+        assert on_gpu.grad is not None
+        assert distance(actual, expected) < TOLERANCE, f"forward of window {number}"
+        assert distance(on_gpu.grad, on_cpu.grad) < TOLERANCE, f"input gradient of window {number}"
+        for name, parameter in there.named_parameters():
+            grad_here = here.get_parameter(name).grad
+            assert parameter.grad is not None
+            assert grad_here is not None
+            assert distance(parameter.grad, grad_here) < TOLERANCE, f"{name} of window {number}"
+        assert torch.equal(stats[:3].cpu(), expected_stats[:3]), "amax, scale in use, saturation"
+        torch.testing.assert_close(stats[3:].cpu(), expected_stats[3:], rtol=1e-5, atol=1e-6, equal_nan=True)
+    for name, tensor in clones(ours).items():
+        assert torch.equal(clones(theirs)[name], tensor), name
+
+
+def test_a_skipped_window_leaves_the_state_bit_equal(fp8_gpu: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).to(fp8_gpu)
+    backend = backend_on(model, "native", fp8_gpu)
+    x, grad = torch.randn(32, 64, device=fp8_gpu), torch.randn(32, 64, device=fp8_gpu, dtype=torch.bfloat16)
+    window(backend, model, x, grad)
+    before = clones(backend)
+    window(backend, model, 100 * x, grad, skip=1.0)
+    for name, tensor in clones(backend).items():
+        assert torch.equal(tensor, before[name]), name
+    window(backend, model, 100 * x, grad)
+    assert not torch.equal(clones(backend)["scale"], before["scale"]), "the same window, applied, does move the state"
+
+
+def test_a_demoted_layer_is_plain_bf16(fp8_gpu: torch.device) -> None:
+    linear = nn.Linear(64, 64, bias=False).to(fp8_gpu)
+    model = nn.Sequential(linear)
+    backend = backend_on(model, "native", fp8_gpu)
+    backend.switch(demote=["00"], promote=[])
+    x, grad = torch.randn(32, 64, device=fp8_gpu), torch.randn(32, 64, device=fp8_gpu, dtype=torch.bfloat16)
+    out, stats = window(backend, model, x, grad)
+    expected = x.bfloat16() @ linear.weight.detach().bfloat16().t()
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
+    assert (stats[0] > 0).all(), "shadow amax of all three tensors"

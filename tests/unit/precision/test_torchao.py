@@ -1,0 +1,180 @@
+"""The torchao rung, emulated on the CPU: conversion, training, amax against its definition, demotion, state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.capability.probe import probe
+from harness.core.errors import CheckpointError
+from harness.core.protocols import PrecisionBackend
+from harness.precision.engine import build_backend
+from harness.precision.plan import make_plan, resolve
+from harness.precision.recipe import Recipe, load_recipe
+
+CPU = torch.device("cpu")
+APPLY = torch.zeros(())
+
+
+def same(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\n"
+        "ladder: [{backend: torchao, precision: fp8, tiers: [CPU, ADA, HOPPER, BLACKWELL]}]\n"
+        "layers: {min_features: 16, exclude: [head]}\n"
+    )
+    return load_recipe(str(path))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(F.silu(self.up(x))))
+
+
+def backend_for(model: nn.Module, recipe: Recipe) -> PrecisionBackend:
+    facts = probe()
+    rung, verdicts = resolve(recipe, facts)
+    assert rung is not None
+    assert rung.backend == "torchao"
+    return build_backend(make_plan(recipe, facts, rung, verdicts, model), recipe, model, CPU)
+
+
+def step(backend: PrecisionBackend, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    backend.begin_window(sample=True)
+    with backend.context():
+        loss = F.mse_loss(model(x).float(), target)
+    with backend.backward_context():
+        loss.backward()
+    return loss.detach()
+
+
+def test_only_planned_layers_are_converted_and_parameters_keep_their_identity(recipe: Recipe) -> None:
+    model = Mlp()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    backend = backend_for(model, recipe)
+    assert backend.layers == ("up", "down")
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    kinds = {name: type(module).__name__ for name, module in model.named_children()}
+    assert kinds == {"up": "Float8Linear", "down": "Float8Linear", "head": "Linear"}
+    assert set(model.state_dict()) == set(Mlp().state_dict())
+
+
+@pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_it_trains(recipe: Recipe, dynamic: str) -> None:
+    policy = Recipe.model_validate({**recipe.model_dump(), "fp8": {"dynamic": dynamic}})
+    model = Mlp()
+    backend = backend_for(model, policy)
+    x, target = torch.randn(64, 32), torch.randn(64, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, stats = [], torch.zeros(6, 6)
+    for _ in range(20):
+        losses.append(step(backend, model, x, target))
+        stats = backend.end_window(backend.amax(), APPLY, same)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.7 * losses[0]
+    assert (stats[0] > 0).all(), "every slot saw values: FP8 really ran"
+    torch.testing.assert_close(stats[2], torch.ones(6), rtol=1e-6, atol=0.0)
+    assert stats[3:].isnan().all(), "not measured"
+
+
+def test_fp8_really_ran(recipe: Recipe) -> None:
+    """Inside a context outputs carry E4M3 rounding (a relative error of percents); outside of it they are plain."""
+    model = Mlp()
+    backend = backend_for(model, recipe)
+    plain = Mlp().up
+    x = torch.randn(64, 32)
+    with torch.no_grad():
+        assert torch.equal(model.up(x), plain(x))
+        with backend.context():
+            error = (model.up(x).float() - plain(x)).norm() / plain(x).norm()
+    assert 0.01 < error < 0.06
+
+
+def test_amax_is_the_largest_magnitude_of_each_operand_over_micro_batches(recipe: Recipe) -> None:
+    model = Mlp()
+    backend = backend_for(model, recipe)
+    seen: list[torch.Tensor] = []
+    backend.begin_window(sample=False)
+    for scale in (3.0, 1.0):
+        x = scale * torch.randn(16, 32)
+        with backend.context():
+            hidden = model.up(x)
+        hidden.backward(grad := torch.randn(16, 64, dtype=torch.bfloat16))
+        seen += [torch.stack([x.bfloat16().abs().max().float(), grad.abs().max().float()])]
+    expected = torch.stack(seen).amax(dim=0)
+    amax = dict(zip(backend.slot_names, backend.amax().tolist(), strict=True))
+    assert amax["up.input"] == expected[0]
+    assert amax["up.weight"] == model.up.weight.abs().max()
+    assert amax["up.grad_output"] == expected[1]
+    assert amax["down.input"] == 0.0, "down did not run"
+    stats = backend.end_window(backend.amax(), APPLY, same)
+    assert stats[1, 0].item() == pytest.approx(448 / expected[0].item())
+    backend.begin_window(sample=False)
+    assert not backend.amax().any()
+
+
+def test_evaluation_leaves_no_trace(recipe: Recipe) -> None:
+    model = Mlp()
+    backend = backend_for(model, recipe)
+    step(backend, model, torch.randn(16, 32), torch.randn(16, 32))
+    before = backend.amax()
+    with torch.no_grad(), backend.context():
+        model(torch.full((16, 32), 1e6))
+    assert torch.equal(backend.amax(), before)
+
+
+def test_a_demoted_layer_is_plain_bf16_and_still_watched(recipe: Recipe) -> None:
+    model = Mlp()
+    backend = backend_for(model, recipe)
+    backend.switch(demote=["up"], promote=[])
+    assert backend.demoted == ("up",)
+    x = torch.randn(16, 32)
+    with backend.context():
+        out = model.up(x)
+    expected = F.linear(x.bfloat16(), model.up.weight.bfloat16(), model.up.bias.bfloat16())
+    assert torch.equal(out, expected)
+    step(backend, model, x, torch.randn(16, 32))
+    assert (backend.amax() > 0).all()
+    backend.switch(demote=[], promote=["up"])
+    assert backend.demoted == ()
+    with backend.context():
+        assert not torch.equal(model.up(x), expected), "back in FP8"
+
+
+def test_state_round_trip_and_refusal_of_another_models_state(recipe: Recipe) -> None:
+    model = Mlp()
+    backend = backend_for(model, recipe)
+    step(backend, model, torch.randn(16, 32), torch.randn(16, 32))
+    backend.switch(demote=["down"], promote=[])
+    tensors, meta = backend.state_dict()
+    fresh = backend_for(Mlp(), recipe)
+    fresh.load_state_dict(tensors, meta)
+    assert fresh.demoted == ("down",)
+    assert torch.equal(fresh.amax(), backend.amax())
+    with pytest.raises(CheckpointError, match="other slots"):
+        fresh.load_state_dict(tensors, {**meta, "slots": ["x.input"]})
+    with pytest.raises(CheckpointError, match="delayed scaling"):
+        fresh.load_state_dict({**tensors, "history": torch.zeros(16, 6)}, meta)
+
+
+def test_torchao_is_imported_only_when_its_rung_is_taken() -> None:
+    code = "import sys; import harness.precision.engine, harness.build; sys.exit('torchao' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
