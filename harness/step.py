@@ -80,8 +80,9 @@ def train_step(run: Run, window: Window) -> PendingFacts:
         total += loss.detach().float()
         precision.end_micro_batch(engine.max)
     mean_loss = engine.mean(total / len(batches))
-    stop = float(run.stop.requested())
-    flags = torch.stack([(~torch.isfinite(mean_loss)).float(), mean_loss.new_tensor(stop)])
+    # torch.full fills on the device; a tensor from a Python number would be a synchronising copy on CUDA.
+    stop = torch.full((), float(run.stop.requested()), device=engine.device)
+    flags = torch.stack([(~torch.isfinite(mean_loss)).float(), stop])
     agree = torch.cat([flags, precision.amax()])
     update = engine.step(agree)
     slots = precision.end_window(agree[2:], update.skipped, engine.mean)
