@@ -74,16 +74,22 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, ffn) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=EPS)
         self.lm_head = nn.Linear(dim, vocab, bias=False)
-        self._initialise(layers)
+        self._initialise(layers, tied)
         if tied:
             self.lm_head.weight = self.embed.weight
 
-    def _initialise(self, layers: int) -> None:
-        """Normal(0, 0.02); the two projections into the residual stream scaled by 1/sqrt(2 * layers), as GPT-2."""
+    def _initialise(self, layers: int, tied: bool) -> None:
+        """Normal(0, 0.02); the two projections into the residual stream scaled by 1/sqrt(2 * layers), as GPT-2.
+
+        An untied embedding starts at unit variance: the first RMSNorm divides by its size, and at 0.02 the gradient of
+        the embedding would be 50 times that of everything else.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 into_residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
+        if not tied:
+            nn.init.normal_(self.embed.weight)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """int64 [batch, time] in. With targets: float32 0-d mean loss; without: logits [batch, time, vocab]."""
