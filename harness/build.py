@@ -40,7 +40,7 @@ from harness.precision.loss_scale import LossScale
 from harness.precision.plan import Plan, make_plan, pad_numbers
 from harness.precision.ranks import agree_on_rung
 from harness.precision.recipe import Recipe
-from harness.recovery import Recovery
+from harness.recovery import Recovery, finish_rollback
 from harness.responder import Responder
 from harness.run import MonitorsPart, Run
 from harness.stop import StopRequest
@@ -180,10 +180,13 @@ def open_journal(folder: Path, place: Place, attempt: int, resume_step: int | No
     return Journal(path, attempt, resume_step if place.ranks.rank == 0 else None)
 
 
-def read_incidents(folder: Path, place: Place) -> Incidents:
-    """What earlier rollbacks of this run decided, the same on every rank."""
+def read_incidents(folder: Path, place: Place, store: Store) -> Incidents:
+    """What earlier rollbacks of this run decided, the same on every rank; one that a kill cut short is completed."""
     incidents = load_incidents(folder)
     place.ranks.barrier()
+    if place.ranks.rank == 0:
+        finish_rollback(incidents, store, lambda current: save_incidents(folder, current))
+    incidents.return_to = 0
     return incidents
 
 

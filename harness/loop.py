@@ -39,7 +39,7 @@ def run(r: Run) -> Outcome:
                 if not _rollback(r, facts, action):
                     return _halt(r, facts.step, str(r.recovery.nothing_to_return_to(facts.step, action.reason)))
         if r.state.step >= total or _every(r.config.train.eval_every, r.state.step):
-            val_loss = _validate(r) if not stopping else None
+            val_loss = _validate(r)
         if r.state.step >= total or stopping or _every(r.config.checkpoint.every, r.state.step):
             r.recovery.save()
     if r.state.step < total:
@@ -90,10 +90,9 @@ def _switch_due(r: Run) -> None:
 
 
 def _rollback(r: Run, facts: StepFacts, action: Rollback) -> bool:
-    target = r.recovery.rollback(action)
+    target = r.recovery.rollback(facts.step, action)
     if target is None:
         return False
-    r.tracker.event(facts.step, "guard.rollback", reason=action.reason, to_step=target, passed_over=list(action.bad))
     r.tracker.attempt = r.state.incidents.attempt
     r.screen.event(f"step {facts.step}: rolled back to step {target}: {action.reason}")
     return True

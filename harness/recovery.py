@@ -21,6 +21,8 @@ class Good(Protocol):
 
     def newest_good(self) -> int | None: ...
 
+    def rolled_back(self, step: int) -> None: ...
+
 
 @dataclass
 class Recovery:
@@ -42,8 +44,16 @@ class Recovery:
         return self.engine.broadcast(self.store.newest_valid() if self.engine.rank == 0 else None)
 
     def load(self, step: int) -> None:
-        """Restore the TrainState of `step`. Collective."""
-        self.state.load_state_dict(*self.store.load(step))
+        """Restore the TrainState of `step`, as a resume. Collective.
+
+        Steps after the checkpoint run again and spend their budgets again, so those are taken from the checkpoint,
+        unless a rollback came in between: what it wrote stands.
+        """
+        tensors, meta = self.store.load(step)
+        self.state.load_state_dict(tensors, meta)
+        incidents, budgets = self.state.incidents, meta["budgets"]
+        if budgets["attempt"] == incidents.attempt:
+            incidents.skips, incidents.switches = budgets["skips"], budgets["switches"]
         if self.engine.rank == 0:
             self.good.saved(step)
 
@@ -55,7 +65,6 @@ class Recovery:
             try:
                 self.store.save(self.state.step, tensors, meta)
                 self.good.saved(self.state.step)
-                self.keep_incidents(self.state.incidents)
                 self.prune()
             except CheckpointError as error:
                 self.tracker.event(self.state.step, "checkpoint.failed", text=str(error))
@@ -69,20 +78,27 @@ class Recovery:
             except CheckpointError as error:
                 self.tracker.event(step, "checkpoint.failed", text=str(error))
 
-    def rollback(self, action: Rollback) -> int | None:
+    def rollback(self, step: int, action: Rollback) -> int | None:
         """Go back to the newest good checkpoint and pass over the bad windows; its step, or None if there is none.
 
-        Incidents are written before anything is undone, so that a crash half-way does not forget them. Collective.
+        Collective. incidents.json is the commit point: killed before it, the run decides again; killed after it,
+        `finish_rollback` completes the rest at the next start. The event comes first, as saying it twice is harmless.
         """
         incidents = self.state.incidents
         target = self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
         if target is None:
             return None
+        bad = list(action.bad)
+        self.tracker.event(step, "guard.rollback", reason=action.reason, to_step=target, passed_over=bad)
         incidents.attempt += 1
-        incidents.skipped_windows = sorted({*incidents.skipped_windows, *action.bad})
+        incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})
+        incidents.return_to = target
         if self.engine.rank == 0:
+            self.tracker.flush()
             self.keep_incidents(incidents)
-            self.store.discard_after(target)
+            finish_rollback(incidents, self.store, self.keep_incidents)
+        incidents.return_to = 0
+        self.good.rolled_back(target)
         self.engine.barrier()
         self.state.load_state_dict(*self.store.load(target))
         return target
@@ -96,3 +112,11 @@ class Recovery:
             why="a checkpoint is good once checkpoint.healthy_steps healthy steps followed it",
             fix="lower train.lr, lengthen train.warmup_steps, or save more often (checkpoint.every)",
         )
+
+
+def finish_rollback(incidents: Incidents, store: CheckpointStore, keep_incidents: Callable[[Incidents], None]) -> None:
+    """Carry out a rollback that incidents.json has committed; nothing to do if there is none. Rank 0 only."""
+    if incidents.return_to:
+        store.discard_after(incidents.return_to)
+        incidents.return_to = 0
+        keep_incidents(incidents)

@@ -42,7 +42,8 @@ class Responder:
             return Halt(
                 f"{self.incidents.skips} updates were skipped as not finite, more than guard.max_skips "
                 f"({self.guard.max_skips}); last: {skips[-1].text}. "
-                "Look for bad data in the windows that the journal names, lower train.lr, or raise guard.max_skips"
+                "Look for bad data in the windows that the journal names, lower train.lr, "
+                "or raise guard.max_skips, in a new run: --name NEW --resume runs/<run>/checkpoints/step-<good>"
             )
         rollbacks = [v.proposal for v in verdicts if isinstance(v.proposal, Rollback)]
         if rollbacks:
@@ -61,7 +62,8 @@ class Responder:
             return Halt(
                 f"{reason}; and all of guard.max_rollbacks ({self.guard.max_rollbacks}) are spent. "
                 "Lower train.lr, lengthen train.warmup_steps, try the bf16 recipe, or look at the windows that the "
-                "journal names; then resume from the last good checkpoint"
+                "journal names, in a new run from a good checkpoint: "
+                "--name NEW --resume runs/<run>/checkpoints/step-<N>"
             )
         self.incidents.rollbacks += 1
         bad = {window for proposal in proposals for window in proposal.bad} - set(self.incidents.skipped_windows)

@@ -51,7 +51,8 @@ class MonitorsPart:
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore every monitor that the checkpoint knows."""
         for monitor in self.monitors:
-            monitor.load_state_dict(meta[type(monitor).__name__])
+            if type(monitor).__name__ in meta:
+                monitor.load_state_dict(meta[type(monitor).__name__])
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -35,21 +36,30 @@ def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: 
         if resume != "auto" and (folder / "config.yaml").exists():
             fix = "choose another --name, or use --resume auto"
             raise ConfigError(Problem("this run exists already", str(folder), fix=fix))
+        if _has_remains(folder) and not (folder / "config.yaml").exists():
+            fix = "choose another --name, or move the folder away"
+            raise ConfigError(Problem("holds the remains of a run without its config.yaml", str(folder), fix=fix))
         return folder
     base = f"{Path(config_name).stem}-{Path(recipe_name).stem}"
     number = 1
     while True:
         folder = RUNS / (base if number == 1 else f"{base}-{number}")
-        taken = (folder / "config.yaml").exists()
-        if not taken or (resume == "auto" and not is_finished(folder, steps)):
+        resumable = (folder / "config.yaml").exists()
+        if not _has_remains(folder) or (resumable and resume == "auto" and not is_finished(folder, steps)):
             return folder
         number += 1
+
+
+def _has_remains(folder: Path) -> bool:
+    """Whether a run was here: its checkpoints must never be taken for another run's."""
+    return any((folder / name).exists() for name in ("config.yaml", "journal.jsonl", "checkpoints"))
 
 
 def is_finished(folder: Path, steps: int) -> bool:
     """Whether the run in `folder` ended as planned, with at least `steps` steps done."""
     outcome = read_outcome(folder)
-    return outcome.get("status") == "done" and int(outcome.get("step", 0)) >= steps
+    step = outcome.get("step")
+    return outcome.get("status") == "done" and isinstance(step, int) and step >= steps
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
@@ -63,7 +73,14 @@ def read_outcome(folder: Path) -> dict[str, Any]:
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """How the run ended, for wrappers: launchers swallow exit codes."""
-    write_json(folder / "outcome.json", {**asdict(outcome), "exit_code": int(outcome.exit_code)})
+    loss = outcome.val_loss
+    spelled = loss if loss is None or math.isfinite(loss) else str(loss)  # strict JSON has no NaN
+    write_json(folder / "outcome.json", {**asdict(outcome), "val_loss": spelled, "exit_code": int(outcome.exit_code)})
+
+
+def forget_outcome(folder: Path) -> None:
+    """A run that goes on has no outcome: an old one would be taken for the new one's if it is killed."""
+    (folder / "outcome.json").unlink(missing_ok=True)
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
@@ -91,6 +108,20 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str) -> None
         problems.append(Problem("the recipe's contents changed since this run began", f"{folder}: recipe", fix=fix))
     if problems:
         raise CheckpointError(problems)
+
+
+def same_data_order(folder: Path, other: Path) -> bool:
+    """Whether two runs consume the same windows in the same order: then what one passed over, the other must too."""
+
+    def order(run: Path) -> tuple[Any, ...]:
+        config = validate(RunConfig, read_yaml(run / "config.yaml"), str(run / "config.yaml"))
+        corpus = json.loads((run / "data" / "corpus.json").read_text())
+        return corpus["sha256"], config.train.seed, config.train.global_batch, config.data.context
+
+    try:
+        return order(folder) == order(other)
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:

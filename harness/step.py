@@ -65,7 +65,8 @@ def train_step(run: Run, window: Window) -> PendingFacts:
     engine, precision = run.engine, run.precision
     batches = run.data.micro_batches(window, engine.rank, engine.world_size)
     # Random numbers (dropout) are a function of the step, so that a resume on any world size repeats them.
-    torch.manual_seed((run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + engine.rank)
+    seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + engine.rank
+    torch.manual_seed(seed % 2**63)
     precision.begin_window(sample=(window.step + 1) % run.stats_every == 0)
     demoted = precision.demoted
     total = torch.zeros((), dtype=torch.float32, device=engine.device)

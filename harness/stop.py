@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _FORCE_AFTER = 3
@@ -22,6 +23,7 @@ class StopRequest:
     def __init__(self, max_minutes: float = 0.0, launched: bool = False) -> None:
         self.reason = ""
         self._interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
         self._parent = os.getppid() if launched else 0
         grandparent = _parent_of(self._parent) if launched else 0
@@ -29,8 +31,12 @@ class StopRequest:
 
     def install(self) -> None:
         """Take over SIGTERM, SIGINT and SIGUSR1. Call it in the main thread."""
-        for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
+        self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+
+    def uninstall(self) -> None:
+        """Signals mean again what they meant before: nothing is left to save."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def requested(self) -> bool:
         """Whether this process was asked to stop; `reason` then says by what."""
@@ -47,7 +53,9 @@ class StopRequest:
         return bool(self._grandparent) and _parent_of(self._parent) != self._grandparent
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reason = self.reason or signal.Signals(number).name
+        if not self.reason:
+            self.reason = signal.Signals(number).name
+            os.write(2, f"\n{self.reason}: saving after this step, then stopping\n".encode())
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts >= _FORCE_AFTER:

@@ -38,6 +38,10 @@ class Goodness:
         """Step of the newest good checkpoint that is there and verifies."""
         return newest_good(self._store)
 
+    def rolled_back(self, step: int) -> None:
+        """The run went back to `step`: newer checkpoints are gone, and none of them waits any longer."""
+        self._waiting = {waiting: count for waiting, count in self._waiting.items() if waiting <= step}
+
     def _promote(self) -> None:
         earned = [step for step, count in self._waiting.items() if count >= self._healthy_steps]
         for step in earned:

@@ -15,13 +15,14 @@ from harness.core.yamlfile import parse_yaml, read_yaml
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Strict):
     """Length, batch and update rule."""
 
     steps: Positive = Field(default=300, description="windows (optimizer steps) to train")
-    seed: Count = Field(default=0, description="seed of weights and data order")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="seed of weights and data order")
     global_batch: Positive = Field(default=16, description="samples per optimizer step, over all ranks")
     micro_batch: Positive = Field(default=8, description="samples per forward and backward on one rank")
     max_grad_norm: float = Field(default=1.0, gt=0, description="clip the global L2 gradient norm to this")
@@ -29,7 +30,7 @@ class TrainConfig(Strict):
     warmup_steps: Count = Field(default=20, description="applied steps of linear warm-up")
     min_lr_ratio: Share = Field(default=0.1, description="final learning rate over peak, end of the cosine")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW decay on matrices; vectors get none")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="AdamW moment decay rates")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="AdamW moment decay rates")
     optimizer: Literal["adamw", "sgd"] = Field(
         default="adamw", description="fused AdamW, or fused SGD with momentum betas[0]"
     )
@@ -166,7 +167,11 @@ def load_config(name_or_path: str, overrides: Sequence[str] = (), recipe: str | 
     if recipe is not None:
         over = merge(over, {"recipe": recipe})
     source = f"{path}" if not overrides else f"{path} + command line"
-    return validate(RunConfig, merge(read_yaml(path), over), source)
+    base = read_yaml(path)
+    model = over.get("model")
+    if isinstance(model, dict) and "target" in model and isinstance(base.get("model"), dict):
+        base["model"].pop("args", None)  # they are another target's
+    return validate(RunConfig, merge(base, over), source)
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -15,7 +15,7 @@ T = TypeVar("T", bound=BaseModel)
 class Strict(BaseModel):
     """Base of every section: unknown keys refused, no coercion of types, values frozen once validated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 def validate(model: type[T], data: Mapping[str, Any], source: str) -> T:

@@ -21,13 +21,17 @@ from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
 @dataclass
 class Incidents:
-    """What rollbacks must not undo: windows to pass over, budgets spent, which attempt this is."""
+    """What rollbacks must not undo: windows to pass over, budgets spent, which attempt this is.
+
+    return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none.
+    """
 
     attempt: int = 1
     skipped_windows: list[int] = field(default_factory=list)
     rollbacks: int = 0
     skips: int = 0
     switches: int = 0
+    return_to: int = 0
 
     def window_index(self, step: int) -> int:
         """The place in the data order that `step` consumes: the step-th window that is not skipped."""
@@ -93,7 +97,13 @@ class TrainState:
     def state_dict(self) -> tuple[Tensors, Meta]:
         """(tensors by part and name, JSON-able meta). Collective: every rank must call it."""
         tensors: Tensors = {}
-        meta: Meta = {"step": self.step, "switches": [list(switch) for switch in self.switches], "parts": {}}
+        budgets = {key: getattr(self.incidents, key) for key in ("attempt", "skips", "switches")}
+        meta: Meta = {
+            "step": self.step,
+            "budgets": budgets,
+            "switches": [list(switch) for switch in self.switches],
+            "parts": {},
+        }
         for name, part in self.parts.items():
             tensors[name], meta["parts"][name] = part.state_dict()
         return tensors, meta

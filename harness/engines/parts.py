@@ -89,7 +89,10 @@ class ModelPart:
         require_tied(tied, meta)
         require_same("model", tensors, here)
         for name, tensor in here.items():
-            tensor.copy_(tensors[name])
+            if 0 in tensor.stride() and tensor.numel() > 1:  # an expanded buffer has no memory of its own to copy into
+                tensor.data = tensors[name].to(tensor.device, copy=True)
+            else:
+                tensor.copy_(tensors[name])
 
 
 def require_tied(here: Mapping[str, str], meta: Mapping[str, Any]) -> None:

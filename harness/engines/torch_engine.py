@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.core.errors import ConfigError, Problem
 from harness.core.protocols import Meta, Stateful, TensorDict, Update
 from harness.core.update import clip_divisor, gated_step, grad_norm, takes_found_inf
 from harness.engines.parts import ModelPart, OptimizerPart
@@ -64,6 +65,7 @@ class TorchEngine(Ranks):
             for group in optimizer.param_groups:
                 group["lr"] = self._lr
         self._ddp: DistributedDataParallel | None = None
+        self._checked = False
         if self.world_size > 1:
             self._ddp = DistributedDataParallel(
                 model,
@@ -84,6 +86,9 @@ class TorchEngine(Ranks):
     @torch.no_grad()
     def step(self, agree: Tensor) -> Update:
         """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`."""
+        if self._ddp is not None and not self._checked:
+            self._checked = True
+            _require_gradients(self._model)
         loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
         norm = grad_norm(self._params).to(self.device) / loss_scale
         agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm)).float()
@@ -109,3 +114,17 @@ class TorchEngine(Ranks):
     def close(self) -> None:
         """Leave the process group; safe to call twice."""
         leave()
+
+
+def _require_gradients(model: nn.Module) -> None:
+    """Raise ConfigError naming parameters that the first step left without a gradient: DDP would stop at the next."""
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise ConfigError(
+            Problem(
+                f"{len(unused)} parameters took no part in the loss, such as {unused[0]}",
+                "model",
+                why="DistributedDataParallel waits for the gradient of every parameter",
+                fix="freeze them (requires_grad_(False)), use them, or train on one process",
+            )
+        )

@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,8 +45,21 @@ def build_model(config: ModelConfig) -> nn.Module:
         raise ConfigError(
             Problem(f"does not accept model.args: {error}", where, fix=f"it takes: {', '.join(accepted) or 'nothing'}")
         ) from error
+    except Exception as error:
+        raise ConfigError(
+            Problem(
+                f"failed: {type(error).__name__}: {error}", where, fix=f"call {config.target} with model.args alone"
+            )
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem(f"returned a {type(model).__name__}, not an nn.Module", where, fix="return a Module"))
+    odd = [
+        f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.dtype != torch.float32
+    ]
+    if odd:
+        why = "precisions are chosen by the recipe, over float32 parameters"
+        what = f"{len(odd)} trainable parameters are not float32, such as {odd[0]}"
+        raise ConfigError(Problem(what, where, why, "return model.float()"))
     if next(model.parameters(), None) is None:
         raise ConfigError(Problem("returned a model without parameters", where, fix="return a trainable Module"))
     return model

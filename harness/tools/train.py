@@ -22,6 +22,7 @@ from harness.build import (
     open_store,
     read_incidents,
 )
+from harness.checkpoint.incidents import load_incidents
 from harness.checkpoint.lock import RunLock
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
@@ -33,8 +34,10 @@ from harness.run import Run
 from harness.runs import (
     check_resumable,
     choose_folder,
+    forget_outcome,
     is_finished,
     read_outcome,
+    same_data_order,
     write_config,
     write_outcome,
     write_plan,
@@ -60,6 +63,7 @@ class Request:
 def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
     config = request.config
+    source = _source(request.resume)
     place = find_place(config, request.launcher)
     lead = place.ranks.rank == 0
     folder = Path(place.ranks.broadcast(str(_folder(request)) if lead else None))
@@ -87,8 +91,9 @@ def train(request: Request) -> int:
         if lead:
             write_config(folder, config)
             write_plan(folder, plan.as_dict())
-        incidents = read_incidents(folder, place)
+            forget_outcome(folder)
         store = open_store(folder, place)
+        incidents = read_incidents(folder, place, store)
         start = place.ranks.broadcast(store.newest_valid() if lead else None) if resuming else None
         journal = open_journal(folder, place, incidents.attempt, (start or 0) + 1 if resuming else None)
         with journal:
@@ -97,11 +102,14 @@ def train(request: Request) -> int:
             run = build_run(
                 config, request.recipe, folder, place, plan, model, data, journal, incidents, store, console
             )
-            _restore(run, request, start, journal)
-            outcome = _drive(run, journal)
-            if lead:
-                _finish(run, plan, outcome, journal)
-        run.engine.close()
+            try:
+                _restore(run, source, start, journal)
+                outcome = _drive(run, journal)
+                if lead:
+                    _finish(run, plan, outcome, journal)
+            finally:
+                run.engine.close()
+        run.stop.uninstall()
         if lead:
             _farewell(folder, ship, config, console)
         return int(outcome.exit_code)
@@ -127,20 +135,34 @@ class _locked:
             self._lock.release()
 
 
-def _restore(run: Run, request: Request, start: int | None, journal: Journal) -> None:
-    """Load the newest valid checkpoint of this run, or the one that --resume PATH names."""
+def _source(resume: str) -> Path | None:
+    """The checkpoint that --resume names; None for auto and never. Raises CheckpointError if it cannot be one."""
+    if resume in ("auto", "never"):
+        return None
+    path = Path(resume)
+    if not (path / "manifest.json").is_file() or not path.name.removeprefix("step-").isdecimal():
+        fix = "give auto, never, or a folder runs/<run>/checkpoints/step-<number>"
+        raise CheckpointError(Problem("is no checkpoint", f"--resume {resume}", fix=fix))
+    return path
+
+
+def _restore(run: Run, source: Path | None, start: int | None, journal: Journal) -> None:
+    """Load the newest valid checkpoint of this run, or the one that --resume PATH named."""
     for problem in getattr(run.recovery.store, "quarantined", []):
         journal.event(start or 0, "checkpoint.quarantined", text=str(problem))
         run.screen.event(f"set aside: {problem}")
-    if request.resume not in ("auto", "never"):
-        path = Path(request.resume)
-        step = path.name.removeprefix("step-")
-        if not step.isdigit():
-            raise CheckpointError(
-                Problem("is no checkpoint", str(path), fix="give a folder runs/<run>/checkpoints/step-<number>")
-            )
-        run.state.load_state_dict(*Store(path.parent, readonly=True).load(int(step)))
-        run.screen.event(f"started from {path}")
+    if source is not None:
+        step = int(source.name.removeprefix("step-"))
+        run.state.load_state_dict(*Store(source.parent, readonly=True).load(step))
+        theirs = source.parent.parent
+        if same_data_order(run.folder, theirs):
+            incidents = run.state.incidents
+            incidents.skipped_windows = list(load_incidents(theirs).skipped_windows)
+            if run.engine.rank == 0:
+                run.recovery.keep_incidents(incidents)
+        journal.event(step, "run.started_from", path=str(source))
+        run.screen.event(f"started from {source}")
+        run.recovery.save()  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
         run.recovery.load(start)
         journal.event(start, "run.resumed")
@@ -174,8 +196,12 @@ def _finish(run: Run, plan: Plan, outcome: Outcome, journal: Journal) -> None:
     write_plan(run.folder, {**plan.as_dict(), "effective": described, "effective_layers": layers})
     journal.note("run", tags={"precision.effective": described, "outcome": outcome.status}, params={}, data={})
     journal.flush()
-    for path in report.write(run.folder):
-        journal.note("artifact", path=str(path.relative_to(run.folder)))
+    try:
+        for path in report.write(run.folder):
+            journal.note("artifact", path=str(path.relative_to(run.folder)))
+    except (OSError, ValueError) as error:  # the training is done and saved: a picture must not fail it
+        journal.event(run.state.step, "report.failed", text=str(error))
+        run.screen.event(f"no report: {error}; try again with harness report {run.folder}")
     for name in ("config.yaml", "plan.json", "outcome.json"):
         journal.note("artifact", path=name)
     journal.note("end", status=outcome.status)

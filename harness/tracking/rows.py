@@ -38,8 +38,15 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as lines:
         for line in lines:
             row = decode(line)
-            if row is not None:
+            if row is not None and _is_row(row):
                 yield row
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    """Whether readers can rely on the row's head; what some other program wrote is passed over."""
+    numbers = [row.get(name, 0) for name in ("step", "attempt")]
+    metrics = row.get("metrics") if row.get("kind") == "metrics" else {}
+    return isinstance(row.get("kind"), str) and all(isinstance(n, int) for n in numbers) and isinstance(metrics, dict)
 
 
 def finished_size(path: Path) -> int:

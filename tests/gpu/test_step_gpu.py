@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.build import build_data, build_plan, build_run, find_place, open_journal, open_store, read_incidents
+from harness.build import build_data, build_plan, build_run, find_place, open_journal, open_store
 from harness.core.config import load_config
+from harness.core.state import Incidents
 from harness.precision.recipe import Recipe, load_recipe
 from harness.run import Run
 from harness.step import to_host, train_step
@@ -44,7 +45,7 @@ def run(tmp_path: Path, fp8_gpu: torch.device, request: pytest.FixtureRequest) -
             model,
             data,
             journal,
-            read_incidents(tmp_path, place),
+            Incidents(),
             open_store(tmp_path, place),
             Console(config.train.steps, stream=quiet),
         )
