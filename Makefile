@@ -26,7 +26,7 @@ train: $(READY) ## train the quickstart model (RECIPE=, CONFIG=, ARGS=); run it 
 	@$(RUN) launch/deepspeed.sh --recipe $(RECIPE) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: lint ## lint, types, then every test that is not slow and needs no GPU
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(TEST_READY) ## the slow tests
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -m "slow and not gpu" $(ARGS)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.faults
 
 def run_faulty(folder: Path, target: str, args: str, *arguments: str) -> tuple[Path, Any]:
     shutil.copy(ROOT / "tests" / "e2e" / "faulty_models.py", folder)
-    fixed = ["--name", "r", "train.global_batch=2", "train.micro_batch=2", f"model.target=faulty_models:{target}"]
+    fixed = ["--name", "r", "train.global_batch=2", "train.micro_batch=2"]
     config = yaml.safe_load(find("configs", "tiny").read_text())
     config["model"] = {"target": f"faulty_models:{target}", "args": yaml.safe_load(args)}
     (folder / "faulty.yaml").write_text(yaml.safe_dump(config))

@@ -58,7 +58,7 @@ def test_kill_minus_nine_at_three_steps(undisturbed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_exits_75(undisturbed: Path, tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "runs" / "r"
     process = start(tmp_path, *ARGUMENTS)
