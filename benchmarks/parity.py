@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -74,7 +75,9 @@ def main() -> None:
     print(f"mean {mean(differences):+.3%}, standard deviation {spread:.3%}, n = {len(differences)}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     record = {
-        "command": "python benchmarks/parity.py " + " ".join(sys.argv[1:]),
+        "command": shlex.join(
+            ["python", "benchmarks/parity.py", "--seeds", *map(str, options.seeds), *options.overrides]
+        ),
         "machine": f"{platform.machine()} CPU, torch {torch.__version__}, one thread per run",
         "pairs": pairs,
     }
