@@ -62,7 +62,7 @@ def prepare(folder: Path) -> str:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_kill_inside_a_rollback_changes_nothing(tmp_path: Path, before: bool) -> None:
     undisturbed, killed = tmp_path / "a", tmp_path / "b"
     for folder in (undisturbed, killed):

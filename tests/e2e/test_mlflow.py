@@ -63,6 +63,7 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
     assert {"config.yaml", "plan.json", "outcome.json", "fp8_saturation.png", "report.html"} <= artifacts
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_tracking_server_that_refuses_costs_nothing_and_can_be_synced_later(tmp_path: Path) -> None:
     short = ("--name", "r", "train.steps=6", "tracking.mlflow=true", "tracking.drain_seconds=1")
