@@ -100,7 +100,7 @@ def build_plan(config: RunConfig, recipe: Recipe, place: Place) -> tuple[Plan, n
     return make_plan(recipe, place.facts, rung, verdicts, model), model
 
 
-def build_data(config: RunConfig, folder: Path, place: Place) -> tuple[TokenBatches, TokenData]:
+def build_data(config: RunConfig, folder: Path, place: Place) -> TokenBatches:
     """The run's tokens: rank 0 snapshots the text, the others open the snapshot."""
     data: TokenData | None = None
     if place.ranks.rank == 0:
@@ -108,10 +108,9 @@ def build_data(config: RunConfig, folder: Path, place: Place) -> tuple[TokenBatc
     place.ranks.barrier()
     data = data or prepare(config.data, folder, config.train.global_batch)
     train = config.train
-    batches = TokenBatches(
+    return TokenBatches(
         data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples
     )
-    return batches, data
 
 
 def build_run(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.core.collectives import max_over_ranks, mean_over_ranks, world_rank, world_size
 from harness.core.errors import ConfigError, Problem
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -117,16 +118,11 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, self.world_size = world_rank(), world_size()
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over ranks of fp32 [n] or 0-d, summed in rank order, so that all ranks get the same bits."""
-        if self.world_size == 1:
-            return values
-        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
-        dist.all_gather(gathered, values.contiguous())
-        return torch.stack(gathered).mean(dim=0)
+        return mean_over_ranks(values)
 
     def max(self, values: Tensor) -> Tensor:
         """Maximum over ranks of fp32 [n] or 0-d; infinities are kept, NaN is not defined."""
@@ -134,9 +130,7 @@ class Ranks:
 
     def max_(self, values: Tensor) -> Tensor:
         """`max` in place."""
-        if self.world_size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return values
+        return max_over_ranks(values)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON-able value; what other ranks pass is ignored."""

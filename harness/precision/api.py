@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.errors import MisuseError, Problem
 from harness.core.facts import SlotStats
 from harness.core.update import clip_divisor, gated_step, grad_norm
 from harness.precision.outcome import StepOutcome
 from harness.precision.plan import Plan
 from harness.precision.prepared import Prepared
-from harness.precision.ranks import max_over_ranks, mean_over_ranks
 from harness.precision.recipe import Recipe, load_recipe
 
 M = TypeVar("M", bound=nn.Module)

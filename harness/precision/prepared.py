@@ -13,13 +13,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import Tier, check_usable, tier_of
+from harness.core.collectives import world_rank
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
 from harness.core.facts import Switch
 from harness.precision.engine import build_backend, build_loss_scale
 from harness.precision.fallback import FallbackController
 from harness.precision.outcome import LaggedFacts
 from harness.precision.plan import make_plan, pad_numbers
-from harness.precision.ranks import agree_on_rung, world_rank
+from harness.precision.ranks import agree_on_rung
 from harness.precision.recipe import Recipe
 
 _log = logging.getLogger("harness.precision")

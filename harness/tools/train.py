@@ -85,7 +85,7 @@ def train(request: Request) -> int:
                     fix="run on another machine, or drop --strict to take the next rung",
                 )
             )
-        data, _ = build_data(config, folder, place)
+        data = build_data(config, folder, place)
         console.say(f"run {folder}  ({request.launcher}, {place.ranks.world_size} rank(s) on {place.device.type})")
         console.say(plan_table(plan.as_dict()))
         if lead:
@@ -209,11 +209,12 @@ def _finish(run: Run, plan: Plan, outcome: Outcome, journal: Journal) -> None:
 
 def effective_layers(run: Run, plan: Plan) -> dict[str, str]:
     """What each planned module really ran in at the end: an FP8 layer counts only if its slots saw a nonzero amax."""
-    seen: set[str] = set()
+    used: set[str] = set()
     if run.precision.slot_names:
         tensors, _ = run.precision.state_dict()
-        used = (tensors["history"].amax(dim=0) > 0).tolist()
-        seen = {name for name, nonzero in zip(run.precision.slot_names, used, strict=True) if nonzero}
+        nonzero = (tensors["history"].amax(dim=0) > 0).tolist()
+        slots = zip(run.precision.slot_names, nonzero, strict=True)
+        used = {slot.rpartition(".")[0] for slot, saw_amax in slots if saw_amax}
     demoted = set(run.precision.demoted)
     layers: dict[str, str] = {}
     for layer in plan.layers:
@@ -221,7 +222,7 @@ def effective_layers(run: Run, plan: Plan) -> dict[str, str]:
         precision = layer.precision
         if precision == "fp8" and name in demoted:
             precision = "bf16"
-        elif precision == "fp8" and not any(slot.rpartition(".")[0] == name for slot in seen):
+        elif precision == "fp8" and name not in used:
             precision = "unused"
         layers[layer.module] = precision
     return layers

@@ -34,7 +34,7 @@ def run(tmp_path: Path, fp8_gpu: torch.device, request: pytest.FixtureRequest) -
     recipe = native_recipe(request.param)
     place = find_place(config, "python")
     plan, model = build_plan(config, recipe, place)
-    data, _ = build_data(config, tmp_path, place)
+    data = build_data(config, tmp_path, place)
     with open(os.devnull, "w") as quiet, open_journal(tmp_path, place, 1, None) as journal:
         yield build_run(
             config,
