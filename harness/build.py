@@ -34,12 +34,14 @@ from harness.monitors.loss import LossMonitor
 from harness.monitors.scaler import ScalerMonitor
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
+from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale
 from harness.precision.fallback import FallbackController
 from harness.precision.loss_scale import LossScale
 from harness.precision.plan import Plan, make_plan, pad_numbers
-from harness.precision.ranks import agree_on_rung
+from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
+from harness.precision.whole_run import WholeRunFallback
 from harness.recovery import Recovery, finish_rollback
 from harness.responder import Responder
 from harness.run import MonitorsPart, Run
@@ -97,6 +99,8 @@ def build_plan(config: RunConfig, recipe: Recipe, place: Place) -> tuple[Plan, n
             raise ConfigError(problems)
     seed_everything(config.train.seed)
     model = build_model(config.model).to(place.device)
+    if config.engine.compile == "blocks" and (problems := check_compile(rung, model, place.device)):
+        raise ConfigError(problems)
     return make_plan(recipe, place.facts, rung, verdicts, model), model
 
 
@@ -127,18 +131,21 @@ def build_run(
     console: Console,
 ) -> Run:
     """Wire every room together. Parameters keep their identity from `model` to the optimizer."""
-    backend = build_backend(plan, recipe, model, place.device)
     loss_scale = build_loss_scale(plan, recipe, place.device)
+    backend = build_backend(plan, recipe, model, place.device, loss_scale)
+    watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = Task(model, config.model.target)
     engine = _build_engine(config, place, plan, model, loss_scale)
-    monitors = _build_monitors(config, recipe, backend)
+    # DeepSpeed's fp16 engine has a loss scale of its own and half-precision weights: it cannot leave fp16.
+    scaled = loss_scale is not None and engine.name != "deepspeed"
+    monitors = _build_monitors(config, recipe, backend, place, scaled)
     parts: dict[str, Stateful] = {
         **engine.parts(),
         "fp8": backend,
         "rng": RandomState(),
         "monitors": MonitorsPart(monitors),
     }
-    if loss_scale is not None and engine.name != "deepspeed":
+    if scaled and loss_scale is not None:
         parts["loss_scale"] = loss_scale
     state = TrainState(parts, incidents)
     recovery = Recovery(
@@ -165,6 +172,7 @@ def build_run(
         screen=console,
         stop=StopRequest(config.train.max_minutes, launched=place.launch.launched),
         stats_every=recipe.fp8.stats_every,
+        watch=watch,
     )
 
 
@@ -220,7 +228,9 @@ def _build_engine(
     )
 
 
-def _build_monitors(config: RunConfig, recipe: Recipe, backend: PrecisionBackend) -> Sequence[Monitor]:
+def _build_monitors(
+    config: RunConfig, recipe: Recipe, backend: PrecisionBackend, place: Place, scaled: bool
+) -> Sequence[Monitor]:
     guard = config.guard
     if not guard.enabled:
         return []
@@ -232,6 +242,8 @@ def _build_monitors(config: RunConfig, recipe: Recipe, backend: PrecisionBackend
     if backend.layers:
         layers = [pad_numbers(layer) for layer in backend.layers]
         monitors += [Fp8Monitor(), FallbackController(recipe.fallback.policy(), layers)]
+    elif scaled and recipe.fallback.enabled:
+        monitors.append(WholeRunFallback(recipe.fallback.failed_steps, agree_on_refuge(place.facts, place.device)))
     return monitors
 
 

@@ -22,11 +22,13 @@ def run(r: Run) -> Outcome:
     pending: deque[PendingFacts] = deque()
     stopping = False
     val_loss: float | None = None
+    _stay_lowered(r)
     while r.state.step < total and not stopping:
         _switch_due(r)
         window = r.data.window(r.state.step, r.state.incidents.window_index(r.state.step))
         pending.append(train_step(r, window))
         r.state.advance()
+        _tell_eager(r)
         lag = 0 if _boundary(r) else 1
         while len(pending) > (0 if stopping else lag):
             facts = to_host(pending.popleft())
@@ -75,7 +77,8 @@ def _judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     r.screen.step(facts, total - len(facts.demoted), total, incidents.skips, incidents.rollbacks)
     r.recovery.observe(facts.step, r.responder.healthy(verdicts))
     if isinstance(action, Switch):
-        r.state.switches.append((facts.step + SWITCH_DELAY, list(action.demote), list(action.promote)))
+        due = facts.step + SWITCH_DELAY
+        r.state.switches.append((due, list(action.demote), list(action.promote), action.lower))
         return Continue()
     return action
 
@@ -84,15 +87,36 @@ def _switch_due(r: Run) -> None:
     """Carry out the switches whose step has come, between two steps, the same on every rank."""
     due = [switch for switch in r.state.switches if switch[0] <= r.state.step + 1]
     r.state.switches = [switch for switch in r.state.switches if switch not in due]
-    for step, demote, promote in due:
-        r.precision.switch(demote, promote)
-        r.tracker.event(step, "precision.switched", demote=demote, promote=promote)
+    for step, demote, promote, lower in due:
+        before = r.precision.demoted
+        if lower:
+            r.precision.lower(lower)
+        else:
+            r.precision.switch(demote, promote)
+        moved = [layer for layer in r.precision.demoted if layer not in before]
+        r.tracker.event(step, "precision.switched", demote=moved, promote=promote, lowered=lower)
+
+
+def _stay_lowered(r: Run) -> None:
+    """After a checkpoint was loaded: one from before the whole run's fall must not bring the old precision back."""
+    fallen = r.state.incidents.lowered
+    if fallen and not r.precision.lowered and not any(lower for *_, lower in r.state.switches):
+        r.precision.lower(fallen)
+
+
+def _tell_eager(r: Run) -> None:
+    """Compiled code that was given up costs speed, and torch tells only its own logger."""
+    fallen = r.watch.take() if r.watch is not None else ""
+    if fallen:
+        r.tracker.event(r.state.step, "compile.eager", text=fallen)
+        r.screen.event(f"step {r.state.step}: compile.eager: {fallen}")
 
 
 def _rollback(r: Run, facts: StepFacts, action: Rollback) -> bool:
     target = r.recovery.rollback(facts.step, action)
     if target is None:
         return False
+    _stay_lowered(r)
     r.tracker.attempt = r.state.incidents.attempt
     r.screen.event(f"step {facts.step}: rolled back to step {target}: {action.reason}")
     return True

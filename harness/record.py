@@ -7,7 +7,7 @@ import math
 from harness.core.facts import SlotStats, StepFacts
 from harness.core.state import Incidents
 
-_SLOT_METRICS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
+_SLOT_METRICS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
 
 
 def step_metrics(facts: StepFacts, incidents: Incidents, with_slots: bool) -> dict[str, float]:

@@ -54,6 +54,7 @@ class Recovery:
         incidents, budgets = self.state.incidents, meta["budgets"]
         if budgets["attempt"] == incidents.attempt:
             incidents.skips, incidents.switches = budgets["skips"], budgets["switches"]
+            incidents.lowered = budgets["lowered"]
         if self.engine.rank == 0:
             self.good.saved(step)
 

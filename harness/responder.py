@@ -70,6 +70,11 @@ class Responder:
         return Rollback(reason, tuple(sorted(bad)))
 
     def _switch(self, proposals: Sequence[tuple[int, Switch]]) -> Action:
+        lower = next((switch.lower for _, switch in proposals if switch.lower), "")
+        if lower and not self.incidents.lowered:
+            # One way and once, so it needs no budget; single layers have nothing left to decide.
+            self.incidents.lowered = lower
+            return Switch(reason="; ".join(switch.reason for _, switch in proposals if switch.lower), lower=lower)
         demote = list(dict.fromkeys(layer for _, switch in proposals for layer in switch.demote))
         promote = [layer for layer in dict.fromkeys(n for _, s in proposals for n in s.promote) if layer not in demote]
         # Demotions come first: they protect the run, promotions only make it faster.

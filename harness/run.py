@@ -38,6 +38,14 @@ class Screen(Protocol):
     def close(self) -> None: ...
 
 
+class Watch(Protocol):
+    """What became of compiled code."""
+
+    def take(self) -> str:
+        """Which function fell back to eager, and why; told once, empty before and after."""
+        ...
+
+
 @dataclass
 class MonitorsPart:
     """The monitors' windows as one part of the TrainState: armed at once after a resume."""
@@ -57,7 +65,10 @@ class MonitorsPart:
 
 @dataclass
 class Run:
-    """Everything `train_step` and the loop touch. stats_every: steps between samples of underflow and SQNR."""
+    """Everything `train_step` and the loop touch.
+
+    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled.
+    """
 
     config: RunConfig
     folder: Path
@@ -73,3 +84,4 @@ class Run:
     screen: Screen
     stop: StopRequest
     stats_every: int = 10
+    watch: Watch | None = None

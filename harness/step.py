@@ -28,6 +28,7 @@ class PendingFacts:
     tokens: int
     clock: StepClock
     demoted: tuple[str, ...]
+    lowered: str
     slot_names: tuple[str, ...]
     packed: Tensor
 
@@ -68,7 +69,7 @@ def train_step(run: Run, window: Window) -> PendingFacts:
     seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + engine.rank
     torch.manual_seed(seed % 2**63)
     precision.begin_window(sample=(window.step + 1) % run.stats_every == 0)
-    demoted = precision.demoted
+    demoted, lowered = precision.demoted, precision.lowered
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
     for number, (inputs, targets) in enumerate(batches, start=1):
         inputs = inputs.to(engine.device, non_blocking=True)
@@ -98,6 +99,7 @@ def train_step(run: Run, window: Window) -> PendingFacts:
         tokens=len(window.samples) * run.data.tokens_per_sample,
         clock=clock,
         demoted=demoted,
+        lowered=lowered,
         slot_names=precision.slot_names,
         packed=packed,
     )
@@ -125,4 +127,5 @@ def to_host(pending: PendingFacts) -> StepFacts:
         stop=stop > 0.0,
         demoted=pending.demoted,
         slots=slots,
+        lowered=pending.lowered,
     )

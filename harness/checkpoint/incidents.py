@@ -13,6 +13,7 @@ from harness.core.errors import CheckpointError, Problem
 from harness.core.state import Incidents
 
 _FILE = "incidents.json"
+_PRECISIONS = ("", "bf16", "fp32")
 
 
 def save_incidents(run_dir: Path, incidents: Incidents) -> None:
@@ -35,7 +36,9 @@ def load_incidents(run_dir: Path) -> Incidents:
     skipped = raw.get("skipped_windows") if isinstance(raw, dict) else None
     if not isinstance(skipped, list) or set(raw) != {field.name for field in fields(Incidents)}:
         raise CheckpointError(_damaged(path, "its keys are not those of this version"))
-    counts = [value for key, value in raw.items() if key != "skipped_windows"]
+    if raw["lowered"] not in _PRECISIONS:
+        raise CheckpointError(_damaged(path, f"lowered is none of {', '.join(map(repr, _PRECISIONS))}"))
+    counts = [value for key, value in raw.items() if key not in ("skipped_windows", "lowered")]
     if not all(_is_count(value) for value in [*skipped, *counts]):
         raise CheckpointError(_damaged(path, "a value is not a whole number of at least 0"))
     return Incidents(**raw)

@@ -80,6 +80,9 @@ class EngineConfig(Strict):
         default=None, description="path of a DeepSpeed JSON merged under ours; none: ours alone"
     )
     timeout_seconds: float = Field(default=600.0, gt=0, description="process-group timeout")
+    compile: Literal["none", "blocks"] = Field(
+        default="none", description="blocks: torch.compile each element of the model's nn.ModuleLists"
+    )
 
 
 class GuardConfig(Strict):

@@ -5,6 +5,7 @@ Torch-free, so that every decision can be tested, replayed and rendered without 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,8 @@ class StepFacts:
     loss: mean training loss of the window, nats per token. grad_norm: L2 norm of the unscaled gradient before
     clipping. applied: False when the update was gated. applied_steps: updates applied so far, this one included.
     tokens: tokens (targets) of the window over all ranks. seconds: wall time of the step. stop: some rank was
-    asked to stop.
+    asked to stop. demoted: FP8 layers that ran in BF16. lowered: the precision that the whole run fell to, empty while
+    it runs as planned.
     """
 
     step: int
@@ -69,6 +71,7 @@ class StepFacts:
     stop: bool = False
     demoted: tuple[str, ...] = ()
     slots: SlotStats | None = None
+    lowered: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,12 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Move layers between FP8 and BF16 before the next step."""
+    """Move layers between FP8 and BF16, or the whole run to `lower` ("bf16" | "fp32"), for good."""
 
     demote: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
     reason: str = ""
+    lower: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +153,8 @@ class RungVerdict:
     rung: str
     taken: bool
     reason: str
+
+
+def jsonable(value: float) -> float | str:
+    """The value for evidence: JSON has no NaN or Inf, and strict readers of the journal would stop at one."""
+    return value if math.isfinite(value) else str(value)

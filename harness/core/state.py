@@ -23,7 +23,8 @@ from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 class Incidents:
     """What rollbacks must not undo: windows to pass over, budgets spent, which attempt this is.
 
-    return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none.
+    return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none. lowered: the
+    precision that the whole run has fallen to, or is about to; empty: none.
     """
 
     attempt: int = 1
@@ -32,6 +33,7 @@ class Incidents:
     skips: int = 0
     switches: int = 0
     return_to: int = 0
+    lowered: str = ""
 
     def window_index(self, step: int) -> int:
         """The place in the data order that `step` consumes: the step-th window that is not skipped."""
@@ -82,13 +84,13 @@ class RandomState:
 class TrainState:
     """step: windows consumed so far. parts: named Stateful pieces of the run.
 
-    switches: layer switches decided but not yet due, (step, demote, promote).
+    switches: switches decided but not yet due, (step, demote, promote, lower), as in `facts.Switch`.
     """
 
     parts: dict[str, Stateful]
     incidents: Incidents = field(default_factory=Incidents)
     step: int = 0
-    switches: list[tuple[int, list[str], list[str]]] = field(default_factory=list)
+    switches: list[tuple[int, list[str], list[str], str]] = field(default_factory=list)
 
     def advance(self) -> None:
         """One window was consumed."""
@@ -97,7 +99,7 @@ class TrainState:
     def state_dict(self) -> tuple[Tensors, Meta]:
         """(tensors by part and name, JSON-able meta). Collective: every rank must call it."""
         tensors: Tensors = {}
-        budgets = {key: getattr(self.incidents, key) for key in ("attempt", "skips", "switches")}
+        budgets = {key: getattr(self.incidents, key) for key in ("attempt", "skips", "switches", "lowered")}
         meta: Meta = {
             "step": self.step,
             "budgets": budgets,
@@ -123,4 +125,4 @@ class TrainState:
         for name, part in self.parts.items():
             part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
         self.step = int(meta["step"])
-        self.switches = [(step, demote, promote) for step, demote, promote in meta["switches"]]
+        self.switches = [(step, demote, promote, lower) for step, demote, promote, lower in meta["switches"]]

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from harness.core.facts import Continue, Rollback, StepFacts, Verdict
+from harness.core.calibration import is_calibration
+from harness.core.facts import Continue, Rollback, StepFacts, Verdict, jsonable
 from harness.core.protocols import Meta
-
-CALIBRATION_FLOOR = 1024.0
-"""Below this a falling loss scale is no longer a scaler finding its range: it has halved six times from the usual
-65536, so the gradients themselves are at fault."""
 
 ARMED_AFTER = 16
 
@@ -45,12 +42,12 @@ class GradientMonitor:
         return self._applied(facts)
 
     def _skipped(self, facts: StepFacts) -> Verdict:
-        calibrating = self._is_calibration(facts)
+        calibrating = is_calibration(facts.loss, facts.loss_scale, self._skip_scale)
         self._skip_scale = facts.loss_scale
         evidence: dict[str, Any] = {
             "window": facts.window,
-            "loss": _jsonable(facts.loss),
-            "grad_norm": _jsonable(facts.grad_norm),
+            "loss": jsonable(facts.loss),
+            "grad_norm": jsonable(facts.grad_norm),
             "loss_scale": facts.loss_scale,
         }
         if calibrating:
@@ -66,11 +63,6 @@ class GradientMonitor:
             # The whole run of windows goes: which of them broke the state first cannot be told from here.
             proposal = Rollback(f"{run} updates in a row were not finite (last: {what})", tuple(self._bad_windows))
         return Verdict("nonfinite.skip", facts.step, text, healthy=False, proposal=proposal, evidence=evidence)
-
-    def _is_calibration(self, facts: StepFacts) -> bool:
-        """A loss scaler lowering its scale. It cannot cure a loss that is itself not finite: forward never sees it."""
-        falling = self._skip_scale is None or facts.loss_scale < self._skip_scale
-        return facts.loss_scale >= CALIBRATION_FLOOR and falling and math.isfinite(facts.loss)
 
     def _applied(self, facts: StepFacts) -> Verdict:
         norm = facts.grad_norm
@@ -103,8 +95,3 @@ class GradientMonitor:
         self._bad_windows = list(meta["bad_windows"])
         self._skip_scale = meta["skip_scale"]
         self._growing = bool(meta["growing"])
-
-
-def _jsonable(value: float) -> float | str:
-    """JSON has no NaN or Inf; strict readers of the journal would stop at one."""
-    return value if math.isfinite(value) else str(value)

@@ -26,6 +26,8 @@ class ScalerMonitor:
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
+        if facts.lowered:  # the whole run left fp16, and with it the need for a scale
+            return Verdict("scaler.ok", facts.step)
         scale = facts.loss_scale
         self._scaling = self._scaling or scale > 1
         if not self._scaling:

@@ -140,22 +140,25 @@ class Precision:
         self._check_step(ready, chosen, max_grad_norm)
         loss_scale = torch.ones((), device=ready.device) if ready.loss_scale is None else ready.loss_scale.value.clone()
         norm = grad_norm(_parameters(chosen)).to(ready.device) / loss_scale
-        bad = ~(torch.isfinite(norm) & torch.isfinite(self._loss))
-        agree = max_over_ranks(torch.cat([bad.float().reshape(1), ready.backend.amax()]))
+        loss_bad = ~torch.isfinite(self._loss)
+        flags = torch.stack([loss_bad | ~torch.isfinite(norm), loss_bad]).float()
+        agree = max_over_ranks(torch.cat([flags, ready.backend.amax()]))
         skip = agree[0].clone()
         divisor = loss_scale if max_grad_norm is None else clip_divisor(norm, max_grad_norm, loss_scale)
         for optimizer in chosen:
             gated_step(optimizer, skip, divisor)
-        demoted = ready.backend.demoted
-        slots = ready.backend.end_window(agree[1:], skip, mean_over_ranks)
+        ran = (ready.backend.demoted, ready.backend.lowered)
+        slots = ready.backend.end_window(agree[2:], skip, mean_over_ranks)
         if ready.loss_scale is not None:
             ready.loss_scale.update(skip)
         ready.applied += 1.0 - skip
         ready.steps += 1
+        # Its value is this rank's own, but every rank must agree on whether it is a number.
+        loss = torch.where(agree[1] > 0, torch.nan, self._loss)
         self._end_window(ready)
         switch = ready.fall_back()
         scrubbed = ready.backend.scrubbed().float()
-        ready.remember(demoted, [skip, ready.applied, norm, loss_scale, scrubbed], slots)
+        ready.remember(ran, [skip, ready.applied, norm, loss_scale, scrubbed, loss], slots)
         return StepOutcome(skip == 0, norm, loss_scale, switch)
 
     def stats(self) -> SlotStats | None:
@@ -186,6 +189,9 @@ class Precision:
     def promote(self, layers: str | Iterable[str]) -> tuple[str, ...]:
         """Bring demoted layers back to FP8, with the scale that was kept warm; otherwise as `demote`."""
         ready = self._between_steps("promote()")
+        if ready.backend.lowered:
+            what = f"the whole run went to {ready.backend.lowered}, for good"
+            raise _misuse("promote()", what, fix="raise fallback.max_demoted_share, or load an earlier state")
         names = ready.select("promote()", layers)
         ready.held -= set(names)
         moved = tuple(name for name in names if name in ready.backend.demoted)

@@ -12,7 +12,9 @@ from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe
 
 
-def build_backend(plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> PrecisionBackend:
+def build_backend(
+    plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, loss_scale: LossScale | None = None
+) -> PrecisionBackend:
     """Convert `model` in place as the plan says and return the backend that runs it.
 
     Parameters keep their identity. Call it before the model is wrapped and before the optimizer is built.
@@ -30,7 +32,7 @@ def build_backend(plan: Plan, recipe: Recipe, model: nn.Module, device: torch.de
         from harness.precision.backends.torchao import TorchaoBackend
 
         return TorchaoBackend(plan, recipe, model, device)
-    return AutocastBackend(plan.rung.precision, device)
+    return AutocastBackend(plan.rung.precision, device, loss_scale)
 
 
 def build_loss_scale(plan: Plan, recipe: Recipe, device: torch.device) -> LossScale | None:

@@ -17,15 +17,26 @@ from harness.precision.recipe import LossScaleConfig
 
 
 class LossScale:
-    """value: float32 0-d, what the loss is multiplied by. tracker: good steps since the last change, float32 0-d."""
+    """value: float32 0-d, what the loss is multiplied by. tracker: good steps since the last change, float32 0-d.
+
+    retired: the run left fp16; the value stays 1.
+    """
 
     def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
         self.config = config
         self.value = torch.tensor(config.init, dtype=torch.float32, device=device)
         self.tracker = torch.zeros((), dtype=torch.float32, device=device)
+        self.retired = False
+
+    def retire(self) -> None:
+        """Scale by 1 from now on, in place: bf16 and fp32 have the range that fp16 lacks."""
+        self.retired = True
+        self.value.fill_(1.0)
 
     def update(self, skip: Tensor) -> None:
         """skip: float32 0-d, 1.0 after a step with non-finite gradients, else 0.0 (torch's amp_update_scale rule)."""
+        if self.retired:
+            return
         config = self.config
         bad = skip > 0
         counted = self.tracker + 1
@@ -37,9 +48,10 @@ class LossScale:
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: value, tracker."""
-        return {"value": self.value, "tracker": self.tracker}, {}
+        return {"value": self.value, "tracker": self.tracker}, {"retired": self.retired}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore in place."""
         self.value.copy_(tensors["value"])
         self.tracker.copy_(tensors["tracker"])
+        self.retired = bool(meta["retired"])

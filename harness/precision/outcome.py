@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.core.facts import SlotStats, StepFacts, Switch
 
-_SCALARS = 5
+_SCALARS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class StepOutcome:
 
     applied: bool; False when loss or gradients were not finite on some rank and nothing was changed. grad_norm:
     float32, of the unscaled gradients before clipping. loss_scale: float32, in use at this step (1 unless fp16).
-    switch: layers moved between FP8 and BF16 at the end of this step by the recipe's fallback, else None.
+    switch: what the recipe's fallback moved at the end of this step: layers between FP8 and BF16, or, for good, the
+    whole run to another precision; else None.
     """
 
     applied: Tensor
@@ -38,12 +39,14 @@ class StepOutcome:
 class LaggedFacts:
     """One step's facts on their way to the host, in one packed copy that nobody waits for.
 
-    packed: float32 [5 + 6 * slots] on the CPU: skipped, applied so far, gradient norm, loss scale, scrubbed, then the
-    rows of `PrecisionBackend.end_window`.
+    packed: float32 [6 + 6 * slots] on the CPU: skipped, applied so far, gradient norm, loss scale, scrubbed, loss, then
+    the rows of `PrecisionBackend.end_window`.
     """
 
-    def __init__(self, step: int, demoted: Sequence[str], slot_names: Sequence[str], packed: Tensor) -> None:
-        self.step, self.demoted, self.slot_names = step, tuple(demoted), tuple(slot_names)
+    def __init__(
+        self, step: int, demoted: Sequence[str], lowered: str, slot_names: Sequence[str], packed: Tensor
+    ) -> None:
+        self.step, self.demoted, self.lowered, self.slot_names = step, tuple(demoted), lowered, tuple(slot_names)
         self._arrived = None
         if packed.device.type == "cuda":
             stream = torch.cuda.current_stream(packed.device)
@@ -59,14 +62,17 @@ class LaggedFacts:
         return self._packed
 
     def facts(self) -> StepFacts:
-        """Loss, learning rate, tokens and seconds belong to the caller's loop: NaN or 0 here."""
+        """Learning rate, tokens and seconds belong to the caller's loop: NaN or 0 here."""
         packed = self.packed()
-        skipped, applied, grad_norm, loss_scale, scrubbed = packed[:_SCALARS].tolist()
-        rows = packed[_SCALARS:].reshape(-1, len(self.slot_names)).numpy()
+        skipped, applied, grad_norm, loss_scale, scrubbed, loss = packed[:_SCALARS].tolist()
+        slots = None
+        if self.slot_names:
+            rows = packed[_SCALARS:].reshape(-1, len(self.slot_names)).numpy()
+            slots = SlotStats(self.slot_names, *rows, scrubbed=int(scrubbed))
         return StepFacts(
             step=self.step,
             window=self.step - 1,
-            loss=math.nan,
+            loss=loss,
             grad_norm=grad_norm,
             lr=math.nan,
             loss_scale=loss_scale,
@@ -75,14 +81,15 @@ class LaggedFacts:
             tokens=0,
             seconds=0.0,
             demoted=self.demoted,
-            slots=SlotStats(self.slot_names, *rows, scrubbed=int(scrubbed)),
+            slots=slots,
+            lowered=self.lowered,
         )
 
     def meta(self) -> dict[str, Any]:
         """JSON-able; with `packed` it restores these facts."""
-        return {"step": self.step, "demoted": list(self.demoted)}
+        return {"step": self.step, "demoted": list(self.demoted), "lowered": self.lowered}
 
     @classmethod
     def restore(cls, meta: Mapping[str, Any], packed: Tensor, slot_names: Sequence[str]) -> LaggedFacts:
         """The facts that `meta` and `packed` were saved from."""
-        return cls(meta["step"], meta["demoted"], slot_names, packed.detach().cpu().clone())
+        return cls(meta["step"], meta["demoted"], meta["lowered"], slot_names, packed.detach().cpu().clone())

@@ -20,8 +20,9 @@ from harness.precision.engine import build_backend, build_loss_scale
 from harness.precision.fallback import FallbackController
 from harness.precision.outcome import LaggedFacts
 from harness.precision.plan import make_plan, pad_numbers
-from harness.precision.ranks import agree_on_rung
+from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
+from harness.precision.whole_run import WholeRunFallback
 
 _log = logging.getLogger("harness.precision")
 
@@ -41,11 +42,15 @@ class Prepared:
         self.device = _device_of(model, facts)
         rung, verdicts = agree_on_rung(recipe, facts, self.device)
         self.plan = make_plan(recipe, facts, rung, verdicts, model)
-        self.backend = build_backend(self.plan, recipe, model, self.device)
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
+        self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         self._fp8 = [pad_numbers(layer) for layer in self.backend.layers]
         policy = recipe.fallback.policy()
-        self.controller = FallbackController(policy, self._fp8) if self._fp8 and policy.enabled else None
+        self.controller: FallbackController | WholeRunFallback | None = None
+        if self._fp8 and policy.enabled:
+            self.controller = FallbackController(policy, self._fp8)
+        elif self.loss_scale is not None and policy.enabled:
+            self.controller = WholeRunFallback(policy.failed_steps, agree_on_refuge(facts, self.device))
         self.parameters = {id(parameter): parameter for parameter in model.parameters()}
         self._model = model
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -59,7 +64,7 @@ class Prepared:
         return None if device == self.device else device
 
     def fall_back(self) -> Switch | None:
-        """Judge the last step's facts and switch layers as the recipe's fallback says; every rank does the same."""
+        """Judge the last step's facts and switch as the recipe's fallback says; every rank does the same."""
         if self.controller is None or self.last is None:
             return None
         verdict = self.controller.observe(self.last.facts())
@@ -67,16 +72,23 @@ class Prepared:
             _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
         if not isinstance(verdict.proposal, Switch):
             return None
+        if verdict.proposal.lower:
+            self.backend.lower(verdict.proposal.lower)
+            return verdict.proposal
         promote = tuple(layer for layer in verdict.proposal.promote if layer not in self.held)
         switch = Switch(verdict.proposal.demote, promote, verdict.proposal.reason)
         self.backend.switch(switch.demote, switch.promote)
         return switch if switch.demote or switch.promote else None
 
-    def remember(self, demoted: Iterable[str], scalars: list[Tensor], slots: Tensor) -> None:
-        """Send the facts of the step that just ended to the host. scalars: as LaggedFacts wants them; slots: [6, n]."""
-        if self.backend.slot_names:
+    def remember(self, ran: tuple[Iterable[str], str], scalars: list[Tensor], slots: Tensor) -> None:
+        """Send the facts of the step that just ended to the host, if anybody wants them.
+
+        ran: which layers were demoted in it, what the run was lowered to. scalars: as LaggedFacts wants them. slots:
+        float32 [6, slots].
+        """
+        if self.controller is not None or self.backend.slot_names:
             packed = torch.cat([torch.stack(scalars), slots.flatten()])
-            self.last = LaggedFacts(self.steps, tuple(demoted), self.backend.slot_names, packed)
+            self.last = LaggedFacts(self.steps, tuple(ran[0]), ran[1], self.backend.slot_names, packed)
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
         """FP8 layers (padded names) that the patterns mean: names as in the model come before padded ones.
@@ -113,6 +125,7 @@ class Prepared:
             "steps": self.steps,
             "held": sorted(self.held),
             "fp8": parts["fp8"][1],
+            "loss_scale": parts["loss_scale"][1] if "loss_scale" in parts else None,
             "fallback": None if self.controller is None else self.controller.state_dict(),
             "last": None if self.last is None else self.last.meta(),
         }
@@ -130,7 +143,7 @@ class Prepared:
             raise _bad_state(f"{', '.join(missing)} missing", "give what state_dict() returned, both halves of it")
         self.backend.load_state_dict(_part(tensors, "fp8"), meta["fp8"])
         if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(_part(tensors, "loss_scale"), {})
+            self.loss_scale.load_state_dict(_part(tensors, "loss_scale"), meta["loss_scale"])
         if self.controller is not None and meta["fallback"] is not None:
             self.controller.load_state_dict(meta["fallback"])
         self.applied.copy_(tensors["applied"])

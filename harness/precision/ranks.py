@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from harness.capability.probe import MachineFacts
+from harness.capability.supports import can_run
 from harness.capability.tier import tier_of
 from harness.core.collectives import max_over_ranks
 from harness.core.errors import MachineError, Problem
@@ -38,3 +39,9 @@ def agree_on_rung(recipe: Recipe, facts: MachineFacts, device: torch.device) -> 
         verdicts[mine] = replace(verdicts[mine], taken=False, reason="another rank cannot take it")
         verdicts[chosen] = replace(verdicts[chosen], taken=True, reason="the best that every rank can take")
     return recipe.ladder[chosen], verdicts
+
+
+def agree_on_refuge(facts: MachineFacts, device: torch.device) -> str:
+    """Where a run goes that must leave fp16: "bf16" if every rank's card has it, else "fp32"."""
+    lacking = not can_run("autocast", "bf16", facts, tier_of(facts)[0])[0]
+    return "fp32" if max_over_ranks(torch.tensor([float(lacking)], device=device)).item() else "bf16"

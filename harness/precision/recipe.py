@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from harness.core.resources import find
 from harness.core.schema import Strict, validate
 from harness.core.yamlfile import read_yaml
-from harness.precision.fallback import FallbackPolicy
+from harness.precision.fallback_policy import FallbackPolicy
 
 TIERS = ("BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU")
 TierName = Literal["BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU"]
@@ -105,6 +105,14 @@ class FallbackConfig(Strict):
     underflow: float = Field(
         default=0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad"
     )
+    clipped: float = Field(default=0.01, gt=0, le=1, description="share of values cut off that counts as bad")
+    sqnr_db: float = Field(default=10.0, description="signal over quantisation noise, dB, under which a slot is bad")
+    amax_growth: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="amax over that of a window before that counts as bad; null: not looked at"
+    )
+    amax_over: Ratio | None = Field(
+        default=None, description="amax that counts as bad, whatever the scale; null: not looked at, which is right"
+    )
     hits: int = Field(default=3, ge=1, description="bad observations in the window that demote a layer")
     window: int = Field(default=8, ge=1, description="observations in the window")
     dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
@@ -116,6 +124,12 @@ class FallbackConfig(Strict):
     )
     max_demoted_share: float = Field(
         default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
+    )
+    over_budget: Literal["bf16", "stay"] = Field(
+        default="bf16", description="when more want to leave: the whole run goes to BF16 for good, or they stay in FP8"
+    )
+    failed_steps: Annotated[int, Field(ge=1)] | None = Field(
+        default=3, description="failed fp16 updates in a row after which the run goes to BF16 or FP32; null: never"
     )
 
     @model_validator(mode="after")

@@ -220,7 +220,9 @@ def effective_layers(run: Run, plan: Plan) -> dict[str, str]:
     for layer in plan.layers:
         name = pad_numbers(layer.module)
         precision = layer.precision
-        if precision == "fp8" and name in demoted:
+        if run.precision.lowered and precision in ("fp8", "fp16"):
+            precision = run.precision.lowered
+        elif precision == "fp8" and name in demoted:
             precision = "bf16"
         elif precision == "fp8" and name not in used:
             precision = "unused"

@@ -77,3 +77,22 @@ class GrowingOutlier(Faulty):
 def growing_outlier(first: int, last: int) -> GrowingOutlier:
     """A tensor that nears its format's limits, for a while."""
     return GrowingOutlier(first, last)
+
+
+class Loud(Faulty):
+    """In forwards [first, last) a matrix product inside the model passes 65504, fp16's largest value; bf16 holds it."""
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.gpt(inputs, targets)
+        if not torch.is_grad_enabled():
+            return loss
+        self.forwards += 1
+        if not self.first <= self.forwards - 1 < self.last:
+            return loss
+        large = torch.full((16, 16), 300.0, device=loss.device)
+        return loss + 0.0 * (large @ large).sum()
+
+
+def loud_from(first: int) -> Loud:
+    """Activations that outgrow fp16."""
+    return Loud(first, math.inf)

@@ -112,6 +112,15 @@ def test_switches_over_the_budget_are_refused_demotions_last_and_told_once() -> 
     assert incidents.switches == 3
 
 
+def test_the_whole_run_falls_once_without_costing_a_budget_and_before_any_layer() -> None:
+    incidents = Incidents()
+    responder = Responder(guard(max_switches=0), incidents)
+    fall = Switch((), (), "too many", "bf16")
+    assert responder.decide([verdict(SWITCH), verdict(fall)]) == fall
+    assert (incidents.lowered, incidents.switches) == ("bf16", 0)
+    assert responder.decide([verdict(fall)]) == Continue()
+
+
 def test_switched_off_it_does_nothing() -> None:
     incidents = Incidents()
     responder = Responder(guard(enabled=False), incidents)

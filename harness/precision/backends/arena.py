@@ -25,7 +25,8 @@ class Arena:
 
     names: `<layer>.<role>`. formats: "e4m3" or "e5m2" for each. `history` float32 [L, slots], row 0 staging;
     `scale` float32 [slots]. `active` is on inside a precision context; `sampling` adds the statistics that need
-    more than an amax. epoch counts changes of `scale`, window counts optimizer steps begun.
+    more than an amax. demoted: first slots of the layers in BF16. epoch counts changes of `scale`, window counts
+    optimizer steps begun.
     """
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
@@ -39,6 +40,7 @@ class Arena:
         self.saturation = torch.zeros(slots, device=device)
         self.active = False
         self.sampling = False
+        self.demoted: set[int] = set()
         self.epoch = 0
         self.window = 0
         self.scrubbed = torch.zeros((), device=device)
@@ -58,13 +60,22 @@ class Arena:
             return self.kernel(x, self.scales[slot], fmt, amax, stats)
         quantized = scaling.quantize(x, self.scale[slot], fmt)
         if record:
-            self.observe(x, slot)
+            self._stage(x, slot)
             if self.sampling:
                 self.sums[slot] += scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
         return quantized
 
     def observe(self, x: Tensor, slot: int) -> None:
-        """Note max|x| without quantising: the shadow amax of a layer that runs in BF16."""
+        """Note max|x| of a tensor that is multiplied in BF16; when sampling, also what FP8 would make of it.
+
+        A demoted layer must not come back while its tensors would still lose too much.
+        """
+        if self.sampling:
+            self.quantize(x.detach().contiguous(), slot, record=True)
+        else:
+            self._stage(x, slot)
+
+    def _stage(self, x: Tensor, slot: int) -> None:
         staged = self.history[0, slot]
         staged.copy_(torch.maximum(staged, scaling.amax(x)))
 

@@ -10,19 +10,25 @@ import torch
 from torch import Tensor
 
 from harness.core.protocols import Meta, TensorDict
+from harness.precision.loss_scale import LossScale
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 class AutocastBackend:
-    """A rung without FP8: everything about slots is empty."""
+    """A rung without FP8: everything about slots is empty.
+
+    loss_scale: the fp16 rung's, which is retired when the run falls to another precision.
+    """
 
     layers: tuple[str, ...] = ()
     slot_names: tuple[str, ...] = ()
     demoted: tuple[str, ...] = ()
 
-    def __init__(self, precision: str, device: torch.device) -> None:
-        self.dtype, self.device = DTYPES[precision], device
+    def __init__(self, precision: str, device: torch.device, loss_scale: LossScale | None = None) -> None:
+        self.dtype, self.device, self._loss_scale = DTYPES[precision], device, loss_scale
+        self._planned = precision
+        self.lowered = ""
         self.note = "torch.autocast" if self.dtype else "no autocast"
         self._nothing = torch.zeros(0, device=device)
 
@@ -57,9 +63,17 @@ class AutocastBackend:
     def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
         """No layer can be named here, so there is nothing to switch."""
 
+    def lower(self, precision: str) -> None:
+        """From fp16 to "bf16" or "fp32", neither of which needs a loss scale."""
+        self.lowered, self.dtype = precision, DTYPES[precision]
+        if self._loss_scale is not None:
+            self._loss_scale.retire()
+
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """Empty, but for the names that readers look for."""
-        return {}, {"slots": [], "demoted": []}
+        return {}, {"slots": [], "demoted": [], "lowered": self.lowered}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
+        """Restore which precision the run is in; the loss scale restores itself."""
+        self.lowered = meta["lowered"]
+        self.dtype = DTYPES[self.lowered or self._planned]

@@ -14,94 +14,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.arena import Arena
-from harness.precision.backends.native_gemm import matmul
+from harness.precision.backends.native_linear import NativeLinear
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.swap import swap_linears, twin
 
 ROLES = ("input", "weight", "grad_output")
-
-
-class NativeLinear(nn.Linear):
-    """A Linear whose GEMMs run in FP8 inside a precision context, plain outside of it.
-
-    Shares its Parameters with the Linear it replaces. slot: number of its first slot (input, weight, grad_output).
-    demoted: run in BF16, keeping a shadow amax so that the layer can return with a warm scale.
-    """
-
-    arena: Arena
-    slot: int
-    demoted: bool = False
-    _cached: tuple[tuple[int, int, int, bool], Tensor] | None = None
-
-    @torch.compiler.disable
-    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not self.arena.active:
-            return F.linear(input, self.weight, self.bias)
-        record = torch.is_grad_enabled()
-        return _Matmul.apply(input, self.weight, self.bias, self, record)  # pyright: ignore[reportReturnType]
-
-    def quantized_weight(self, record: bool) -> Tensor:
-        """FP8 weight for the current scale, quantised once per optimizer step.
-
-        Fused optimizers do not bump a Parameter's version: arena epoch and window stand for it.
-        """
-        key = (self.arena.epoch, self.arena.window, self.weight._version, record)
-        if self._cached is None or self._cached[0] != key:
-            self._cached = (key, self.arena.quantize(self.weight.detach().contiguous(), self.slot + 1, record))
-        return self._cached[1]
-
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLinear, record: bool) -> Tensor:
-        arena, slot = layer.arena, layer.slot
-        ctx.layer, ctx.record, ctx.quantized, ctx.shape = layer, record, not layer.demoted, x.shape
-        rows = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
-        with torch.autocast(x.device.type, enabled=False):
-            if layer.demoted:
-                if record:
-                    arena.observe(rows, slot)
-                    arena.observe(weight, slot + 1)
-                left, right, ctx.scales = rows, weight.detach().to(torch.bfloat16), (None, None)
-            else:
-                left, right = arena.quantize(rows, slot, record), layer.quantized_weight(record)
-                ctx.scales = (arena.inverse_of(slot), arena.inverse_of(slot + 1))
-            ctx.save_for_backward(left, right)
-            ctx.bias_dtype = None if bias is None else bias.dtype
-            out = matmul(left, right.t(), *ctx.scales, ("e4m3", "e4m3"), bias, fast=True)
-        return out.reshape(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        left, right = ctx.saved_tensors
-        arena, slot = ctx.layer.arena, ctx.layer.slot + 2
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad = grad_output.reshape(-1, grad_output.shape[-1]).to(torch.bfloat16).contiguous()
-        grad_x = grad_weight = grad_bias = None
-        with torch.autocast(grad.device.type, enabled=False):
-            if need_bias:
-                grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-            inverse = None
-            if ctx.quantized:
-                grad = arena.quantize(grad, slot, ctx.record)
-                inverse = arena.inverse_of(slot)
-            elif ctx.record:
-                arena.observe(grad, slot)
-            fmt = arena.formats[slot]
-            if need_x:
-                grad_x = matmul(grad, right, inverse, ctx.scales[1], (fmt, "e4m3")).reshape(ctx.shape)
-            if need_weight:
-                grad_weight = matmul(grad.t(), left, inverse, ctx.scales[0], (fmt, "e4m3"))
-        return grad_x, grad_weight, grad_bias, None, None
 
 
 class NativeBackend:
@@ -113,14 +36,12 @@ class NativeBackend:
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         self.arena = Arena(names, formats, recipe.fp8, device)
-        self.modules: dict[str, NativeLinear] = {}
-        for index, (name, module) in enumerate(
-            swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear)).items()
-        ):
-            module.arena, module.slot = self.arena, 3 * index
-            self.modules[name] = module
+        self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
+        for index, module in enumerate(self.modules.values()):
+            module.attach(self.arena, 3 * index)
         self.slot_names = self.arena.names
         self.note = self.arena.kernel_note
+        self.lowered = ""
 
     @property
     def demoted(self) -> tuple[str, ...]:
@@ -171,18 +92,22 @@ class NativeBackend:
     def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
         """Move layers (padded names) to BF16 and back, between two steps."""
         by_name = {pad_numbers(name): module for name, module in self.modules.items()}
-        for name in demote:
-            by_name[name].demoted = True
-        for name in promote:
-            by_name[name].demoted = False
+        self.arena.demoted |= {by_name[name].slot for name in demote}
+        self.arena.demoted -= {by_name[name].slot for name in promote}
+
+    def lower(self, precision: str) -> None:
+        """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
+        self.lowered = precision
+        self.switch([pad_numbers(layer) for layer in self.layers], ())
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """The arena's state and the demoted set."""
         tensors, meta = self.arena.state_dict()
-        return tensors, {**meta, "demoted": list(self.demoted)}
+        return tensors, {**meta, "demoted": list(self.demoted), "lowered": self.lowered}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore scales, histories and which layers are in BF16. Raises CheckpointError if slots differ."""
         self.arena.load_state_dict(tensors, meta)
-        for name, module in self.modules.items():
-            module.demoted = pad_numbers(name) in meta["demoted"]
+        self.lowered = meta["lowered"]
+        self.arena.demoted.clear()
+        self.switch(meta["demoted"], ())

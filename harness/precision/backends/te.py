@@ -75,6 +75,7 @@ class TransformerEngineBackend:
                 module.init_fp8_metadata()
         self._entry = self._state()
         self._scale = self._entry[1]
+        self.lowered = ""
         self.switch((), ())
 
     @property
@@ -155,13 +156,19 @@ class TransformerEngineBackend:
         flags = [module.demoted for module in self.modules.values() for _ in ROLES]
         self._is_demoted = torch.tensor(flags, dtype=torch.bool, device=self.device)
 
+    def lower(self, precision: str) -> None:
+        """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
+        self.lowered = precision
+        self.switch(list(self.modules), ())
+
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """history float32 [L, slots], scale float32 [slots]; the same layout as the native backend's.
 
         TE's own extra state is a pickle, and empty after a BF16 forward: never used.
         """
         history, scale = self._state()
-        meta = {"slots": list(self.slot_names), "formats": list(self.formats), "demoted": list(self.demoted)}
+        meta: Meta = {"slots": list(self.slot_names), "formats": list(self.formats), "demoted": list(self.demoted)}
+        meta["lowered"] = self.lowered
         return {"history": history, "scale": scale}, meta
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -171,6 +178,7 @@ class TransformerEngineBackend:
             fix = "resume with the recipe and model that wrote the checkpoint"
             raise CheckpointError(Problem("slots or history length differ from this run's", "fp8 state", fix=fix))
         self._write(tensors["history"].to(self.device), tensors["scale"].to(self.device))
+        self.lowered = meta["lowered"]
         self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])
 
     def _buffers(self, key: str, attribute: str) -> list[Tensor]:

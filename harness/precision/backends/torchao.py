@@ -43,6 +43,7 @@ class TorchaoBackend:
         self._amax = torch.zeros(len(self.slot_names), device=device)
         self._demoted: set[str] = set()
         self._active = False
+        self.lowered = ""
         for index, (name, module) in enumerate(self.modules.items()):
             self._watch(name, module, 3 * index)
 
@@ -113,12 +114,18 @@ class TorchaoBackend:
         """Move layers (padded names) to BF16 and back, between two steps."""
         self._demoted = (self._demoted | set(demote)) - set(promote)
 
+    def lower(self, precision: str) -> None:
+        """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
+        self.lowered = precision
+        self.switch([pad_numbers(layer) for layer in self.layers], ())
+
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """The last amaxes (as a history of one row) and the demoted set; dynamic scaling has no other state."""
         return {"history": self._amax[None], "scale": torch.ones_like(self._amax)}, {
             "slots": list(self.slot_names),
             "formats": ["dynamic"] * len(self.slot_names),
             "demoted": list(self.demoted),
+            "lowered": self.lowered,
         }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -128,3 +135,4 @@ class TorchaoBackend:
             raise CheckpointError(Problem("FP8 state is of other slots, or of delayed scaling", "fp8 state", fix=fix))
         self._amax.copy_(tensors["history"][0])
         self._demoted = set(meta["demoted"])
+        self.lowered = meta["lowered"]

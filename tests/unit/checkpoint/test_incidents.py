@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,28 +14,36 @@ from harness.core.state import Incidents
 
 def test_incidents_come_back(tmp_path: Path) -> None:
     assert load_incidents(tmp_path) == Incidents()
-    incidents = Incidents(attempt=3, skipped_windows=[40, 7], rollbacks=2, skips=9, switches=1)
+    incidents = Incidents(attempt=3, skipped_windows=[40, 7], rollbacks=2, skips=9, switches=1, lowered="bf16")
     save_incidents(tmp_path, incidents)
     assert load_incidents(tmp_path) == incidents
     assert [path.name for path in tmp_path.iterdir()] == ["incidents.json"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"attempt": 1}',
-        b'{"attempt": 1, "skipped_windows": [1.5], "rollbacks": 0, "skips": 0, "switches": 0}',
-        b'{"attempt": -1, "skipped_windows": [], "rollbacks": 0, "skips": 0, "switches": 0}',
-        b'{"attempt": true, "skipped_windows": [], "rollbacks": 0, "skips": 0, "switches": 0}',
-        b'{"attempt": 1, "skipped_windows": [], "rollbacks": 0, "skips": 0, "switches": 0, "more": 1}',
-    ],
-)
-def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"attempt": 1}'])
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "incidents.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"incidents\.json"):
+        load_incidents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"skipped_windows": [1.5]}, "whole number"),
+        ({"skipped_windows": 3}, "keys"),
+        ({"attempt": -1}, "whole number"),
+        ({"attempt": True}, "whole number"),
+        ({"lowered": "fp64"}, "lowered"),
+        ({"lowered": None}, "lowered"),
+        ({"more": 1}, "keys"),
+    ],
+)
+def test_one_damaged_value_is_refused(tmp_path: Path, change: dict[str, object], why: str) -> None:
+    save_incidents(tmp_path, Incidents())
+    path = tmp_path / "incidents.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=why):
         load_incidents(tmp_path)
 
 

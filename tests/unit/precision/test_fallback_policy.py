@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from harness.core.errors import CheckpointError, ConfigError
-from harness.precision.fallback import FallbackController, FallbackPolicy
+from harness.precision.fallback import FallbackController
+from harness.precision.fallback_policy import FallbackPolicy
 
 
 def test_state_of_other_layers_is_refused() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -36,15 +36,20 @@ def kind(field: FieldInfo) -> str:
     annotation = field.annotation
     listed = get_origin(annotation) is list
     inner = get_args(annotation)[0] if listed else annotation
+    # `Annotated[float, Field(gt=1)] | None`: the bounds hang on the inner type
+    optional = NoneType in get_args(inner)
+    inner = next(part for part in get_args(inner) if part is not NoneType) if optional else inner
+    bounds = [*field.metadata, *(item for info in get_args(inner)[1:] for item in getattr(info, "metadata", ()))]
+    inner = get_args(inner)[0] if get_origin(inner) is Annotated else inner
     choices = ", ".join(f"`{value}`" for value in get_args(inner))
     text = choices if get_origin(inner) is Literal else NAMES[inner]
     limits = [
         f"{words} {getattr(item, key):g}"
-        for item in field.metadata
+        for item in bounds
         for key, words in LIMITS.items()
         if getattr(item, key, None) is not None
     ]
-    return ", ".join([f"list of {text}" if listed else text, *limits])
+    return ", ".join([f"list of {text}" if listed else text, *limits, *(["or null"] if optional else [])])
 
 
 def default(field: FieldInfo) -> str:

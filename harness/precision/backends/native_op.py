@@ -1,0 +1,103 @@
+"""NativeLinear as operators that `torch.compile` cannot look into, so that a block compiles into one graph.
+
+A graph finds its layer by a number in a tensor, which it takes as an input: identical blocks share their compiled code.
+What may change between two steps (scales, demotion, sampling) is read from the layer when the operator runs, so no
+switch recompiles. The operators read and write FP8 state that the compiler does not know of. It may drop a call whose
+results nobody uses, or merge two calls with equal inputs, neither of which changes an amax that matters.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from harness.precision.backends.native_linear import NativeLinear
+
+_layers: WeakValueDictionary[int, NativeLinear] = WeakValueDictionary()
+_numbers = count()
+
+
+def register(layer: NativeLinear) -> Tensor:
+    """A handle for `layer`, int64 0-d on the CPU, which does not keep it alive."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("hopper_harness::fp8_linear", mutates_args=())
+def linear(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rows W^T + b of the layer behind `handle`: bfloat16 [m, n]; then what backward wants, for nobody else.
+
+    rows: bfloat16 [m, k]. The quantised weight stays with the layer: it serves several calls, and the compiler may
+    reuse the memory of whatever an operator returns.
+    """
+    layer = _layers[int(handle)]
+    rows = rows.contiguous()
+    with torch.autocast(rows.device.type, enabled=False):
+        out, left, _, _ = layer.multiply(rows, weight, bias, record)
+    if left is rows:
+        left = rows.clone()  # an operator's outputs may not alias its inputs
+    return out, left, layer.arena.inverse[layer.slot : layer.slot + 1].clone()
+
+
+@linear.register_fake
+def _(rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> tuple[Tensor, Tensor, Tensor]:
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    return out, rows.new_empty(rows.shape), rows.new_empty(1, dtype=torch.float32)
+
+
+@torch.library.custom_op("hopper_harness::fp8_linear_backward", mutates_args=())
+def linear_backward(
+    grad: Tensor, left: Tensor, left_inverse: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of rows, weight (bfloat16) and bias (float32); one that is not in `needs` has shape [0].
+
+    The quantised weight is the one of forward unless scales were rolled in between, which leaves an equally good one.
+    """
+    layer = _layers[int(handle)]
+    arena, slot = layer.arena, layer.slot
+    with torch.autocast(grad.device.type, enabled=False):
+        if layer.demoted:
+            right, inverses = weight.detach().to(torch.bfloat16), (None, None)
+        else:
+            right = layer.quantized_weight(weight, record)
+            on_host = left_inverse.device.type == "cpu"
+            inverses = (left_inverse.item() if on_host else left_inverse[0], arena.inverse_of(slot + 1))
+        rows, weights, bias = layer.gradients(
+            grad.contiguous(), left, right, inverses, record, (needs[0], needs[1], needs[2])
+        )
+    nothing = [grad.new_empty(0) if found is None else found for found in (rows, weights)]
+    return nothing[0], nothing[1], grad.new_empty(0, dtype=torch.float32) if bias is None else bias
+
+
+@linear_backward.register_fake
+def _(
+    grad: Tensor, left: Tensor, left_inverse: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = grad.new_empty(left.shape if needs[0] else (0,))
+    weights = grad.new_empty(weight.shape if needs[1] else (0,))
+    return rows, weights, grad.new_empty(grad.shape[1:] if needs[2] else (0,), dtype=torch.float32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, weight, bias, handle, ctx.record = inputs
+    _, left, left_inverse = output
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(left, left_inverse, weight, handle)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    needs = [bool(need) for need in ctx.needs_input_grad[:3]]
+    found = linear_backward(grad, *ctx.saved_tensors, ctx.record, needs)
+    rows, weights, bias = (value if need else None for value, need in zip(found, needs, strict=True))
+    return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
+
+
+linear.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,167 @@
+"""The last observations of every FP8 slot: which were bad, by how much, and which layers are clean. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.errors import MisuseError, Problem
+from harness.core.facts import SlotStats
+from harness.core.protocols import Meta
+from harness.precision.fallback_policy import ROLES, STATISTICS, FallbackPolicy
+
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_SAMPLED = np.array([kind.sampled for kind in STATISTICS])
+_SIGN = np.array([-1.0 if kind.below else 1.0 for kind in STATISTICS], dtype=np.float32)[:, None, None]
+
+
+class Evidence:
+    """A window of observations for each slot and statistic of `layers`; each statistic has a window of its own.
+
+    Arrays are [window, statistics, layers, roles], newest last: 0 when fine, else the value beyond its limit, NaN when
+    there is none yet.
+    """
+
+    def __init__(self, policy: FallbackPolicy, layers: Sequence[str]) -> None:
+        self.policy, self.layers = policy, tuple(layers)
+        self._limits = policy.limits()
+        count = len(self.layers)
+        self._recent: Floats = np.full((policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32)
+        # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
+        self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
+        self._samples = False
+        self._index = {layer: index for index, layer in enumerate(self.layers)}
+        self._names: tuple[str, ...] = ()
+        self._places: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._present: Bools = np.zeros((count, 3), dtype=np.bool_)
+
+    def record(self, slots: SlotStats, ignore: Bools) -> None:
+        """Append one step. ignore: bool [layers], whose values say nothing. Raises MisuseError for unknown slots."""
+        if slots.names is not self._names and slots.names != self._names:
+            self._place(slots.names)
+        amax = self._spread(slots.amax)
+        self._amax = np.concatenate([self._amax[1:], amax[None]])
+        infinite = np.isinf(amax)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            growth = np.where(self._amax[0] > 0, amax / self._amax[0], np.nan)
+        values = np.stack(
+            [
+                self._spread(slots.saturation),
+                np.where(np.isnan(amax), np.nan, infinite.astype(np.float32)),
+                np.where(infinite, np.nan, growth),
+                np.where(infinite, np.nan, amax),
+                self._spread(slots.clipped),
+                self._spread(slots.underflow),
+                self._spread(slots.sqnr_db),
+            ]
+        )
+        values[:, ignore] = np.nan
+        self._samples = self._samples or not np.isnan(values[_SAMPLED]).all()
+        bad = values * _SIGN > self._limits * _SIGN
+        # 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is told as the smallest number.
+        told = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
+        hits = np.where(bad, told, np.where(np.isnan(values), values, np.float32(0)))
+        self._recent = np.where(np.isnan(values), self._recent, np.concatenate([self._recent[1:], hits[None]]))
+
+    def forget(self, layers: Bools) -> None:
+        """Start `layers` (bool [layers]) without observations: their precision changed."""
+        self._recent[:, :, layers] = np.nan
+
+    def over(self) -> Bools:
+        """Bad in at least `hits` of the window: bool [statistics, layers, roles]."""
+        return (np.nan_to_num(self._recent) != 0).sum(axis=0) >= self.policy.hits
+
+    def clean(self) -> Bools:
+        """No bad value in a full window: bool [layers].
+
+        Where sampled statistics exist, their last `hits` samples count: a window of them would be long.
+        """
+        seen = ~np.isnan(self._recent)
+        bad = seen & (self._recent != 0)
+        full = (seen[:, 0].all(axis=0) | ~self._present).all(axis=-1)
+        steady = full & ~bad[:, ~_SAMPLED].any(axis=0).any(axis=0).any(axis=-1)
+        if not self._samples:
+            return steady
+        seen, bad = (array[-self.policy.hits :, _SAMPLED] for array in (seen, bad))
+        # A slot without values (a gradient that is all zero) has no samples: one role that has them is enough.
+        sampled = seen.all(axis=0).any(axis=0).any(axis=-1)
+        return steady & sampled & ~bad.any(axis=0).any(axis=0).any(axis=-1)
+
+    def excess(self, layers: npt.NDArray[np.int64]) -> Floats:
+        """How far the worst value of each of `layers` is beyond its limit, as a factor: float32 [len(layers)]."""
+        values = np.nan_to_num(self._recent[:, :, layers])
+        with np.errstate(over="ignore"):
+            ratio = values / self._limits
+            decibels = 10.0 ** ((self._limits - values) / 20.0)
+        below = np.array([kind.below for kind in STATISTICS])[:, None, None]
+        factors = np.where(values == 0, 0.0, np.where(below, decibels, ratio))
+        return np.nan_to_num(factors).max(axis=(0, 1, 3))
+
+    def describe(self, layer: int, over: Bools) -> dict[str, dict[str, Any]]:
+        """For every slot of a layer that is `over`: the values beyond their limits, oldest first, and its amaxes."""
+        slots: dict[str, dict[str, Any]] = {}
+        for number, role in zip(*np.nonzero(over[:, layer]), strict=True):
+            values = np.nan_to_num(self._recent[:, number, layer, role])
+            found = slots.setdefault(f"{self.layers[layer]}.{ROLES[role]}", {})
+            found[STATISTICS[number].name] = [_figure(value) for value in values[values != 0]]
+        for slot, found in slots.items():
+            amaxes = self._amax[:, layer, ROLES.index(slot.rpartition(".")[2])]
+            found["amax"] = [_figure(value) for value in amaxes[~np.isnan(amaxes)]]
+        return slots
+
+    def state_dict(self) -> Meta:
+        """JSON-able."""
+        return {"recent": _listed(self._recent), "amax": _listed(self._amax), "samples": self._samples}
+
+    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` of the same layers and window gave."""
+        self._recent = _array(meta["recent"]).reshape(self._recent.shape)
+        self._amax = _array(meta["amax"]).reshape(self._amax.shape)
+        self._samples = bool(meta["samples"])
+
+    def _spread(self, values: npt.NDArray[np.float32]) -> Floats:
+        """[slots] -> [layers, roles], NaN for slots that are not reported."""
+        spread = np.full(len(self.layers) * 3, np.nan, dtype=np.float32)
+        spread[self._places] = values
+        return spread.reshape(-1, 3)
+
+    def _place(self, names: tuple[str, ...]) -> None:
+        parts = [name.rpartition(".") for name in names]
+        known = [layer in self._index and role in ROLES for layer, _, role in parts]
+        if not all(known):
+            unknown = [name for name, ok in zip(names, known, strict=True) if not ok]
+            raise MisuseError(unknown_names(unknown, "slots"))
+        places = [self._index[layer] * 3 + ROLES.index(role) for layer, _, role in parts]
+        self._places = np.array(places, dtype=np.int64)
+        self._present[:] = False
+        self._present.reshape(-1)[self._places] = True
+        self._names = names
+
+
+def unknown_names(names: Sequence[str], kind: str) -> Problem:
+    """The problem of facts that are about other layers than the plan's."""
+    return Problem(
+        f"{kind} that are not of the plan's FP8 layers: {', '.join(names)}",
+        "step facts",
+        fix=f"give the controller every FP8 layer; slots are <layer>.<role> with role one of {', '.join(ROLES)}",
+    )
+
+
+def _figure(value: float) -> float:
+    """Four digits; the largest float32 for an infinity, which strict JSON does not have."""
+    return float(f"{min(max(float(value), -_LARGEST), _LARGEST):.4g}")
+
+
+def _listed(values: Floats) -> list[float | None]:
+    return [None if value != value else min(value, _LARGEST) for value in values.ravel().tolist()]
+
+
+def _array(values: Sequence[float | None]) -> Floats:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)

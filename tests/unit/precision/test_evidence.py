@@ -1,0 +1,126 @@
+"""Every statistic speaks for itself: which values are bad, and that the whole run falls only when layers cannot."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+from fallback_support import LAYERS, NAMES, drive, make_facts
+
+from harness.core.facts import StepFacts, Switch
+from harness.precision.fallback import FallbackController
+from harness.precision.fallback_policy import FallbackPolicy
+
+Value = float | Callable[[int], float]
+SLOT = f"{LAYERS[2]}.grad_output"
+LITERAL = FallbackPolicy(amax_over=440.0)
+TREND = FallbackPolicy(amax_growth=4.0)
+
+
+def demoted_by(policy: FallbackPolicy, values: Mapping[str, Value], steps: int = 12) -> tuple[str, ...]:
+    """Which statistics of SLOT are named when it has these values at every step; empty if it stays in FP8."""
+    controller = FallbackController(policy, LAYERS)
+    for step in range(steps):
+        given = {kind: {SLOT: value(step) if callable(value) else value} for kind, value in values.items()}
+        verdict = controller.observe(make_facts(step, **given))  # pyright: ignore[reportArgumentType]
+        json.dumps(dict(verdict.evidence), allow_nan=False)
+        if isinstance(verdict.proposal, Switch):
+            assert verdict.proposal.demote == (LAYERS[2],)
+            found = verdict.evidence["demote"][LAYERS[2]]["slots"]
+            assert set(found) == {SLOT}
+            assert SLOT in verdict.text
+            return tuple(kind for kind in found[SLOT] if kind != "amax")
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("policy", "bad", "fine"),
+    [
+        (FallbackPolicy(), {"saturation": 8.1}, {"saturation": 7.9}),
+        (FallbackPolicy(), {"clipped": 0.011}, {"clipped": 0.009}),
+        (FallbackPolicy(), {"underflow": 0.26}, {"underflow": 0.24}),
+        (FallbackPolicy(), {"sqnr_db": 9.9}, {"sqnr_db": 10.1}),
+        (FallbackPolicy(), {"sqnr_db": 0.0}, {"sqnr_db": 31.0}),
+        (FallbackPolicy(), {"sqnr_db": -20.0}, {"sqnr_db": math.nan}),
+    ],
+)
+def test_a_value_beyond_its_limit_demotes_and_one_within_does_not(
+    policy: FallbackPolicy, bad: dict[str, float], fine: dict[str, float]
+) -> None:
+    assert demoted_by(policy, bad) == tuple(bad)
+    assert demoted_by(policy, fine) == ()
+
+
+def test_an_infinite_amax_is_named_as_such() -> None:
+    assert demoted_by(FallbackPolicy(), {"amax": math.inf}) == ("nonfinite",)
+
+
+def test_the_literal_amax_is_looked_at_only_when_asked_for() -> None:
+    assert demoted_by(LITERAL, {"amax": 441.0}) == ("amax_over",)
+    assert demoted_by(LITERAL, {"amax": 439.0}) == ()
+    assert demoted_by(FallbackPolicy(), {"amax": 1e6}) == ()
+
+
+def test_the_trend_compares_with_a_window_before() -> None:
+    # 1.3 ** 8 = 8.2, 1.15 ** 8 = 3.1: over and under a factor of 4 in a window of 8
+    assert demoted_by(TREND, {"amax": lambda step: 1.3**step}, steps=40) == ("amax_growth",)
+    assert demoted_by(TREND, {"amax": lambda step: 1.15**step}, steps=40) == ()
+    assert demoted_by(FallbackPolicy(), {"amax": lambda step: 1.3**step}, steps=40) == ()
+
+
+def test_the_trend_is_in_the_evidence_whatever_demoted() -> None:
+    controller = FallbackController(FallbackPolicy(), LAYERS)
+    verdicts = [
+        controller.observe(make_facts(step, {SLOT: 9.0 if step > 9 else 0.9}, amax={SLOT: 2.0**step}))
+        for step in range(13)
+    ]
+    amax = verdicts[-1].evidence["demote"][LAYERS[2]]["slots"][SLOT]["amax"]
+    assert amax == [2.0**step for step in range(4, 13)]
+
+
+def test_the_one_furthest_beyond_its_limit_leaves_first_whatever_the_statistic() -> None:
+    policy = FallbackPolicy(max_demoted_share=0.17, over_budget="stay")  # one layer of six
+    controller = FallbackController(policy, LAYERS)
+    # 20 dB under the limit is a factor of 10 in amplitude; 8.0 * 9 is one of 9; 0.01 * 8 one of 8.
+    values = {
+        "sqnr_db": {f"{LAYERS[4]}.input": -10.0},
+        "saturation": {f"{LAYERS[1]}.grad_output": 72.0},
+        "clipped": {f"{LAYERS[0]}.weight": 0.08},
+    }
+    verdicts = [controller.observe(make_facts(step, **values)) for step in range(6)]  # pyright: ignore[reportArgumentType]
+    proposals = [verdict.proposal for verdict in verdicts if isinstance(verdict.proposal, Switch)]
+    assert [proposal.demote for proposal in proposals] == [(LAYERS[4],)]
+
+
+def test_the_whole_run_falls_once_layers_were_stuck_in_fp8_for_a_window() -> None:
+    policy = FallbackPolicy(max_demoted_share=0.5)
+    worst = {f"{layer}.input": 10.0 for layer in LAYERS[:5]}
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        return make_facts(step, worst, demoted=demoted)
+
+    switches = drive(FallbackController(policy, LAYERS), trace, range(60))
+    assert [(step, s.demote, s.lower) for step, s in switches] == [(4, LAYERS[:3], ""), (12, (), "bf16")]
+    assert LAYERS[3] in switches[1][1].reason
+    assert "for good" in switches[1][1].reason
+
+
+def test_a_burst_that_passes_does_not_cost_the_whole_run_its_precision() -> None:
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        burst = dict.fromkeys(NAMES, 100.0) if 20 <= step < 23 else None
+        return make_facts(step, burst, demoted=demoted)
+
+    switches = drive(FallbackController(FallbackPolicy(), LAYERS), trace, range(60))
+    assert len(switches) == 1, "the burst itself must be seen"
+    assert not switches[0][1].lower
+
+
+def test_nothing_is_proposed_after_the_whole_run_fell() -> None:
+    controller = FallbackController(FallbackPolicy(), LAYERS)
+    loud = dict.fromkeys(NAMES, 100.0)
+    for step in range(40):
+        facts = replace(make_facts(step, loud, demoted=LAYERS), lowered="bf16")
+        assert controller.observe(facts).code == "precision.ok"
