@@ -55,6 +55,8 @@ class Recovery:
         if budgets["attempt"] == incidents.attempt:
             incidents.skips, incidents.switches = budgets["skips"], budgets["switches"]
             incidents.lowered = budgets["lowered"]
+        else:
+            self._fall_at_once()
         if self.engine.rank == 0:
             self.good.saved(step)
 
@@ -102,7 +104,12 @@ class Recovery:
         self.good.rolled_back(target)
         self.engine.barrier()
         self.state.load_state_dict(*self.store.load(target))
+        self._fall_at_once()
         return target
+
+    def _fall_at_once(self) -> None:
+        """A fall of the whole run that was on its way when the checkpoint was written has been decided long since."""
+        self.state.switches = [switch for switch in self.state.switches if not switch[3]]
 
     @staticmethod
     def nothing_to_return_to(step: int, reason: str) -> Problem:

@@ -90,9 +90,14 @@ class Loud(Faulty):
         if not self.first <= self.forwards - 1 < self.last:
             return loss
         large = torch.full((16, 16), 300.0, device=loss.device)
-        return loss + 0.0 * (large @ large).sum()
+        loss = loss + 0.0 * (large @ large).sum()
+        return loss * math.nan if self.nan_first <= self.forwards - 1 < self.nan_first + 5 else loss
+
+    nan_first = math.inf
 
 
-def loud_from(first: int) -> Loud:
-    """Activations that outgrow fp16."""
-    return Loud(first, math.inf)
+def loud_from(first: int, nan_first: float = math.inf) -> Loud:
+    """Activations that outgrow fp16; five NaN losses from `nan_first` on, in any precision."""
+    model = Loud(first, math.inf)
+    model.nan_first = nan_first
+    return model

@@ -16,14 +16,14 @@ from harness.core.resources import find
 pytestmark = pytest.mark.faults
 
 
-def run_loud(folder: Path, steps: int, recipe: str, *arguments: str) -> Path:
+def run_loud(folder: Path, steps: int, recipe: str, *arguments: str, **model: int) -> Path:
     """fp16 on a CPU is slow: small batches, few steps. Step 4 is the first that fp16 cannot hold."""
     shutil.copy(ROOT / "tests" / "e2e" / "faulty_models.py", folder)
     config = yaml.safe_load(find("configs", "tiny").read_text())
-    config["model"] = {"target": "faulty_models:loud_from", "args": {"first": 3}}
+    config["model"] = {"target": "faulty_models:loud_from", "args": {"first": 3, **model}}
     config["data"] |= {"context": 16, "val_samples": 2}
     (folder / "loud.yaml").write_text(yaml.safe_dump(config))
-    fixed = ["--name", "r", "--config", "loud.yaml", "--recipe", recipe, f"train.steps={steps}", "checkpoint.every=0"]
+    fixed = ["--name", "r", "--config", "loud.yaml", "--recipe", recipe, f"train.steps={steps}"]
     done = train(folder, *fixed, "train.global_batch=2", "train.micro_batch=2", *arguments)
     assert done.returncode == 0, done.stdout
     return folder / "runs" / "r"
@@ -49,6 +49,17 @@ def test_fp16_that_overflows_for_good_goes_on_in_bf16_and_stays_there_after_a_re
     run_loud(tmp_path, 12, "fp16_scaler")
     assert [step for step, value in metrics(run, "train/step_applied") if value == 0.0] == [4, 5, 6, 7]
     assert dict(metrics(run, "train/step_applied"))[12] == 1.0
+    assert len(events(run, "precision.lowered")) == 1
+
+
+def test_a_rollback_to_before_the_fall_does_not_bring_fp16_back(tmp_path: Path) -> None:
+    saves = ["checkpoint.every=3", "checkpoint.healthy_steps=3", "guard.max_consecutive_skips=5"]
+    run = run_loud(tmp_path, 18, "fp16_scaler", *saves, nan_first=10)
+    (rollback,) = events(run, "guard.rollback")
+    assert rollback["to_step"] == 6, "before step 8, which was the first in bf16"
+    assert [step for step, value in metrics(run, "train/step_applied", attempt=2) if value == 0.0] == []
+    assert {scale for _, scale in metrics(run, "train/loss_scale", attempt=2)} == {1.0}
+    assert metrics(run, "train/loss", attempt=2)[0][0] == 7
     assert len(events(run, "precision.lowered")) == 1
 
 
