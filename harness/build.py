@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,13 @@ from harness.monitors.scaler import ScalerMonitor
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
 from harness.precision.compiling import check_compile, compile_blocks
-from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale
+from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale, check_half_weights
 from harness.precision.fallback import FallbackController
 from harness.precision.loss_scale import LossScale
 from harness.precision.plan import Plan, make_plan, pad_numbers
 from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
+from harness.precision.shape_probe import probe_layers
 from harness.precision.whole_run import WholeRunFallback
 from harness.recovery import Recovery, finish_rollback
 from harness.responder import Responder
@@ -89,19 +90,27 @@ def _set_threads(threads: int, launch: Launch) -> None:
         torch.set_num_threads(threads)
 
 
-def build_plan(config: RunConfig, recipe: Recipe, place: Place) -> tuple[Plan, nn.Module]:
-    """The model with its initial weights (a function of train.seed alone) and the plan for it."""
+def build_plan(
+    config: RunConfig, recipe: Recipe, place: Place, earlier: Mapping[str, Any] | None = None
+) -> tuple[Plan, nn.Module]:
+    """The model with its initial weights (a function of train.seed alone) and the plan for it.
+
+    earlier: plan.json of the run that is resumed.
+    """
     rung, verdicts = agree_on_rung(recipe, place.facts, place.device)
     if place.launcher == "deepspeed":
         named: Any = "bf16" if rung.precision == "fp8" else rung.precision
         problems = check_deepspeed(config.engine.zero_stage, named, place.device.type)
+        problems += check_half_weights(recipe, rung)
         if problems:
             raise ConfigError(problems)
     seed_everything(config.train.seed)
     model = build_model(config.model).to(place.device)
     if config.engine.compile == "blocks" and (problems := check_compile(rung, model, place.device)):
         raise ConfigError(problems)
-    return make_plan(recipe, place.facts, rung, verdicts, model), model
+    plan = make_plan(recipe, place.facts, rung, verdicts, model)
+    tokens = config.train.micro_batch * config.data.context
+    return probe_layers(plan, recipe, place.facts, place.device, tokens, earlier), model
 
 
 def build_data(config: RunConfig, folder: Path, place: Place) -> TokenBatches:

@@ -103,7 +103,7 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str) -> None
         Problem(f"changed from {_value(old, key)!r} to {_value(new, key)!r}", f"{folder}: {key}", fix=fix)
         for key in refused
     ]
-    plan = _read_plan(folder)
+    plan = read_plan(folder)
     if plan and plan.get("recipe_sha256") != recipe_sha256 and "recipe" not in refused:
         problems.append(Problem("the recipe's contents changed since this run began", f"{folder}: recipe", fix=fix))
     if problems:
@@ -129,7 +129,8 @@ def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     write_json(folder / "plan.json", dict(plan))
 
 
-def _read_plan(folder: Path) -> dict[str, Any]:
+def read_plan(folder: Path) -> dict[str, Any]:
+    """What plan.json says; empty if it is missing or unreadable."""
     try:
         return json.loads((folder / "plan.json").read_text())
     except (OSError, ValueError):

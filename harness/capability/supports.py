@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness.capability.probe import MachineFacts
+from harness.capability.probe import Device, MachineFacts
 from harness.capability.tier import Tier
 
 Answer = tuple[bool, str]
@@ -13,9 +13,10 @@ _FP8_TIERS = (Tier.BLACKWELL, Tier.HOPPER, Tier.ADA)
 _BF16_TIERS = (*_FP8_TIERS, Tier.AMPERE)
 
 
-def can_run(backend: str, precision: str, facts: MachineFacts, tier: Tier) -> Answer:
+def can_run(backend: str, precision: str, facts: MachineFacts, tier: Tier, scaling: str = "delayed") -> Answer:
     """Whether `backend` (transformer_engine | native | torchao | autocast) can compute in `precision` (fp8 | bf16 |
-    fp16 | fp32) on this machine, and the reason in words, which is given in both cases.
+    fp16 | fp32) on this machine, and the reason in words, which is given in both cases. scaling: the recipe's
+    fp8.scaling (delayed | current | block), which transformer_engine alone goes by.
 
     Pairs that do not exist answer (False, reason). bf16 goes by compute capability, never by
     `torch.cuda.is_bf16_supported()`, which is True for emulated bf16 on T4 and V100.
@@ -24,7 +25,12 @@ def can_run(backend: str, precision: str, facts: MachineFacts, tier: Tier) -> An
     if rule is None:
         known = ", ".join(sorted(f"{known_backend} {known_precision}" for known_backend, known_precision in _RULES))
         return False, f"{backend} does not compute in {precision} (known: {known})"
-    return rule(facts, tier)
+    able, reason = rule(facts, tier)
+    if not able or backend != "transformer_engine":
+        return able, reason
+    lacking = _te_lacks(scaling, facts)
+    emulated = ", emulated with MXFP8" if scaling == "block" and _weakest(facts).capability >= (10, 0) else ""
+    return (False, lacking) if lacking else (True, f"{reason}, {scaling} scaling{emulated}")
 
 
 def _te_fp8(facts: MachineFacts, tier: Tier) -> Answer:
@@ -34,6 +40,22 @@ def _te_fp8(facts: MachineFacts, tier: Tier) -> Answer:
     if library is None or not library.ok:
         return False, f"Transformer Engine: {library.reason if library else 'not installed'} (make setup builds it)"
     return True, f"Transformer Engine {library.version or ''} on FP8 tensor cores".replace("  ", " ")
+
+
+def _te_lacks(scaling: str, facts: MachineFacts) -> str:
+    """What TE's own check for this scaling (quantization.py, check_recipe_support) would complain of; empty if nothing.
+
+    Its check on compute capability 8.9 is for cuBLASLt 12.1.3, which came with CUDA 12.1.
+    """
+    weakest, cuda = _weakest(facts), _release(facts.torch_cuda)
+    built_for = f"torch is built for {facts.torch_cuda or 'no known version of it'}"
+    if scaling == "block" and weakest.capability < (9, 0):
+        return f"block scaling needs compute capability 9.0 or more, {_has(weakest)}"
+    if scaling == "block" and cuda < (12, 9):
+        return f"block scaling needs CUDA 12.9 or more, {built_for}"
+    if weakest.capability < (9, 0) and cuda < (12, 1):
+        return f"FP8 on compute capability 8.9 needs cuBLASLt 12.1.3, so CUDA 12.1 or more, {built_for}"
+    return ""
 
 
 def _native_fp8(facts: MachineFacts, tier: Tier) -> Answer:
@@ -74,8 +96,20 @@ def _fp32(_: MachineFacts, tier: Tier) -> Answer:
 def _here(facts: MachineFacts, tier: Tier) -> str:
     if tier is Tier.CPU or not facts.devices:
         return "this machine runs on its CPU"
-    weakest = min(facts.devices, key=lambda device: device.capability)
-    return f"{weakest.name} has {weakest.capability[0]}.{weakest.capability[1]}"
+    return _has(_weakest(facts))
+
+
+def _weakest(facts: MachineFacts) -> Device:
+    return min(facts.devices, key=lambda device: device.capability)
+
+
+def _has(device: Device) -> str:
+    return f"{device.name} has {device.capability[0]}.{device.capability[1]}"
+
+
+def _release(version: str | None) -> tuple[int, ...]:
+    """(12, 9) of "12.9"; () if unknown, which is less than any version."""
+    return tuple(int(part) for part in (version or "").split(".") if part.isdigit())
 
 
 _RULES: dict[tuple[str, str], Callable[[MachineFacts, Tier], Answer]] = {

@@ -29,9 +29,22 @@ def max_over_ranks(values: Tensor) -> Tensor:
 
 def mean_over_ranks(values: Tensor) -> Tensor:
     """Mean over ranks, summed in rank order: the same bits on every rank."""
+    return values if world_size() == 1 else gather_over_ranks(values).mean(dim=0)
+
+
+def gather_over_ranks(values: Tensor) -> Tensor:
+    """Every rank's `values`, of one shape: [ranks, *shape], the same on every rank."""
     ranks = world_size()
     if ranks == 1:
-        return values
+        return values[None]
     gathered = [torch.empty_like(values) for _ in range(ranks)]
     dist.all_gather(gathered, values.contiguous())
-    return torch.stack(gathered).mean(dim=0)
+    return torch.stack(gathered)
+
+
+def gather_texts(text: str) -> list[str]:
+    """Every rank's `text`, in rank order."""
+    texts = [text] * world_size()
+    if len(texts) > 1:
+        dist.all_gather_object(texts, text)
+    return texts

@@ -112,7 +112,12 @@ class TorchEngine(Ranks):
         return {"model": ModelPart(self._model), "optimizer": OptimizerPart(self._model, self.optimizer, self._applied)}
 
     def close(self) -> None:
-        """Leave the process group; safe to call twice."""
+        """Leave the process group; safe to call twice.
+
+        DDP's wrapper goes first: if it were the last to hold the group, the group would end its threads while this
+        thread has Python's lock, which one of them may be waiting for (pytorch issue 190489: the rank never exits).
+        """
+        self._ddp, self.module = None, self._model
         leave()
 
 

@@ -14,6 +14,14 @@ ROPE_BASE = 10000.0
 EPS = 1e-5
 
 
+class Scores(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v over the past. A module, so that a recipe can keep it in fp32 by name."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [batch, heads, time, head_dim]; k, v: the same with as many or fewer heads -> the shape of q."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; `kv_heads` < `heads` is grouped-query attention."""
 
@@ -21,6 +29,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim, bias=False)
+        self.scores = Scores()
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -29,8 +38,7 @@ class Attention(nn.Module):
         shape = (batch, time, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = self.qkv(x).view(shape).transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-        grouped = self.heads != self.kv_heads
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = self.scores(q, k, v)
         return self.out(mixed.transpose(1, 2).reshape(batch, time, dim))
 
 
@@ -64,6 +72,14 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class TokenLoss(nn.Module):
+    """Mean cross-entropy in nats per token. A module, so that a recipe can keep it in fp32 by name."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits: [batch, time, vocab]; targets: int64 [batch, time] -> float32 0-d."""
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
 class GPT(nn.Module):
     """Token ids in, mean cross-entropy (nats per token) or logits out."""
 
@@ -74,6 +90,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, ffn) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=EPS)
         self.lm_head = nn.Linear(dim, vocab, bias=False)
+        self.loss = TokenLoss()
         self._initialise(layers, tied)
         if tied:
             self.lm_head.weight = self.embed.weight
@@ -98,9 +115,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, rotation)
         logits = self.lm_head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return logits if targets is None else self.loss(logits, targets)
 
 
 def rotary(time: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

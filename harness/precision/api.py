@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -91,6 +91,8 @@ class Precision:
         if torch.is_grad_enabled() and not self._begun:
             ready.backend.begin_window(sample=ready.steps % self.recipe.fp8.stats_every == 0)
             self._begun = True
+        # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.
+        torch.clear_autocast_cache()
         self._inside = True
         try:
             with ready.backend.context():
@@ -112,7 +114,7 @@ class Precision:
         if loss.numel() != 1 or not loss.requires_grad:
             what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
             raise _misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
-        with ready.backend.backward_context():
+        with _no_autocast(ready.device), ready.backend.backward_context():
             (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward()
         self._loss += loss.detach().float().reshape(()).to(ready.device)
         self._backwards += 1
@@ -136,7 +138,7 @@ class Precision:
         Raises MisuseError naming everything that is wrong with the call.
         """
         ready = self._outside("step()")
-        chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         self._check_step(ready, chosen, max_grad_norm)
         loss_scale = torch.ones((), device=ready.device) if ready.loss_scale is None else ready.loss_scale.value.clone()
         norm = grad_norm(_parameters(chosen)).to(ready.device) / loss_scale
@@ -258,10 +260,16 @@ class Precision:
             if other not in real
         ]
         for optimizer in real:
-            if not any(id(parameter) in ready.parameters for parameter in _parameters([optimizer])):
+            if not ready.owns_any(_parameters([optimizer])):
                 what = f"{type(optimizer).__name__} holds no parameter of the prepared model"
                 fix = "build the optimizer from the parameters of this model"
                 problems.append(Problem(what, "step()", fix=fix))
+            if isinstance(optimizer, torch.optim.LBFGS):
+                why, fix = "it wants to compute the loss several times a step", "take one that wants no closure"
+                problems.append(Problem("LBFGS cannot be gated", "step()", why, fix))
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in _parameters(real)):
+            fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
+            problems.append(Problem("a gradient is sparse, and cannot be gated", "step()", fix=fix))
         if self._backwards and real and all(parameter.grad is None for parameter in _parameters(real)):
             fix = "call zero_grad() after step(), not between backward() and step()"
             problems.append(Problem("no parameter has a gradient", "step()", fix=fix))
@@ -273,6 +281,12 @@ def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
     """Each once, whatever the number of groups that hold it."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return iter({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Backward inside an autocast of the caller's would run in that one's dtype, whatever the plan says."""
+    around = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if around else nullcontext()
 
 
 def _misuse(call: str, what: str, why: str = "", fix: str = "") -> MisuseError:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from harness.capability.supports import can_run
-from harness.capability.tier import tier_of
-from harness.core.errors import ConfigError, Problem, near_match
+from harness.capability.tier import Tier, tier_of
+from harness.core.errors import ConfigError, Problem
 from harness.core.facts import LayerPlan, RungVerdict
-from harness.precision.recipe import LayersConfig, Recipe, Rung
+from harness.precision.ladder import first_taken, judge, verdicts
+from harness.precision.recipe import Recipe, Rung
 
 if TYPE_CHECKING:
     from torch import nn
 
     from harness.capability.probe import MachineFacts
 
-FP8_MULTIPLE = 16
+_TF32_TIERS = (Tier.BLACKWELL, Tier.HOPPER, Tier.ADA, Tier.AMPERE)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will run, per module, and why. `requested` is the recipe, `resolved` the rung taken."""
+    """What will run, per module, and why. `requested` is the recipe, `resolved` the rung taken.
+
+    notes: what holds for the run as a whole. keep_fp32: names of modules that compute in float32 on this rung.
+    """
 
     recipe: str
     recipe_sha256: str
@@ -34,6 +36,7 @@ class Plan:
     rungs: tuple[RungVerdict, ...]
     layers: tuple[LayerPlan, ...]
     notes: tuple[str, ...] = field(default_factory=tuple)
+    keep_fp32: tuple[str, ...] = field(default_factory=tuple)
 
     @property
     def resolved(self) -> str:
@@ -66,113 +69,85 @@ def pad_numbers(name: str, width: int = 2) -> str:
 
 def resolve(recipe: Recipe, facts: MachineFacts) -> tuple[Rung | None, list[RungVerdict]]:
     """The first rung of the ladder that the machine supports (None if none), and a verdict on each."""
-    tier, _ = tier_of(facts)
-    taken: Rung | None = None
-    verdicts: list[RungVerdict] = []
-    for rung in recipe.ladder:
-        if tier.name not in rung.tiers:
-            verdicts.append(RungVerdict(rung.name, False, f"not for tier {tier.name} (for {', '.join(rung.tiers)})"))
-            continue
-        able, reason = can_run(rung.backend, rung.precision, facts, tier)
-        if taken is not None:
-            verdicts.append(RungVerdict(rung.name, False, f"not needed: {taken.name} runs"))
-        elif able:
-            taken = rung
-            verdicts.append(RungVerdict(rung.name, True, reason))
-        else:
-            verdicts.append(RungVerdict(rung.name, False, reason))
-    return taken, verdicts
+    judged = judge(recipe, facts)
+    chosen = first_taken(judged)
+    return None if chosen is None else recipe.ladder[chosen], verdicts(recipe.ladder, judged, chosen)
 
 
 def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[RungVerdict], model: nn.Module) -> Plan:
-    """Decide for every parametrised leaf module of `model`.
+    """Decide for every parametrised leaf module of `model`, and for every module that is kept in fp32.
 
-    Raises ConfigError naming every pattern of the recipe that matches no Linear, with the near match.
+    A module with several names has one row, under its first. Raises ConfigError naming every pattern of the recipe
+    that matches nothing, with the near match, and blocks to skip that are not there.
     """
     from torch import nn
 
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if rung.precision == "fp8":
-        _check_patterns(recipe, list(linears))
-    rest = "fp32" if rung.precision == "fp32" else "fp16" if rung.precision == "fp16" else "bf16"
-    tied = _shared_parameters(model)
+    from harness.precision.filters import LayerFilter, names_of
+    from harness.precision.keep_fp32 import enclosing, find_kept
+
+    section = f"recipe {recipe.name}: layers"
+    fp8 = rung.precision == "fp8"
+    layers = LayerFilter(model, recipe.layers, recipe.fp8_multiple(rung.backend), section) if fp8 else None
+    kept, problems = find_kept(model, recipe.layers.keep_fp32, f"{section}.keep_fp32")
+    problems += layers.problems if layers else []
+    if problems:
+        raise ConfigError(problems)
     rows: list[LayerPlan] = []
-    for name, module in model.named_modules():
-        if not name or next(module.parameters(recurse=False), None) is None:
-            continue
+    names = names_of(model)
+    for module, (name, *others) in names.items():
         kind = type(module).__name__
-        if name not in linears:
-            rows.append(
-                LayerPlan(name, kind, "fp32", "autocast", "not a Linear: fp32 weights, autocast decides per op")
-            )
+        shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else ()
+        around = enclosing(kept, names, module)
+        if module in kept:
+            rows.append(LayerPlan(name, kind, "fp32", "autocast", f"kept in fp32 ({kept[module]})", shape))
+        elif next(module.parameters(recurse=False), None) is None:
             continue
-        linear = linears[name]
-        shape = (linear.out_features, linear.in_features)
-        if rung.precision != "fp8":
+        elif around:
+            rows.append(LayerPlan(name, kind, "fp32", "autocast", f"inside {around}, which is kept in fp32", shape))
+        elif not isinstance(module, nn.Linear):
+            why = "not a Linear: fp32 weights, autocast decides per op"
+            rows.append(LayerPlan(name, kind, "fp32", "autocast", why))
+        elif layers is None:
             rows.append(LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape))
-            continue
-        reason = _kept_out(name, linear, recipe.layers, tied)
-        if reason:
-            rows.append(LayerPlan(name, kind, rest, "autocast", reason, shape))
+        elif reason := layers.kept_out(module):
+            rows.append(LayerPlan(name, kind, "bf16", "autocast", reason, shape))
         else:
-            rows.append(LayerPlan(name, kind, "fp8", rung.backend, "converted", shape))
-    if rung.precision == "fp8" and not any(row.precision == "fp8" for row in rows):
-        reasons = sorted({f"{row.module}: {row.reason}" for row in rows if row.module in linears})
+            also = f", also known as {', '.join(others)}" if others else ""
+            rows.append(LayerPlan(name, kind, "fp8", rung.backend, f"converted{also}", shape))
+    if fp8:
+        require_fp8(rows, recipe)
+    tier, _ = tier_of(facts)
+    keep = tuple(names[module][0] for module in kept)
+    notes = _notes(recipe, rung, tier)
+    return Plan(recipe.name, recipe.sha256(), tier.name, recipe.name, rung, tuple(rungs), tuple(rows), notes, keep)
+
+
+def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:
+    """Raise ConfigError if no row of an FP8 rung's plan is in FP8, with the reasons of some layers."""
+    if not any(row.precision == "fp8" for row in rows):
+        reasons = sorted({f"{row.module}: {row.reason}" for row in rows if row.shape})
         raise ConfigError(
             Problem(
                 "no layer can run in FP8",
                 f"recipe {recipe.name}",
                 why="; ".join(reasons[:5]) or "the model has no Linear",
-                fix="widen layers.include, lower layers.min_features, use multiples of 16, or --recipe bf16",
+                fix="widen layers.include, lower layers.min_features, change the sizes, or --recipe bf16",
             )
         )
-    tier, _ = tier_of(facts)
-    return Plan(recipe.name, recipe.sha256(), tier.name, recipe.name, rung, tuple(rungs), tuple(rows))
 
 
-def _kept_out(name: str, module: nn.Linear, layers: LayersConfig, tied: Mapping[int, str]) -> str:
-    """Why a Linear stays out of FP8; empty if it does not."""
-    from torch import nn
-
-    patterns = [*layers.exclude, *layers.exclude_if_present]
-    excluded = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
-    size = (module.out_features, module.in_features)
-    if excluded:
-        return f"excluded by name ({excluded})"
-    if not any(fnmatchcase(name, pattern) for pattern in layers.include):
-        return "not in layers.include"
-    if type(module) is not nn.Linear:
-        return f"{type(module).__name__} is a Linear of its own kind"
-    if any(value % FP8_MULTIPLE for value in size):
-        return f"sizes {size[0]}x{size[1]} are not multiples of {FP8_MULTIPLE}"
-    if min(size) < layers.min_features:
-        return f"too small to gain (min_features {layers.min_features})"
-    owner = tied.get(id(module.weight))
-    return f"weight shared with {owner}, which is no Linear" if owner else ""
-
-
-def _shared_parameters(model: nn.Module) -> dict[int, str]:
-    """id of each Parameter owned by a module that is not a Linear -> that module's name."""
-    from torch import nn
-
-    return {
-        id(parameter): name
-        for name, module in model.named_modules()
-        if not isinstance(module, nn.Linear)
-        for parameter in module.parameters(recurse=False)
-    }
-
-
-def _check_patterns(recipe: Recipe, names: Sequence[str]) -> None:
-    problems = [
-        Problem(
-            f'pattern "{pattern}" matches no Linear',
-            f"recipe {recipe.name}: layers.{key}",
-            fix=near_match(pattern, names) if names else "the model has no Linear",
+def _notes(recipe: Recipe, rung: Rung, tier: Tier) -> tuple[str, ...]:
+    """What holds for the whole run: float32 matrix multiplications, and the loss scale of fp16."""
+    if recipe.float32_matmul == "highest":
+        tf32 = "no TF32"
+    else:
+        tf32 = "TF32" if tier in _TF32_TIERS else "would allow TF32, which this tier has not"
+    notes = [f"float32 matmul precision: {recipe.float32_matmul} ({tf32})"]
+    if rung.precision == "fp16":
+        scale = recipe.loss_scale
+        notes.append(
+            f"loss scale ({scale.preset}): starts at {scale.init:g}, x{scale.growth_factor:g} after "
+            f"{scale.growth_interval} good steps, x{scale.backoff_factor:g} after a bad one, "
+            f"within {scale.floor:g} and {scale.cap:g}"
         )
-        for key, patterns in (("include", recipe.layers.include), ("exclude", recipe.layers.exclude))
-        for pattern in patterns
-        if not any(fnmatchcase(name, pattern) for name in names)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    return tuple(notes)

@@ -22,6 +22,7 @@ from harness.precision.outcome import LaggedFacts
 from harness.precision.plan import make_plan, pad_numbers
 from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
+from harness.precision.shape_probe import probe_layers
 from harness.precision.whole_run import WholeRunFallback
 
 _log = logging.getLogger("harness.precision")
@@ -41,7 +42,7 @@ class Prepared:
             raise MachineError(unusable)
         self.device = _device_of(model, facts)
         rung, verdicts = agree_on_rung(recipe, facts, self.device)
-        self.plan = make_plan(recipe, facts, rung, verdicts, model)
+        self.plan = probe_layers(make_plan(recipe, facts, rung, verdicts, model), recipe, facts, self.device)
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         self._fp8 = [pad_numbers(layer) for layer in self.backend.layers]
@@ -51,8 +52,8 @@ class Prepared:
             self.controller = FallbackController(policy, self._fp8)
         elif self.loss_scale is not None and policy.enabled:
             self.controller = WholeRunFallback(policy.failed_steps, agree_on_refuge(facts, self.device))
-        self.parameters = {id(parameter): parameter for parameter in model.parameters()}
         self._model = model
+        self._owned: dict[int, nn.Parameter] = {}
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
         self.steps = 0
         self.held: set[str] = set()
@@ -62,6 +63,13 @@ class Prepared:
         """The device that the model went to after it was prepared, None if it stayed."""
         device = next(self._model.parameters()).device
         return None if device == self.device else device
+
+    def owns_any(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether one of them is the model's: looked up again if none is, as adapters may have come since `prepare`."""
+        asked = {id(parameter) for parameter in parameters}
+        if asked.isdisjoint(self._owned):
+            self._owned = {id(own): own for own in self._model.parameters()}
+        return not asked.isdisjoint(self._owned)
 
     def fall_back(self) -> Switch | None:
         """Judge the last step's facts and switch as the recipe's fallback says; every rank does the same."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,7 @@ _PRECISIONS_OF = {
     "torchao": ("fp8",),
     "autocast": ("bf16", "fp16", "fp32"),
 }
+_DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "roll", "scrub_inf")
 
 
 class Rung(Strict):
@@ -47,8 +48,12 @@ class Rung(Strict):
 
 
 class Fp8Config(Strict):
-    """Delayed scaling. Defaults follow Transformer Engine except where the description says so."""
+    """How FP8 scales are set. Defaults follow Transformer Engine except where the description says so."""
 
+    scaling: Literal["delayed", "current", "block"] = Field(
+        default="delayed",
+        description="transformer_engine rungs: scale by amax history, by the tensor at hand, or by blocks of 128 of it",
+    )
     format: Literal["hybrid", "e4m3"] = Field(default="hybrid", description="hybrid: E4M3 forward, E5M2 gradients")
     margin: int = Field(default=0, ge=0, le=15, description="powers of two of headroom under the format's maximum")
     amax_history_len: int = Field(default=16, ge=2, description="updates kept in the amax history (TE's default: 1024)")
@@ -64,27 +69,65 @@ class Fp8Config(Strict):
     scrub_inf: bool = Field(default=True, description="drop an infinite amax; false: as TE, it freezes the scale")
     stats_every: int = Field(default=10, ge=1, description="steps between samples of underflow, clipped share and SQNR")
 
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> Fp8Config:
+        fields = type(self).model_fields
+        changed = [name for name in _DELAYED_ONLY if getattr(self, name) != fields[name].default]
+        if self.scaling != "delayed" and changed:
+            raise ValueError(f"{', '.join(changed)} would have no effect: scaling {self.scaling} has no amax history")
+        return self
+
 
 class LayersConfig(Strict):
-    """Which Linear layers get FP8. Shell patterns on module names."""
+    """Which Linear layers get FP8, and which modules no low precision at all. Shell patterns on module names."""
 
     include: list[str] = Field(default_factory=lambda: ["*"], min_length=1, description="patterns of layers to convert")
     exclude: list[str] = Field(default_factory=list, description="patterns kept out; each must match something")
     exclude_if_present: list[str] = Field(
         default_factory=lambda: ["lm_head", "*.lm_head"], description="patterns kept out, allowed to match nothing"
     )
+    skip_first_blocks: int = Field(default=0, ge=0, description="blocks at the model's start that stay in BF16")
+    skip_last_blocks: int = Field(default=0, ge=0, description="blocks at the model's end that stay in BF16")
     min_features: int = Field(default=64, ge=1, description="layers with fewer in or out features stay in BF16")
+    probe: bool = Field(
+        default=False, description="on a GPU, time each size of layer once and keep those that FP8 slows down in BF16"
+    )
+    probe_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="tokens of the timed forward and backward; null: micro_batch * context, else 2048"
+    )
+    keep_fp32: list[str] = Field(
+        default_factory=list, description="patterns of modules that compute in FP32 on every rung; each must match"
+    )
+
+
+# What each preset changes. Keys that are given win over the preset.
+_LOSS_SCALE_PRESETS: dict[str, dict[str, float]] = {
+    "default": {},
+    "underflow": {"init": 2.0**17, "backoff_factor": 0.75, "growth_interval": 1000},
+    "overflow": {"init": 2.0**15, "growth_interval": 4000},
+}
 
 
 class LossScaleConfig(Strict):
     """GradScaler's rule for fp16, with a floor and a cap."""
 
-    init: Ratio = Field(default=65536.0, description="initial loss scale")
+    preset: Literal["default", "underflow", "overflow"] = Field(
+        default="default", description="starting point for init, backoff_factor and growth_interval"
+    )
+    init: Ratio = Field(default=65536.0, description="initial loss scale (underflow: 131072, overflow: 32768)")
     growth_factor: float = Field(default=2.0, gt=1, description="multiplier after growth_interval good steps")
-    backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="multiplier after a bad step")
-    growth_interval: int = Field(default=2000, ge=1, description="good steps in a row before growth")
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="multiplier after a bad step (underflow: 0.75)")
+    growth_interval: int = Field(
+        default=2000, ge=1, description="good steps in a row before growth (underflow: 1000, overflow: 4000)"
+    )
     floor: Ratio = Field(default=1.0, description="the scale never falls below this (at 0 the next step writes NaN)")
     cap: Ratio = Field(default=2.0**24, description="the scale never rises above this")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _under_given_keys(cls, data: Any) -> Any:
+        preset = _LOSS_SCALE_PRESETS.get(str(data.get("preset")), {}) if isinstance(data, dict) else {}
+        return {**preset, **data} if preset else data
 
     @model_validator(mode="after")
     def _ordered(self) -> LossScaleConfig:
@@ -156,6 +199,19 @@ class Recipe(Strict):
     float32_matmul: Literal["highest", "high", "medium"] = Field(
         default="high", description="torch.set_float32_matmul_precision; high allows TF32 on Ampere and later"
     )
+
+    @model_validator(mode="after")
+    def _scaling_is_computed(self) -> Recipe:
+        scaling, backends = self.fp8.scaling, {rung.backend for rung in self.ladder}
+        if scaling != "delayed" and "native" in backends:
+            raise ValueError(f"native rungs compute delayed scaling only, fp8.scaling is {scaling}: take them out")
+        if scaling != "delayed" and "transformer_engine" not in backends:
+            raise ValueError(f"fp8.scaling {scaling} needs a transformer_engine rung (torchao rungs go by fp8.dynamic)")
+        return self
+
+    def fp8_multiple(self, backend: str) -> int:
+        """What in and out features of an FP8 layer must be multiples of under `backend`."""
+        return 128 if backend == "transformer_engine" and self.fp8.scaling == "block" else 16
 
     def sha256(self) -> str:
         """Hash of the validated policy: equal recipes hash alike however their YAML is written."""

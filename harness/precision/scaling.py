@@ -58,7 +58,7 @@ def update(
         )
     newest = history[0]
     if algo == "max":
-        reference = history.amax(dim=0)
+        reference = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=0)  # fmax: a NaN is no amax
     elif algo == "most_recent":
         reference = newest
     else:
@@ -129,3 +129,14 @@ def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt:
             error.square().sum(),
         ]
     )
+
+
+def shares(sums: Tensor) -> Tensor:
+    """Clipped share, underflow and SQNR in dB, float32 [3, slots].
+
+    sums: of `quantization_stats`, float64 [slots, 5]. The shares are of the non-zero finite values. NaN where nothing
+    was sampled; a cast without any error has no SQNR either.
+    """
+    clipped, nonzero, flushed, signal, noise = sums.unbind(dim=1)
+    decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), torch.nan)
+    return torch.stack([clipped / nonzero, flushed / nonzero, decibels]).float()

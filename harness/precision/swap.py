@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -36,3 +36,9 @@ def twin(linear: nn.Linear, to: type[L]) -> L:
     made = to.__new__(to)
     made.__dict__.update(linear.__dict__)
     return made
+
+
+def pickled_as_linear(module: nn.Linear, own: Collection[str]) -> tuple[Any, ...]:
+    """`__reduce_ex__` of a converted layer: a plain Linear without its `own` attributes: FP8 state belongs to a run."""
+    state = {name: value for name, value in module.__dict__.items() if name not in own}
+    return object.__new__, (nn.Linear,), state

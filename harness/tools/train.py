@@ -37,6 +37,7 @@ from harness.runs import (
     forget_outcome,
     is_finished,
     read_outcome,
+    read_plan,
     same_data_order,
     write_config,
     write_outcome,
@@ -75,7 +76,9 @@ def train(request: Request) -> int:
         if is_finished(folder, config.train.steps):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
             return ExitCode.DONE
-        plan, model = build_plan(config, request.recipe, place)
+        origin = folder if resuming else source.parent.parent if source else None
+        earlier = place.ranks.broadcast(read_plan(origin) if lead and origin else None)
+        plan, model = build_plan(config, request.recipe, place, earlier)
         if request.strict and not plan.rungs[0].taken:
             raise MachineError(
                 Problem(

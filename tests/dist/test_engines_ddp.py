@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import pytest
 import torch
+import torch.distributed as dist
+from dist_support import run_ranks, train
 from torch import Tensor, nn
 
 from harness.core.config import TrainConfig
@@ -22,9 +24,7 @@ from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-SAMPLES, MICRO = 8, 2
 
 pytestmark = pytest.mark.dist
 
@@ -43,28 +43,6 @@ def make(seed: int) -> TorchEngine:
     model = Net()
     optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
     return TorchEngine(model, optimizer, WarmupCosine(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
-
-
-def train(engine: TorchEngine, step: int, poison: float = 1.0, flag: float = 0.0) -> dict[str, Any]:
-    """One step on this rank's share of the same SAMPLES samples; the fault, if any, is on the last rank alone."""
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
-    targets = torch.randn(MICRO, SAMPLES // MICRO, 3, generator=generator) * 3
-    here = slice(engine.rank, None, engine.world_size)
-    faulty = engine.rank == engine.world_size - 1
-    for index in range(MICRO):
-        with engine.micro_batch(index == MICRO - 1):
-            loss = engine.module(inputs[index, here], targets[index, here]) / MICRO
-            engine.backward(loss * poison if faulty and index == 0 else loss)
-    agree = torch.tensor([flag if faulty else 0.0, float(engine.rank), -math.inf if faulty else math.inf])
-    update = engine.step(agree)
-    return {
-        "norm": update.grad_norm.item(),
-        "skipped": update.skipped.item(),
-        "applied": update.applied.item(),
-        "lr": update.lr.item(),
-        "agree": agree.tolist(),
-    }
 
 
 def weights(engine: TorchEngine) -> dict[str, Tensor]:
@@ -94,6 +72,8 @@ def rank_main(folder: Path) -> None:
     result["max"] = engine.max(torch.tensor([-1.0, float(engine.rank)])).tolist()
     result["broadcast"] = engine.broadcast({"from": engine.rank, "text": "grüße"})
     engine.barrier()
+    result["in a group when the wrapper goes"] = []
+    finalize(engine.module, lambda: result["in a group when the wrapper goes"].append(dist.is_initialized()))
     engine.close()
     engine.close()
     (folder / f"{engine.rank}.json").write_text(json.dumps(result))
@@ -101,18 +81,7 @@ def rank_main(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ddp")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(Path(__file__).resolve()), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(__file__, tmp_path_factory.mktemp("ddp"), 2)
 
 
 def test_two_ranks_train_as_one(two_ranks: list[dict[str, Any]]) -> None:
@@ -144,6 +113,10 @@ def test_agree_is_reduced_by_maximum_in_place(two_ranks: list[dict[str, Any]]) -
     for result in two_ranks:
         assert all(step["agree"] == [0.0, 1.0, math.inf] for step in result["steps"])
         assert all(fault["agree"] == [1.0, 1.0, math.inf] for fault in result["faults"])
+
+
+def test_the_wrapper_goes_before_the_group(two_ranks: list[dict[str, Any]]) -> None:
+    assert [result["in a group when the wrapper goes"] for result in two_ranks] == [[True], [True]]
 
 
 def test_small_collectives(two_ranks: list[dict[str, Any]]) -> None:

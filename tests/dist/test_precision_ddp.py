@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dist_support import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +25,6 @@ from harness.core.errors import MachineError
 from harness.precision.ranks import agree_on_rung
 from harness.precision.recipe import Recipe, load_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = 16
 
 pytestmark = pytest.mark.dist
@@ -45,21 +44,26 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return x, x.roll(1, dims=1)
 
 
-def session(rank: int, ranks: int, name: str) -> dict[str, Any]:
-    """Five windows of two micro-batches; in the third the last rank's loss is NaN, its gradients are not."""
+def session(rank: int, ranks: int, name: str, exchange_once: bool = False) -> dict[str, Any]:
+    """Five windows of two micro-batches; in the third the last rank's loss is NaN, its gradients are not.
+
+    exchange_once: ranks exchange gradients in the last micro-batch only, under DDP's no_sync.
+    """
     torch.manual_seed(0)
     precision = Precision(policy(name))
     model = precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    wrapped = DistributedDataParallel(model) if ranks > 1 else None
     result: dict[str, Any] = {"applied": [], "switched": [], "reductions": [], "history": [], "norms": []}
     for step in range(5):
         x, y = data(step)
-        for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+        for index, (inputs, targets) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
             here = slice(rank, None, ranks)
-            with precision.context():
-                loss = nn.functional.mse_loss(wrapped(inputs[here]).float(), targets[here]) / 2
-            precision.backward(loss + math.nan if step == 2 and rank == ranks - 1 else loss)
+            with wrapped.no_sync() if wrapped is not None and exchange_once and index == 0 else nullcontext():
+                with precision.context():
+                    outputs = (model if wrapped is None else wrapped)(inputs[here])
+                    loss = nn.functional.mse_loss(outputs.float(), targets[here]) / 2
+                precision.backward(loss + math.nan if step == 2 and rank == ranks - 1 else loss)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             outcome = precision.step(optimizer, max_grad_norm=0.05)
         optimizer.zero_grad()
@@ -94,6 +98,7 @@ def rank_main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     results = {name: session(rank, dist.get_world_size(), name) for name in ("fp8_hybrid", "fp32")}
+    results["exchange once"] = session(rank, dist.get_world_size(), "fp8_hybrid", exchange_once=True)
     results["machines"] = unequal_machines(rank)
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(results))
@@ -101,18 +106,7 @@ def rank_main(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("precision")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, str(Path(__file__).resolve()), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(__file__, tmp_path_factory.mktemp("precision"), 2)
 
 
 def test_ranks_agree_in_one_reduction(two_ranks: list[dict[str, Any]]) -> None:
@@ -125,6 +119,15 @@ def test_ranks_agree_in_one_reduction(two_ranks: list[dict[str, Any]]) -> None:
     assert len(fp8["demoted"]) == 1
     assert fp8["switched"] == [False, False, False, False, True]
     assert fp8["history"][2] == fp8["history"][1] != fp8["history"][3]
+
+
+def test_gradients_may_be_exchanged_in_the_last_micro_batch_alone(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = (result["exchange once"] for result in two_ranks)
+    assert first == second
+    every_time = two_ranks[0]["fp8_hybrid"]
+    assert first["history"][0] == every_time["history"][0], "what is cast in the first window is the same"
+    assert first["norms"] == pytest.approx(every_time["norms"], rel=1e-2)
+    assert first["reductions"] == [1] * 5
 
 
 def test_the_weakest_rank_decides(two_ranks: list[dict[str, Any]]) -> None:

@@ -139,11 +139,7 @@ class Arena:
 
         scale is the one in use when the window began. Rows from clipped on are NaN where nothing was sampled.
         """
-        clipped, nonzero, flushed, signal, noise = sums.unbind(dim=1)
-        # 0 / 0 is NaN: "not sampled", which is what readers expect. A cast without any error has no SQNR either.
-        sqnr = torch.where(noise > 0, 10 * torch.log10(signal / noise), torch.nan)
-        rows = [self.peak, self._entry[1], self.saturation, clipped / nonzero, flushed / nonzero, sqnr]
-        return torch.stack([row.float() for row in rows])
+        return torch.cat([torch.stack([self.peak, self._entry[1], self.saturation]), scaling.shares(sums)])
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: history float32 [L, slots] (staging empty), scale float32 [slots]; meta: slot names, formats."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.arena import Arena
+from harness.precision.backends.native_kernel import keep_freed_memory
 from harness.precision.backends.native_linear import NativeLinear
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
@@ -33,6 +34,8 @@ class NativeBackend:
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         self.layers = plan.fp8_layers()
         names = [f"{pad_numbers(layer)}.{role}" for layer in self.layers for role in ROLES]
+        if device.type == "cpu":
+            keep_freed_memory()
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         self.arena = Arena(names, formats, recipe.fp8, device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,16 @@ from harness.precision.scaling import FORMATS
 
 Inverse = Tensor | float | None
 _COMMON_MULTIPLE = 16
+
+
+def operands_as_they_are(device_type: str) -> AbstractContextManager[Any]:
+    """In here autocast casts no bfloat16 operand.
+
+    Its bfloat16 mode, the usual one, does not anyway: switching that off at every call would cost 1% of a small layer.
+    """
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != torch.bfloat16:
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def matmul(

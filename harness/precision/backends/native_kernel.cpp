@@ -12,7 +12,6 @@ namespace {
 constexpr int64_t kBlock = 8192;  // statistics are summed block by block, so they do not depend on the thread count
 constexpr int64_t kSerial = 4 * kBlock;
 constexpr uint32_t kAbs = 0x7fffffffu, kInf = 0x7f800000u, kHigh = 0xffff0000u, kHalf = 0x00400000u;
-constexpr uint32_t kNan = kInf + 1, kLeast = 0u - kNan;  // order key of 0
 
 inline uint32_t bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
 inline float real(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
@@ -29,40 +28,71 @@ inline Grid grid(int fmt) {  // 0: E4M3 (448, 2^-6, 3 bits), 1: E5M2 (57344, 2^-
 
 struct Sums { double clipped, nonzero, flushed, signal, noise; };
 
-// Raw FP8 value of one float, as float bits: its upper half is the bfloat16. Raises `peak` to the order key of |value|.
-inline uint32_t cast(float value, float scale, Grid g, uint32_t& peak) {
-  // Wraps, so that every NaN comes before every number. A plain maximum is what makes the loop fast: with a condition
-  // on NaN it becomes a chain of compare and blend from one element to the next.
-  const uint32_t key = (bits(value) & kAbs) - kNan;
-  peak = key > peak ? key : peak;
-  const uint32_t scaled = bits(value * scale);
-  const float a = real(scaled & kAbs);
-  const float clamped = g.max < a ? g.max : a;  // NaN stays, as it compares false
-  const uint32_t top = bits(clamped) & kInf;
+// Raw FP8 value of one float, as float bits: its upper half is the bfloat16. Without kNan a NaN becomes the maximum.
+template <bool kNan>
+inline uint32_t cast(float value, float scale, Grid g) {
+  const uint32_t scaled = bits(value * scale), magnitude = scaled & kAbs, max = bits(g.max);
+  const uint32_t clamped = magnitude < max || (kNan && magnitude > kInf) ? magnitude : max;
+  const uint32_t top = clamped & kInf;
   const float magic = real((top < g.min_exponent_bits ? g.min_exponent_bits : top) + g.magic_shift);
-  return (scaled & ~kAbs) | bits((clamped + magic) - magic);
+  return (scaled & ~kAbs) | bits((real(clamped) + magic) - magic);
 }
 
+// Both return the largest |x| of what they cast, as float bits; over kInf if there was a NaN.
+template <bool kNan>
 uint32_t quantize(const float* __restrict x, int64_t n, float scale, Grid g, uint16_t* __restrict q) {
-  uint32_t peak = kLeast;
+  uint32_t peak = 0;
 #pragma omp simd reduction(max : peak)
-  for (int64_t i = 0; i < n; ++i) q[i] = uint16_t(cast(x[i], scale, g, peak) >> 16);
-  return peak + kNan;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = bits(x[i]) & kAbs;
+    peak = magnitude > peak ? magnitude : peak;
+    q[i] = uint16_t(cast<kNan>(x[i], scale, g) >> 16);
+  }
+  return peak;
 }
 
 // Two at a time, in the halves of 32 bits: taking them apart needs no shuffles.
+template <bool kNan>
 uint32_t quantize(const uint16_t* __restrict x, int64_t n, float scale, Grid g, uint16_t* __restrict q) {
-  uint32_t peak = kLeast;
+  uint32_t peak = 0;
 #pragma omp simd reduction(max : peak)
   for (int64_t i = 0; i < n / 2; ++i) {
     uint32_t pair;
     std::memcpy(&pair, x + 2 * i, 4);
-    const uint32_t low = cast(real(pair << 16), scale, g, peak), high = cast(real(pair & kHigh), scale, g, peak);
+    const uint32_t first = pair << 16, second = pair & kHigh;
+    const uint32_t a = first & kAbs, b = second & kAbs, larger = a > b ? a : b;
+    peak = larger > peak ? larger : peak;
+    const uint32_t low = cast<kNan>(real(first), scale, g), high = cast<kNan>(real(second), scale, g);
     const uint32_t both = (low >> 16) | (high & kHigh);
     std::memcpy(q + 2 * i, &both, 4);
   }
-  if (n % 2) q[n - 1] = uint16_t(cast(widen(x, n - 1), scale, g, peak) >> 16);
-  return peak + kNan;
+  if (n % 2) {
+    const float last = widen(x, n - 1);
+    const uint32_t magnitude = bits(last) & kAbs;
+    peak = magnitude > peak ? magnitude : peak;
+    q[n - 1] = uint16_t(cast<kNan>(last, scale, g) >> 16);
+  }
+  return peak;
+}
+
+template <typename T>
+uint32_t peak_without_nan(const T* x, int64_t n) {
+  uint32_t peak = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = bits(widen(x, i)) & kAbs;
+    if (magnitude <= kInf && magnitude > peak) peak = magnitude;
+  }
+  return peak;
+}
+
+// NaN is rare, and telling it apart costs a third of the time: a block that had one is done again, with care.
+template <typename T>
+uint32_t quantize_block(const T* x, int64_t n, float scale, Grid g, uint16_t* q) {
+  const uint32_t peak = quantize<false>(x, n, scale, g, q);
+  // A product of numbers is NaN only as infinity times zero, and a scale is never zero.
+  if (peak <= kInf) return peak;
+  quantize<true>(x, n, scale, g, q);
+  return peak_without_nan(x, n);
 }
 
 template <typename T>
@@ -96,7 +126,7 @@ void run(const T* x, int64_t n, float scale, Grid g, uint16_t* q, float* amax, d
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n > kSerial)
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t start = b * kBlock, size = start + kBlock < n ? kBlock : n - start;
-    peaks[b] = quantize(x + start, size, scale, g, q + start);
+    peaks[b] = quantize_block(x + start, size, scale, g, q + start);
     if (stats) sums[b] = measure(x + start, size, scale, g.max, q + start);
   }
   uint32_t peak = bits(*amax);  // running amax of the window: non-negative, so its bits order like its value

@@ -12,10 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from harness.precision.backends import native_op
 from harness.precision.backends.arena import Arena
-from harness.precision.backends.native_gemm import Inverse, matmul
+from harness.precision.backends.native_gemm import Inverse, matmul, operands_as_they_are
+from harness.precision.swap import pickled_as_linear
 
 Inverses = tuple[Inverse, Inverse]
 Needs = tuple[bool, bool, bool]
+# Attributes that a plain Linear has not, or that must not be copied.
+_OF_THE_LAYER = {"arena", "slot", "handle", "follows", "_cached", "_compiled_call_impl"}
 
 
 class NativeLinear(nn.Linear):
@@ -34,11 +37,11 @@ class NativeLinear(nn.Linear):
     slot: int
     handle: Tensor
     follows: bool = False
-    _cached: tuple[tuple[int, ...], Tensor] | None = None
+    _cached: dict[tuple[int, ...], tuple[Tensor, Tensor]]
 
     def attach(self, arena: Arena, slot: int) -> None:
         """Take slots `slot` to `slot + 2` of `arena`."""
-        self.arena, self.slot, self.handle = arena, slot, native_op.register(self)
+        self.arena, self.slot, self.handle, self._cached = arena, slot, native_op.register(self), {}
 
     @property
     def demoted(self) -> bool:
@@ -46,23 +49,30 @@ class NativeLinear(nn.Linear):
         return self.slot in self.arena.demoted
 
     def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not self.arena.active:
+        if not self.arena.active or not input.is_floating_point():  # F.linear says what is wrong with integers
             return F.linear(input, self.weight, self.bias)
         record = torch.is_grad_enabled() and not self.follows
         if torch.compiler.is_compiling():
             rows = input.to(torch.bfloat16).reshape(-1, input.shape[-1])
             out = native_op.linear(rows, self.weight, self.bias, self.handle, record)[0]
-            return out.reshape(*input.shape[:-1], self.out_features)
-        return _Matmul.apply(input, self.weight, self.bias, self, record)  # pyright: ignore[reportReturnType]
+            out = out.reshape(*input.shape[:-1], self.out_features)
+        else:
+            out: Any = _Matmul.apply(input, self.weight, self.bias, self, record)
+        # Where a model turns autocast off it goes on in its own dtype, as after Transformer Engine's Linear.
+        return out if torch.is_autocast_enabled(input.device.type) else out.to(input.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLinear:
-        memo[id(self.arena)] = self.arena
         made = memo[id(self)] = type(self).__new__(type(self))
-        own = {"handle", "_cached", "_compiled_call_impl"}
-        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_LAYER}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made.follows, made.handle = True, native_op.register(made)
+        made.follows = True
+        made.attach(self.arena, self.slot)
         return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not NativeLinear:  # parametrised: torch refuses, and says why
+            return super().__reduce_ex__(protocol)
+        return pickled_as_linear(self, _OF_THE_LAYER)
 
     def quantized_weight(self, weight: Tensor, record: bool) -> Tensor:
         """Raw FP8 values of `weight` in bfloat16 under the current scale, quantised once per optimizer step.
@@ -70,13 +80,16 @@ class NativeLinear(nn.Linear):
         Fused optimizers do not bump a Parameter's version: arena epoch and window stand for it. Without `record` the
         weights may be anything (an evaluation of averaged ones, say) and are quantised every time.
         """
-        plain = weight.detach().contiguous()
-        if not record:
-            return self.arena.quantize(plain, self.slot + 1, record)
         key = (self.arena.epoch, self.arena.window, weight._version, weight.data_ptr())
-        if self._cached is None or self._cached[0] != key:
-            self._cached = (key, self.arena.quantize(plain, self.slot + 1, record))
-        return self._cached[1]
+        if record and (cached := self._cached.get(key)) is not None:
+            return cached[0]
+        plain = weight.detach()
+        quantized = self.arena.quantize(plain.contiguous(), self.slot + 1, record)
+        if record:
+            self._cached.clear()
+            # Holding the weight keeps its address: freed, it could be that of the next one that somebody computes.
+            self._cached[key] = (quantized, plain)
+        return quantized
 
     def multiply(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, record: bool
@@ -124,8 +137,8 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLinear, record: bool) -> Tensor:
         ctx.layer, ctx.record, ctx.shape = layer, record, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        rows = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
-        with torch.autocast(x.device.type, enabled=False):
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
+        with operands_as_they_are(x.device.type):
             out, left, right, ctx.inverses = layer.multiply(rows, weight, bias, record)
         ctx.save_for_backward(left, right)
         return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -134,7 +147,7 @@ class _Matmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad = grad_output.reshape(-1, grad_output.shape[-1]).to(torch.bfloat16).contiguous()
-        with torch.autocast(grad.device.type, enabled=False):
+        with operands_as_they_are(grad.device.type):
             grad_rows, grad_weight, grad_bias = ctx.layer.gradients(
                 grad, *ctx.saved_tensors, ctx.inverses, ctx.record, ctx.needs_input_grad[:3]
             )

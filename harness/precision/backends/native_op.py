@@ -8,12 +8,15 @@ results nobody uses, or merge two calls with equal inputs, neither of which chan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+from harness.precision.backends.native_gemm import operands_as_they_are
 
 if TYPE_CHECKING:
     from harness.precision.backends.native_linear import NativeLinear
@@ -29,8 +32,7 @@ def register(layer: NativeLinear) -> Tensor:
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("hopper_harness::fp8_linear", mutates_args=())
-def linear(
+def _linear(
     rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rows W^T + b of the layer behind `handle`: bfloat16 [m, n]; then what backward wants, for nobody else.
@@ -40,21 +42,22 @@ def linear(
     """
     layer = _layers[int(handle)]
     rows = rows.contiguous()
-    with torch.autocast(rows.device.type, enabled=False):
+    with operands_as_they_are(rows.device.type):
         out, left, _, _ = layer.multiply(rows, weight, bias, record)
     if left is rows:
         left = rows.clone()  # an operator's outputs may not alias its inputs
-    return out, left, layer.arena.inverse[layer.slot : layer.slot + 1].clone()
+    inverse = layer.arena.inverse_of(layer.slot)
+    return out, left, inverse.reshape(1).clone() if isinstance(inverse, Tensor) else torch.tensor([inverse])
 
 
-@linear.register_fake
-def _(rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_linear(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     return out, rows.new_empty(rows.shape), rows.new_empty(1, dtype=torch.float32)
 
 
-@torch.library.custom_op("hopper_harness::fp8_linear_backward", mutates_args=())
-def linear_backward(
+def _linear_backward(
     grad: Tensor, left: Tensor, left_inverse: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows, weight (bfloat16) and bias (float32); one that is not in `needs` has shape [0].
@@ -63,7 +66,7 @@ def linear_backward(
     """
     layer = _layers[int(handle)]
     arena, slot = layer.arena, layer.slot
-    with torch.autocast(grad.device.type, enabled=False):
+    with operands_as_they_are(grad.device.type):
         if layer.demoted:
             right, inverses = weight.detach().to(torch.bfloat16), (None, None)
         else:
@@ -77,8 +80,7 @@ def linear_backward(
     return nothing[0], nothing[1], grad.new_empty(0, dtype=torch.float32) if bias is None else bias
 
 
-@linear_backward.register_fake
-def _(
+def _fake_linear_backward(
     grad: Tensor, left: Tensor, left_inverse: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = grad.new_empty(left.shape if needs[0] else (0,))
@@ -95,9 +97,21 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    found = linear_backward(grad, *ctx.saved_tensors, ctx.record, needs)
+    found = _ops.fp8_linear_backward(grad, *ctx.saved_tensors, ctx.record, needs)
     rows, weights, bias = (value if need else None for value, need in zip(found, needs, strict=True))
     return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
-linear.register_autograd(_backward, setup_context=_setup)
+# Compiled code is cached on disk by these names: other results or another backward need other names.
+_LINEAR, _LINEAR_BACKWARD = "hopper_harness::fp8_linear", "hopper_harness::fp8_linear_backward"
+for _name, _run, _fake in (
+    (_LINEAR, _linear, _fake_linear),
+    (_LINEAR_BACKWARD, _linear_backward, _fake_linear_backward),
+):
+    # `torch.library.custom_op` does all three, and checks for aliases at every call: 1% of a small layer's time.
+    torch.library.define(_name, torch.library.infer_schema(_run, mutates_args=()))
+    torch.library.impl(_name, "default", _run)
+    torch.library.register_fake(_name, _fake)
+torch.library.register_autograd(_LINEAR, _backward, setup_context=_setup)
+_ops: Any = torch.ops.hopper_harness
+linear: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.fp8_linear

@@ -1,82 +1,98 @@
-"""FP8 delayed scaling by Transformer Engine: te.Linear on shared Parameters, one outer autocast, FP8 state of our own.
+"""FP8 by Transformer Engine: te.Linear on shared Parameters, one outer autocast, FP8 state of our own.
 
+`fp8.scaling` chooses TE's recipe: delayed (DelayedScaling), current (Float8CurrentScaling), block (Float8BlockScaling).
 It has not run on a GPU yet (tests/gpu holds the checks). Every name and behaviour it leans on was read in the Python
-sources of TE 2.20.2 (quantization.py, module/base.py, module/linear.py) and in recipe/delayed_scaling.cu:
+sources of TE 2.20.2 (quantization.py, module/base.py, module/linear.py, distributed.py), in csrc/quantizer.cpp and in
+recipe/delayed_scaling.cu:
 
 - `te.autocast(enabled, recipe=...)` updates forward slots when the outermost enabled one exits with gradients on;
   backward slots update at the end of the backward of the forward's first FP8 module. After backward both have rolled.
-- Entering an autocast with `enabled=False` inside an enabled one runs that module in BF16 and touches no FP8 state.
+- Entering an autocast with `enabled=False` inside an enabled one runs that module in BF16 and touches no FP8 state,
+  whatever the scaling.
 - `fp8_meta["scaling_fwd" | "scaling_bwd"]` exists once `init_fp8_metadata` ran inside an enabled autocast (outside of
   one it does nothing) and keeps its tensors for life: quantizers and the global buffers hold views of them, so they
   are written in place. Writing between two steps is safe: everything is on one stream.
 - A slot with a staging amax of 0 does not roll; amaxes are all-reduced only if torch.distributed is initialised.
 - Weights are quantised at every forward unless `is_first_microbatch` is passed, so no stale FP8 copy outlives a switch.
 - With gradients off nothing rolls, but amaxes still land in row 0 of the history.
+- Several calls of one module in a forward accumulate their largest amax in row 0; two modules that share a Parameter
+  quantise it each for itself.
+- Current and block scaling keep no state, and no amax that could be read.
+- torch.utils.checkpoint runs a forward again in backward, where the outer autocast has been left and scales have
+  rolled. te.checkpoint puts both back. Under current and block scaling entering an autocast around backward is enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.core.errors import CheckpointError, MachineError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
+from harness.precision.backends import te_library
+from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
+from harness.precision.backends.te_scales import DelayedScales, Scales, TensorScales
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
+from harness.precision.sampling import SampledStats
 from harness.precision.swap import swap_linears
 
-WRITTEN_FOR = "2.20"
 ROLES = ("input", "weight", "grad_output")
-# te.Linear's columns: scaling_fwd has input, weight, output; scaling_bwd has grad_output, grad_input. The last one of
-# each is never quantised here and stays at history 0, scale 1.
-_FORWARD, _BACKWARD = ("scaling_fwd", slice(0, 2)), ("scaling_bwd", slice(2, 3))
 
 
 class TransformerEngineBackend:
     """One outer te.autocast with one recipe object for the whole run; demoted layers disable it for themselves.
 
-    TE rolls its histories itself, once per micro-batch, and reduces amax over ranks. A demoted layer keeps a shadow
-    amax and gets its history and scale updated by the same rule, once per step, so that it returns with a warm scale.
-    Raises MachineError if TE cannot be imported or lacks what this was written for.
+    Under delayed scaling TE rolls its histories itself, once per micro-batch, and reduces amax over ranks. A demoted
+    layer keeps a shadow amax and gets its history and scale updated by the same rule, once per step, so that it
+    returns with a warm scale. Raises MachineError if TE cannot be imported, lacks what this was written for or cannot
+    compute this way here, ConfigError naming layers that it cannot stand in for.
     """
 
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
-        self._te, te_recipe, version = _import_te()
+        library = te_library.load()
         fp8 = recipe.fp8
-        hybrid = fp8.format == "hybrid"
-        self._recipe = te_recipe.DelayedScaling(
-            margin=fp8.margin,
-            fp8_format=te_recipe.Format.HYBRID if hybrid else te_recipe.Format.E4M3,
-            amax_history_len=fp8.amax_history_len,
-            amax_compute_algo=fp8.amax_compute_algo,
-        )
-        self.config, self.device = fp8, device
+        self._te, self._recipe = library.pytorch, te_library.make_recipe(library, fp8)
+        self.device, self.scaling = device, fp8.scaling
         self.layers = plan.fp8_layers()
         self.slot_names = tuple(f"{pad_numbers(layer)}.{role}" for layer in self.layers for role in ROLES)
-        self.formats = ["e4m3", "e4m3", "e5m2" if hybrid else "e4m3"] * len(self.layers)
-        self.note = f"transformer_engine {version}, rolls once per micro-batch"
-        linear_class = _linear_class(self._te, self._recipe)
-        swapped = swap_linears(model, self.layers, lambda linear: _convert(linear, linear_class))
+        self.formats = ["e4m3", "e4m3", "e5m2" if fp8.format == "hybrid" else "e4m3"] * len(self.layers)
+        self.note = f"transformer_engine {library.version}, {fp8.scaling} scaling"
+        if fp8.scaling == "delayed":
+            self.note += ", rolls once per micro-batch"
+        check_convertible(model, self.layers)
+        sampled = None if fp8.scaling == "block" else SampledStats(self.formats, device)
+        self._watch = Watch(len(self.slot_names), device, fp8.scaling != "delayed", sampled)
+        converted = linear_class(library, self._recipe, fp8.scaling, self._watch)
+        swapped = swap_linears(model, self.layers, lambda linear: convert(linear, converted))
         self.modules: dict[str, Any] = {pad_numbers(name): module for name, module in swapped.items()}
-        self._fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in self.formats], device=device)
-        self._shadow, self._peak, self._saturation = torch.zeros(3, len(self.slot_names), device=device)
-        self._scrubbed = torch.zeros((), device=device)
-        for index, module in enumerate(self.modules.values()):
-            module.shadow = self._shadow[3 * index : 3 * index + 3]
-        with torch.no_grad(), self._te.autocast(True, recipe=self._recipe):
-            for module in self.modules.values():
-                module.init_fp8_metadata()
-        self._entry = self._state()
-        self._scale = self._entry[1]
+        for index, (name, module) in enumerate(swapped.items()):
+            module.slot, module.name_in_model = 3 * index, name
+        self._start()
+        fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in self.formats], device=device)
+        self._scales: Scales
+        if fp8.scaling == "delayed":
+            self._scales = DelayedScales(list(self.modules.values()), fp8, fp8_max, library.version)
+        else:
+            self._scales = TensorScales(fp8_max, self._watch.amax, blocks=fp8.scaling == "block")
         self.lowered = ""
         self.switch((), ())
+
+    def _start(self) -> None:
+        """Let TE allocate its FP8 state, and say whether it can compute this way on this card."""
+        try:
+            with torch.no_grad(), self._te.autocast(True, recipe=self._recipe):
+                for module in self.modules.values():
+                    module.init_fp8_metadata()
+        except (RuntimeError, AssertionError) as error:
+            what = f"Transformer Engine cannot compute FP8 with {self.scaling} scaling here: {error}"
+            fix = "take a recipe with another fp8.scaling or without it, e.g. --recipe bf16"
+            raise MachineError(Problem(what, te_library.WHERE, fix=fix)) from error
 
     @property
     def demoted(self) -> tuple[str, ...]:
@@ -86,73 +102,63 @@ class TransformerEngineBackend:
     @contextmanager
     def context(self) -> Iterator[None]:
         """te.autocast inside bf16 autocast. With gradients off, what TE notes in its history is taken back."""
-        kept = None if torch.is_grad_enabled() else self._state()
+        put_back = None if torch.is_grad_enabled() else self._scales.held()
+        self._watch.active = True
         try:
             with torch.autocast(self.device.type, dtype=torch.bfloat16), self._te.autocast(True, recipe=self._recipe):
                 yield
         finally:
-            if kept is not None:
-                self._write(*kept)
+            self._watch.active = False
+            if put_back is not None:
+                put_back()
 
-    def backward_context(self) -> AbstractContextManager[None]:
-        """Nothing to hold: recomputation under TE goes through te.checkpoint."""
-        return nullcontext()
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """Around backward, where activation checkpointing runs forwards again.
+
+        Under current and block scaling they compute the same again. Under delayed scaling those of te.checkpoint do;
+        any other raises MisuseError.
+        """
+        again = nullcontext() if self.scaling == "delayed" else self._te.autocast(True, recipe=self._recipe)
+        self._watch.active = self._watch.in_backward = True
+        try:
+            with again:
+                yield
+        finally:
+            self._watch.active = self._watch.in_backward = False
 
     @torch.no_grad()
     def begin_window(self, sample: bool) -> None:
-        """Remember what a skipped step must restore. `sample` changes nothing: TE hands out no quantised tensors."""
-        self._shadow.zero_()
-        self._peak.zero_()
-        self._saturation.zero_()
-        self._entry = self._state()
-        self._scale = self._entry[1]
+        """An optimizer step begins. `sample`: measure what casts lose too, by casts of our own beside TE's."""
+        self._watch.amax.zero_()
+        if self._watch.sampled is not None:
+            self._watch.sampled.begin(sample)
+        self._scales.begin()
 
     @torch.no_grad()
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """TE has rolled: note the amaxes that it saw, and their saturation under the scale that was in use."""
-        history, scale = self._state()
-        self._note(torch.where(self._is_demoted, 0.0, history[-1]), self._scale)
-        self._scale = scale
-
-    def _note(self, amax: Tensor, scale: Tensor) -> None:
-        torch.maximum(self._peak, amax, out=self._peak)
-        torch.maximum(self._saturation, amax * scale / self._fp8_max, out=self._saturation)
+        """After backward: TE has rolled and reduced what it rolls."""
+        self._scales.after_backward(self._is_demoted)
 
     def amax(self) -> Tensor:
-        """Shadow amax of demoted layers, float32 [slots], 0 for the others: TE reduces those itself."""
-        return self._shadow.clone()
+        """What was measured here, float32 [slots]; 0 for slots that TE rolls, which it reduces over ranks itself."""
+        return self._watch.amax.clone()
 
     @torch.no_grad()
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Roll demoted layers by the shared rule, scrub, or restore everything after a skipped step.
-
-        float32 [6, slots] as the protocol says. A slot that TE did not roll (its tensor was all zero) shows the amax of
-        its last roll.
-        """
-        old_history, old_scale = self._entry
-        self._note(amax, old_scale)
-        history, scale = self._state()
-        history[0] = amax  # 0 where TE rolled, and `update` leaves such slots alone
-        if self.config.scrub_inf:
-            history, self._scrubbed = scaling.scrub(history)
-        history, scale = scaling.update(
-            history, scale, self._fp8_max, self.config.margin, self.config.amax_compute_algo
-        )
-        skipped = skip > 0
-        self._write(torch.where(skipped, old_history, history), torch.where(skipped, old_scale, scale))
-        unknown = torch.full_like(amax, torch.nan)
-        return torch.stack([self._peak, old_scale, self._saturation, unknown, unknown, unknown])
+        """float32 [6, slots] as the protocol says; after a skipped step all FP8 state is what it was before."""
+        known = self._scales.finish(amax, skip)
+        sampled = self._watch.sampled
+        return torch.cat([known, torch.full_like(known, torch.nan) if sampled is None else sampled.rows(mean)])
 
     def scrubbed(self) -> Tensor:
         """Infinite amaxes dropped in this window."""
-        return self._scrubbed.float()
+        return self._scales.scrubbed
 
     def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
         """Move layers (padded names) to BF16 and back, between two steps and alike on every rank."""
-        for name in demote:
-            self.modules[name].demoted = True
-        for name in promote:
-            self.modules[name].demoted = False
+        self._watch.demoted |= {self.modules[name].slot for name in demote}
+        self._watch.demoted -= {self.modules[name].slot for name in promote}
         flags = [module.demoted for module in self.modules.values() for _ in ROLES]
         self._is_demoted = torch.tensor(flags, dtype=torch.bool, device=self.device)
 
@@ -164,105 +170,20 @@ class TransformerEngineBackend:
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """history float32 [L, slots], scale float32 [slots]; the same layout as the native backend's.
 
-        TE's own extra state is a pickle, and empty after a BF16 forward: never used.
+        Under current and block scaling, which keep no state, one row with the last amaxes, and ones. TE's own extra
+        state is a pickle, and empty after a BF16 forward: never used.
         """
-        history, scale = self._state()
         meta: Meta = {"slots": list(self.slot_names), "formats": list(self.formats), "demoted": list(self.demoted)}
-        meta["lowered"] = self.lowered
-        return {"history": history, "scale": scale}, meta
+        return self._scales.tensors(), {**meta, "scaling": self.scaling, "lowered": self.lowered}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore in place. Raises CheckpointError if slots or history length differ."""
-        mine = (list(self.slot_names), [self.config.amax_history_len, len(self.slot_names)])
-        if mine != (list(meta["slots"]), list(tensors["history"].shape)):
+        """Restore in place. Raises CheckpointError if slots, scaling or history length differ."""
+        mine = (list(self.slot_names), self.scaling, self._scales.tensors()["history"].shape)
+        if mine != (list(meta["slots"]), meta.get("scaling", "delayed"), tensors["history"].shape):
             fix = "resume with the recipe and model that wrote the checkpoint"
-            raise CheckpointError(Problem("slots or history length differ from this run's", "fp8 state", fix=fix))
-        self._write(tensors["history"].to(self.device), tensors["scale"].to(self.device))
+            raise CheckpointError(
+                Problem("slots, scaling or history length differ from this run's", "fp8 state", fix=fix)
+            )
+        self._scales.load(tensors)
         self.lowered = meta["lowered"]
         self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])
-
-    def _buffers(self, key: str, attribute: str) -> list[Tensor]:
-        return [getattr(module.fp8_meta[key], attribute) for module in self.modules.values()]
-
-    @torch.no_grad()
-    def _state(self) -> tuple[Tensor, Tensor]:
-        """Copies in the layout of `scaling.update`: history [L, slots], scale [slots]. A handful of kernels."""
-        histories = [torch.stack(self._buffers(key, "amax_history")) for key, _ in (_FORWARD, _BACKWARD)]
-        scales = [torch.stack(self._buffers(key, "scale")) for key, _ in (_FORWARD, _BACKWARD)]
-        history = torch.cat([histories[0][..., :2], histories[1][..., :1]], dim=-1)  # [layers, L, 3]
-        scale = torch.cat([scales[0][..., :2], scales[1][..., :1]], dim=-1)  # [layers, 3]
-        return history.transpose(0, 1).flatten(1), scale.flatten()
-
-    @torch.no_grad()
-    def _write(self, history: Tensor, scale: Tensor) -> None:
-        """Into TE's own tensors, in place; the inverse of `_state`."""
-        layers = len(self.modules)
-        histories, scales = history.reshape(-1, layers, 3).transpose(0, 1), scale.reshape(layers, 3)
-        for key, roles in (_FORWARD, _BACKWARD):
-            torch._foreach_copy_(self._buffers(key, "amax_history"), list(F.pad(histories[..., roles], (0, 1))))
-            torch._foreach_copy_(self._buffers(key, "scale"), list(F.pad(scales[..., roles], (0, 1), value=1.0)))
-
-
-def _convert(linear: nn.Linear, linear_class: type[Any]) -> nn.Module:
-    # On "meta" TE neither allocates nor draws random numbers for weights that are about to be replaced.
-    bias = linear.bias is not None
-    module = linear_class(
-        linear.in_features, linear.out_features, bias=bias, params_dtype=linear.weight.dtype, device="meta"
-    )
-    module.weight = linear.weight
-    if bias:
-        module.bias = linear.bias
-    return module.train(linear.training)
-
-
-def _linear_class(te: Any, recipe: Any) -> type[Any]:
-    """te.Linear that can leave FP8 for BF16, and keeps TE's pickled extra state out of the model's state_dict."""
-
-    class Linear(te.Linear):
-        demoted = False
-        shadow: Tensor  # float32 [3], running amax of input, weight, grad_output
-        get_extra_state = nn.Module.get_extra_state
-        set_extra_state = nn.Module.set_extra_state
-
-        def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if not self.demoted:
-                return super().forward(inp, *args, **kwargs)
-            with te.autocast(False, recipe=recipe):
-                out = super().forward(inp, *args, **kwargs)
-            if torch.is_grad_enabled() and out.requires_grad:
-                # What TE would have quantised: the input after its cast to bf16, the weight as it is.
-                self._observe(0, inp.detach().to(out.dtype))
-                self._observe(1, self.weight)
-                out.register_hook(lambda grad: self._observe(2, grad))
-            return out
-
-        def _observe(self, role: int, x: Tensor) -> None:
-            self.shadow[role] = torch.maximum(self.shadow[role], scaling.amax(x))
-
-    return Linear
-
-
-def _import_te() -> tuple[Any, Any, str]:
-    """(transformer_engine.pytorch, its recipe module, version). Raises MachineError on anything else than expected."""
-    try:
-        package = import_module("transformer_engine")
-        te_recipe = import_module("transformer_engine.common.recipe")
-        te = import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        fix = "make setup builds it; or take a recipe without it, e.g. --recipe bf16"
-        raise MachineError(
-            Problem(f"Transformer Engine does not import: {error}", "backend transformer_engine", fix=fix)
-        ) from error
-    version = getattr(package, "__version__", "of unknown version")
-    missing = [name for name in ("autocast", "Linear") if not hasattr(te, name)]
-    missing += [name for name in ("DelayedScaling", "Format") if not hasattr(te_recipe, name)]
-    missing += [name for name in ("init_fp8_metadata",) if not missing and not hasattr(te.Linear, name)]
-    if missing:
-        raise MachineError(
-            Problem(
-                f"Transformer Engine {version} has no {', '.join(missing)}",
-                "backend transformer_engine",
-                fix=f"install {WRITTEN_FOR}, which this was written for",
-            )
-        )
-    return te, te_recipe, version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +18,12 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
+from harness.precision.sampling import SampledStats
+from harness.precision.swap import pickled_as_linear
 
 ROLES = ("input", "weight", "grad_output")
+# What torchao adds to a Linear's attributes.
+_OWN = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight", "scaling_type_grad_output")
 
 
 class TorchaoBackend:
@@ -38,9 +43,11 @@ class TorchaoBackend:
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name in wanted, config=config)
         modules = dict(model.named_modules())
         self.modules = {pad_numbers(name): modules[name] for name in self.layers}
-        grad_max = scaling.E5M2.max if recipe.fp8.dynamic == "tensorwise" else scaling.E4M3.max
-        self._fp8_max = torch.tensor([scaling.E4M3.max, scaling.E4M3.max, grad_max] * len(self.layers), device=device)
         self._amax = torch.zeros(len(self.slot_names), device=device)
+        tensorwise = recipe.fp8.dynamic == "tensorwise"
+        formats = ["e4m3", "e4m3", "e5m2" if tensorwise else "e4m3"] * len(self.layers)
+        self._fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
+        self._sampled = SampledStats(formats, device, by_row=not tensorwise)
         self._demoted: set[str] = set()
         self._active = False
         self.lowered = ""
@@ -48,26 +55,34 @@ class TorchaoBackend:
             self._watch(name, module, 3 * index)
 
     def _watch(self, name: str, module: nn.Module, slot: int) -> None:
-        fp8_forward = module.forward
+        fp8_forward = type(module).forward
 
-        def forward(x: Tensor) -> Tensor:
-            weight, bias = module.get_parameter("weight"), cast("Tensor | None", module.bias)
+        def forward(layer: Any, x: Tensor) -> Tensor:
+            weight, bias = cast("Tensor", layer.weight), cast("Tensor | None", layer.bias)
             if not self._active:
                 return F.linear(x, weight, bias)
+            dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
             # torchao asks for CUDA's autocast only; the cast is the same everywhere if it is done here.
             x = x.to(torch.bfloat16)
-            if torch.is_grad_enabled():
+            record = torch.is_grad_enabled() and layer is module  # a deep copy measures nothing
+            if record:
                 self._observe(slot, x)
                 self._observe(slot + 1, weight)
-            out = F.linear(x, weight, bias) if name in self._demoted else fp8_forward(x)
-            if out.requires_grad:
+            out = F.linear(x, weight, bias) if name in self._demoted else fp8_forward(layer, x)
+            if record and out.requires_grad:
                 out.register_hook(lambda grad: self._observe(slot + 2, grad))
-            return out
+            return out.to(dtype)
 
-        module.forward = forward
+        def reduce(layer: Any, _: Any) -> tuple[Any, ...]:
+            return pickled_as_linear(layer, _OWN)
+
+        # A class of its own, not an attribute: a deep copy's forward must see the copy's weights.
+        methods = {"forward": forward, "__deepcopy__": _deepcopy, "__reduce_ex__": reduce}
+        module.__class__ = type(type(module).__name__, (type(module),), methods)
 
     def _observe(self, slot: int, x: Tensor) -> None:
         self._amax[slot] = torch.maximum(self._amax[slot], scaling.amax(x))
+        self._sampled.add(slot, x)
 
     @property
     def demoted(self) -> tuple[str, ...]:
@@ -90,8 +105,9 @@ class TorchaoBackend:
             self._active = False
 
     def begin_window(self, sample: bool) -> None:
-        """Forget the amaxes of the last step. `sample` changes nothing: torchao hands out no quantised tensors."""
+        """Forget the amaxes of the last step. `sample`: measure what the casts lose, too."""
         self._amax.zero_()
+        self._sampled.begin(sample)
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Nothing to roll."""
@@ -101,10 +117,13 @@ class TorchaoBackend:
         return self._amax.clone()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [6, slots] as the protocol says; scale is what the largest cast used."""
+        """float32 [6, slots] as the protocol says; scale is what the largest cast used.
+
+        Clipped share, underflow and SQNR are those of the casts along the last dimension.
+        """
         scale = torch.where(amax > 0, self._fp8_max / amax, torch.ones_like(amax))
-        unknown = torch.full_like(amax, torch.nan)
-        return torch.stack([amax, scale, amax * scale / self._fp8_max, unknown, unknown, unknown])
+        known = torch.stack([amax, scale, amax * scale / self._fp8_max])
+        return torch.cat([known, self._sampled.rows(mean)])
 
     def scrubbed(self) -> Tensor:
         """Always 0: there is no history to scrub."""
@@ -136,3 +155,10 @@ class TorchaoBackend:
         self._amax.copy_(tensors["history"][0])
         self._demoted = set(meta["demoted"])
         self.lowered = meta["lowered"]
+
+
+def _deepcopy(layer: Any, memo: dict[int, Any]) -> Any:
+    """Still an FP8 layer, where a pickled one is not."""
+    made = memo[id(layer)] = object.__new__(type(layer))
+    made.__dict__.update(copy.deepcopy(layer.__dict__, memo))
+    return made

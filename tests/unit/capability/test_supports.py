@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.capability.libraries import LibraryFacts
@@ -31,10 +33,13 @@ EXPECTED = {
 }
 
 
-def machine(tier: Tier, libraries: dict[str, LibraryFacts] | None = None, isa: tuple[str, ...] = ()) -> MachineFacts:
+def machine(
+    tier: Tier, libraries: dict[str, LibraryFacts] | None = None, isa: tuple[str, ...] = (), cuda: str = "13.0"
+) -> MachineFacts:
     capability = CAPABILITIES.get(tier)
     facts = MachineFacts(
         torch_version="2.13.0",
+        torch_cuda=cuda if capability else None,
         cuda_available=capability is not None,
         devices=(Device("card", capability, 2**34),) if capability else (),
         cpu_bf16_isa=isa,
@@ -78,3 +83,43 @@ def test_a_pair_that_does_not_exist(backend: str, precision: str) -> None:
     able, reason = can_run(backend, precision, machine(Tier.HOPPER), Tier.HOPPER)
     assert not able
     assert f"{backend} does not compute in {precision}" in reason
+
+
+@pytest.mark.parametrize(
+    ("tier", "scaling", "cuda", "able", "expected"),
+    [
+        (Tier.ADA, "delayed", "12.1", True, "delayed scaling"),
+        (Tier.ADA, "delayed", "12.0", False, "cuBLASLt 12.1.3"),
+        (Tier.ADA, "current", "12.10", True, "current scaling"),
+        (Tier.ADA, "current", "11.8", False, "torch is built for 11.8"),
+        (Tier.ADA, "block", "13.0", False, "compute capability 9.0 or more, card has 8.9"),
+        (Tier.HOPPER, "delayed", "12.0", True, "delayed scaling"),
+        (Tier.HOPPER, "current", "12.0", True, "current scaling"),
+        (Tier.HOPPER, "block", "12.8", False, "CUDA 12.9 or more, torch is built for 12.8"),
+        (Tier.HOPPER, "block", "12.9", True, "block scaling"),
+        (Tier.BLACKWELL, "block", "13.0", True, "emulated with MXFP8"),
+        (Tier.AMPERE, "current", "13.0", False, "compute capability 8.9"),
+    ],
+)
+def test_what_transformer_engine_needs_for_each_scaling(
+    tier: Tier, scaling: str, cuda: str, able: bool, expected: str
+) -> None:
+    answer, reason = can_run("transformer_engine", "fp8", machine(tier, cuda=cuda), tier, scaling)
+    assert answer is able
+    assert expected in reason
+    assert ("MXFP8" in reason) is (tier is Tier.BLACKWELL)
+
+
+def test_the_weakest_card_decides_and_other_backends_go_by_rules_of_their_own() -> None:
+    mixed = replace(machine(Tier.ADA), devices=(Device("big", (9, 0), 2**34), Device("small", (8, 9), 2**34)))
+    able, reason = can_run("transformer_engine", "fp8", mixed, Tier.ADA, "block")
+    assert not able
+    assert "small has 8.9" in reason
+    assert can_run("torchao", "fp8", mixed, Tier.ADA, "block")[0]
+
+
+def test_an_unknown_cuda_version_is_not_taken_for_a_new_one() -> None:
+    unknown = replace(machine(Tier.HOPPER), torch_cuda=None)
+    able, reason = can_run("transformer_engine", "fp8", unknown, Tier.HOPPER, "block")
+    assert not able
+    assert "no known version" in reason

@@ -54,7 +54,10 @@ def quantize(values: np.ndarray, scale: float, fmt: str) -> np.ndarray:
 def update(
     history: list[list[float]], scale: list[float], fp8_max: list[float], margin: int, algo: str
 ) -> tuple[list[list[float]], list[float]]:
-    """Transformer Engine's delayed-scaling update, slot by slot, in plain Python over float32 scalars."""
+    """Transformer Engine's delayed-scaling update, slot by slot, in plain Python over float32 scalars.
+
+    Its maximum is C's fmaxf from 0: a NaN loses against any number.
+    """
     rows = len(history)
     new_history = [list(row) for row in history]
     new_scale = list(scale)
@@ -63,7 +66,7 @@ def update(
         if last == 0:
             continue
         column = [np.float32(history[row][slot]) for row in range(rows)]
-        reference = last if algo == "most_recent" else max(column)
+        reference = last if algo == "most_recent" else max([np.float32(0), *(v for v in column if v == v)])
         rolled = [np.float32(0), *column[2:], last]
         for row in range(rows):
             new_history[row][slot] = float(rolled[row])

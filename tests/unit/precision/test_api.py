@@ -18,7 +18,8 @@ from harness.models.gpt import build as build_gpt
 
 ON_CPU = {"fp8_hybrid": "native:fp8", "auto": "autocast:bf16", "bf16": "autocast:bf16"}
 ON_CPU |= {"fp16_scaler": "autocast:fp16", "fp32": "autocast:fp32", "fp8_dynamic": "torchao:fp8"}
-
+ON_CPU |= {"fp16_overflow": "autocast:fp16", "fp16_underflow": "autocast:fp16"}
+ON_CPU |= {"fp8_block": "torchao:fp8", "fp8_current": "torchao:fp8"}
 
 pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
 
@@ -89,7 +90,8 @@ def test_fp32_is_the_plain_loop(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_fp16_scales_skips_and_trains_as_grad_scaler(fused: bool) -> None:
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_fp16_scales_skips_and_trains_as_grad_scaler(fused: bool, clip: float | None) -> None:
     rule = {"init": 1024.0, "growth_interval": 3}
     precision, model = prepared(recipe("fp16_scaler", loss_scale=rule))
     optimizer = adamw(model, fused)
@@ -104,7 +106,7 @@ def test_fp16_scales_skips_and_trains_as_grad_scaler(fused: bool) -> None:
         with precision.context():
             loss = nn.functional.mse_loss(model(x).float(), y)
         precision.backward(loss * factor)
-        outcome = precision.step(optimizer)
+        outcome = precision.step(optimizer, max_grad_norm=clip)
         optimizer.zero_grad()
         mine.append((outcome.loss_scale.item(), outcome.was_applied))
 
@@ -113,6 +115,10 @@ def test_fp16_scales_skips_and_trains_as_grad_scaler(fused: bool) -> None:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = nn.functional.mse_loss(plain(x).float(), y)
         scaler.scale(loss * factor).backward()
+        if clip is not None:
+            scaler.unscale_(oracle)
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), clip)
+            assert not good or clip < norm == pytest.approx(outcome.grad_norm.item(), rel=1e-3), "unscaled, and clipped"
         scaler.step(oracle)
         scaler.update()
         oracle.zero_grad()
@@ -121,8 +127,9 @@ def test_fp16_scales_skips_and_trains_as_grad_scaler(fused: bool) -> None:
     assert mine == theirs
     assert {scale for scale, _ in mine} == {256.0, 512.0, 1024.0}, "the scale moved both ways"
     assert [applied for _, applied in mine] == pattern
+    rtol, atol = (0.0, 0.0) if clip is None else (1e-4, 1e-5)
     for ours, reference in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, reference)
+        torch.testing.assert_close(ours, reference, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -162,6 +162,22 @@ def test_every_problem_of_a_step_is_named_at_once() -> None:
         precision.step(adamw(model))
 
 
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler"])
+def test_what_the_plain_loop_did_by_itself_is_refused(name: str) -> None:
+    precision, model = prepared(recipe(name))
+    optimizer = adamw(model)
+    x, y = batch(0)
+    with precision.context():
+        loss = nn.functional.mse_loss(model(x).float(), y)
+    loss.backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(MisuseError, match=r"no backward\(\) since the last step"):
+        precision.step(optimizer)
+    with pytest.raises(MisuseError, match=r"GradScaler is no torch\.optim\.Optimizer"):
+        precision.step(torch.amp.GradScaler("cpu"))  # pyright: ignore[reportArgumentType]
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
 def test_a_model_that_moved_is_noticed() -> None:
     precision, model = prepared(recipe())
     model.to("meta")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from harness.capability.probe import Device, probe
+import harness
+from harness import Precision
+from harness.capability.probe import Device, MachineFacts, probe
 from harness.core.errors import ConfigError
 from harness.models.gpt import build
+from harness.precision.engine import check_half_weights
 from harness.precision.plan import Plan, make_plan, pad_numbers, resolve
 from harness.precision.recipe import Recipe, load_recipe
 
@@ -97,6 +101,48 @@ def test_the_plan_of_the_quickstart_model() -> None:
     assert (saved["requested"], saved["resolved"], saved["effective"]) == ("fp8_hybrid", "native:fp8", None)
     shapes = {layer["module"]: tuple(layer["shape"]) for layer in saved["layers"]}
     assert shapes["blocks.3.mlp.down"] == (256, 688)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "expected"),
+    [
+        ("fp8_hybrid", (9, 0), "float32 matmul precision: high (TF32)"),
+        ("bf16", (8, 0), "float32 matmul precision: high (TF32)"),
+        ("bf16", (7, 5), "float32 matmul precision: high (would allow TF32, which this tier has not)"),
+        ("bf16", None, "float32 matmul precision: high (would allow TF32, which this tier has not)"),
+        ("fp32", (9, 0), "float32 matmul precision: highest (no TF32)"),
+    ],
+)
+def test_the_plan_says_whether_float32_products_are_tf32(
+    recipe: str, capability: tuple[int, int] | None, expected: str
+) -> None:
+    devices = (Device("card", capability, 2**34),) if capability else ()
+    facts = MachineFacts(cuda_available=bool(devices), devices=devices)
+    policy = load_recipe(recipe)
+    rung, verdicts = resolve(policy, facts)
+    assert rung is not None
+    assert expected in make_plan(policy, facts, rung, verdicts, build(dim=64, layers=1, heads=2)).as_dict()["notes"]
+
+
+@pytest.mark.usefixtures("cpu_on_purpose")
+def test_float32_matmul_is_set_from_the_recipe_and_in_one_place() -> None:
+    for wanted in ("highest", "high"):
+        recipe = Recipe.model_validate({**load_recipe("bf16").model_dump(), "float32_matmul": wanted})
+        Precision(recipe).prepare(nn.Sequential(nn.Linear(16, 16)))
+        assert torch.get_float32_matmul_precision() == wanted
+    package = Path(harness.__file__).parent
+    setters = ("set_float32_matmul_precision(", ".allow_tf32", ".fp32_precision")
+    found = [path for path in package.rglob("*.py") if any(setter in path.read_text() for setter in setters)]
+    assert found == [package / "precision" / "engine.py"]
+
+
+def test_what_an_engine_with_half_precision_weights_cannot_do_is_named() -> None:
+    fp16, bf16 = load_recipe("bf16").ladder[1], load_recipe("bf16").ladder[0]
+    plain, preset = load_recipe("fp16_scaler"), load_recipe("fp16_underflow")
+    kept = Recipe.model_validate({**preset.model_dump(), "layers": {"keep_fp32": ["loss"]}})
+    assert check_half_weights(plain, fp16) == check_half_weights(kept, bf16) == []
+    assert [problem.where for problem in check_half_weights(preset, fp16)] == ["recipe fp16_underflow: loss_scale"]
+    assert len(check_half_weights(kept, fp16)) == 2
 
 
 def test_padding_makes_names_sort() -> None:

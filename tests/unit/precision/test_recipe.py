@@ -10,8 +10,13 @@ from harness.core.errors import ConfigError
 from harness.core.resources import shipped
 from harness.precision.recipe import TIERS, Recipe, load_recipe
 
+SHIPPED = [
+    *["auto", "bf16", "fp16_overflow", "fp16_scaler", "fp16_underflow", "fp32"],
+    *["fp8_block", "fp8_current", "fp8_dynamic", "fp8_hybrid"],
+]
 
-@pytest.mark.parametrize("name", ["fp8_hybrid", "fp8_dynamic", "bf16", "fp16_scaler", "fp32", "auto"])
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes_cover_every_tier(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name
@@ -19,7 +24,7 @@ def test_shipped_recipes_cover_every_tier(name: str) -> None:
 
 
 def test_no_recipe_is_forgotten() -> None:
-    assert shipped("recipes") == ["auto", "bf16", "fp16_scaler", "fp32", "fp8_dynamic", "fp8_hybrid"]
+    assert shipped("recipes") == SHIPPED
 
 
 def test_every_problem_is_reported_at_once_with_its_near_match(tmp_path: Path) -> None:

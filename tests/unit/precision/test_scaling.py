@@ -16,6 +16,7 @@ from harness.precision import scaling
 from harness.precision.backends import native_kernel
 
 FORMATS = ("e4m3", "e5m2")
+FLT_MAX = torch.finfo(torch.float32).max
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
@@ -26,19 +27,46 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_code_survives_a_round_trip(fmt: str) -> None:
-    values = [v for code in range(256) if math.isfinite(v := decode(code, fmt))]
-    x = torch.tensor(values, dtype=torch.float32)
+    codes = torch.arange(256, dtype=torch.uint8)
+    x = torch.tensor([decode(code, fmt) for code in range(256)], dtype=torch.float32)
+    assert torch.equal(x.nan_to_num(1.5), codes.view(scaling.FORMATS[fmt].dtype).float().nan_to_num(1.5)), "as torch's"
+    assert (x.isnan().sum().item(), x.isinf().sum().item()) == {"e4m3": (2, 0), "e5m2": (6, 2)}[fmt]
     q = scaling.quantize(x, 1.0, fmt)
-    assert len(values) == {"e4m3": 254, "e5m2": 248}[fmt]
-    assert torch.equal(q.float(), x)
-    assert torch.equal(torch.signbit(q), torch.signbit(x)), "the sign of zero is kept"
+    assert same_bits(q, x.clamp(-GRID[fmt][-1], GRID[fmt][-1]).to(torch.bfloat16)), "only Inf is no value of its own"
+    assert torch.equal(torch.signbit(q[~x.isnan()]), torch.signbit(x[~x.isnan()])), "the sign of zero is kept"
+    raw = q[x.isfinite()].to(scaling.FORMATS[fmt].dtype).view(torch.uint8)
+    assert torch.equal(raw, codes[x.isfinite()]), "the bytes that a GPU multiplies"
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("scale", [1.0, 0.37, 113.7, 2.0**-9, 2.0**18])
+@pytest.mark.parametrize("scale", [1.0, 0.37, 113.7, 2.0**-9, 2.0**18, 1e-38, FLT_MAX])
 def test_all_bf16_values_match_the_oracle(fmt: str, scale: float) -> None:
     expected = torch.from_numpy(quantize(ALL_BF16.float().numpy(), scale, fmt)).to(torch.bfloat16)
     assert same_bits(scaling.quantize(ALL_BF16, scale, fmt), expected)
+    assert same_bits(scaling.quantize(ALL_BF16, torch.tensor(scale), fmt), expected)
+
+
+FLOAT32 = st.one_of(st.floats(width=32), st.floats(-500.0, 500.0, width=32), st.floats(-6e4, 6e4, width=32))
+
+
+@given(st.lists(FLOAT32, min_size=1, max_size=40), st.floats(2.0**-126, FLT_MAX, width=32), st.sampled_from(FORMATS))
+@settings(max_examples=300, deadline=None)
+def test_any_float32_at_any_scale_matches_the_oracle(values: list[float], scale: float, fmt: str) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    expected = torch.from_numpy(quantize(x.numpy(), scale, fmt)).to(torch.bfloat16)
+    assert same_bits(scaling.quantize(x, scale, fmt), expected)
+    kernel, note = native_kernel.load()
+    assert kernel is not None, note
+    amax = torch.zeros(1)
+    assert same_bits(kernel(x, scale, fmt, amax.data_ptr(), None), expected)
+    assert amax.item() == max([0.0, *(abs(value) for value in values if value == value)])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_all_float16_values_match_the_oracle(fmt: str) -> None:
+    x = ALL_BF16.view(torch.float16)
+    expected = torch.from_numpy(quantize(x.float().numpy(), 0.37, fmt)).to(torch.bfloat16)
+    assert same_bits(scaling.quantize(x, 0.37, fmt), expected)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -101,7 +129,7 @@ def test_amax_ignores_nan_and_keeps_inf() -> None:
 
 
 AMAXES = st.one_of(
-    st.sampled_from([0.0, 1e-45, 1e-38, 1.0, 447.9, 3.4e38, math.inf]),
+    st.sampled_from([0.0, 1e-45, 1.2e-38, 1.4e-36, 1.0, 447.9, 3.4e38, math.inf, math.nan]),
     st.floats(min_value=0.0, max_value=1e10, width=32),
 )
 
@@ -109,23 +137,43 @@ AMAXES = st.one_of(
 @given(
     rows=st.integers(2, 7),
     slots=st.integers(1, 4),
-    margin=st.integers(0, 3),
+    margin=st.sampled_from([0, 1, 3, 15]),
     algo=st.sampled_from(["max", "most_recent"]),
     data=st.data(),
 )
 @settings(max_examples=150, deadline=None)
-def test_update_matches_the_oracle(rows: int, slots: int, margin: int, algo: str, data: st.DataObject) -> None:
-    history = [data.draw(st.lists(AMAXES, min_size=slots, max_size=slots)) for _ in range(rows)]
-    scale = data.draw(st.lists(st.floats(2.0**-30, 2.0**30, width=32), min_size=slots, max_size=slots))
+def test_update_matches_the_oracle_on_any_sequence(
+    rows: int, slots: int, margin: int, algo: str, data: st.DataObject
+) -> None:
+    row = st.lists(AMAXES, min_size=slots, max_size=slots)
     fp8_max = data.draw(st.lists(st.sampled_from([448.0, 57344.0]), min_size=slots, max_size=slots))
-    h, s = torch.tensor(history, dtype=torch.float32), torch.tensor(scale, dtype=torch.float32)
-    before = h.clone(), s.clone()
-    for _ in range(2):  # twice: the second roll starts from the first one's result
-        expected = update(h.tolist(), s.tolist(), fp8_max, margin, algo)
-        h, s = scaling.update(h, s, torch.tensor(fp8_max), margin, algo)
-        assert h.tolist() == torch.tensor(expected[0], dtype=torch.float32).tolist()
-        assert s.tolist() == torch.tensor(expected[1], dtype=torch.float32).tolist()
-    assert torch.equal(before[0], torch.tensor(history, dtype=torch.float32)), "pure: inputs are left alone"
+    h = torch.tensor([data.draw(row) for _ in range(rows)])
+    s = torch.tensor(data.draw(st.lists(st.floats(2.0**-30, 2.0**30, width=32), min_size=slots, max_size=slots)))
+    for newest in data.draw(st.lists(row, min_size=1, max_size=9)):
+        h[0] = torch.tensor(newest)
+        before = h.clone(), s.clone()
+        expected = [torch.tensor(part) for part in update(h.tolist(), s.tolist(), fp8_max, margin, algo)]
+        result = scaling.update(h, s, torch.tensor(fp8_max), margin, algo)
+        for mine, right, given_, kept in zip(result, expected, (h, s), before, strict=True):
+            assert torch.equal(mine.view(torch.int32), right.view(torch.int32)), (mine, right)
+            assert torch.equal(given_.view(torch.int32), kept.view(torch.int32)), "pure: inputs are left alone"
+        h, s = result
+
+
+def test_the_rule_by_hand() -> None:
+    """History of two, as small as it gets; then a margin; then what is too small for a finite scale."""
+    history, scale = torch.zeros(2, 1), torch.ones(1)
+    scales = []
+    for amax in (2.0, 4.0, 1.0, 0.0, math.nan, 1.0):
+        history[0] = amax
+        history, scale = scaling.update(history, scale, 448.0)
+        scales.append(scale.item())
+    # One row of history: of the last two amaxes the larger counts, zeros do not roll, and NaN only pushes others out.
+    assert scales == [224.0, 112.0, 112.0, 112.0, 448.0, 448.0]
+    staged = torch.tensor([[7.0], [0.0]])
+    assert scaling.update(staged, torch.ones(1), 448.0, margin=2)[1].item() == 16.0
+    assert scaling.update(staged, torch.ones(1), 57344.0, margin=0)[1].item() == 8192.0
+    assert scaling.update(torch.tensor([[1e-45], [0.0]]), torch.ones(1), 448.0)[1].item() == FLT_MAX
 
 
 def test_an_inf_amax_freezes_the_scale_until_it_is_scrubbed() -> None:

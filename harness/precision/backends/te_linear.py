@@ -1,0 +1,184 @@
+"""te.Linear on a Linear's own Parameters: leaves FP8 for BF16 and returns, and measures what TE keeps no amax of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.core.errors import ConfigError, MisuseError, Problem
+from harness.precision.backends.te_library import Library
+from harness.precision.sampling import SampledStats
+from harness.precision.swap import pickled_as_linear
+
+# Token counts that TE's GEMMs take: the weight gradient's common dimension. 128: a block of block scaling.
+_TOKENS = {"delayed": 16, "current": 16, "block": 128}
+_PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta")))  # on "meta" nothing is drawn
+
+
+class Watch:
+    """What all converted layers of a model share. Nothing here waits for the device.
+
+    amax: float32 [slots], running max|x| of what is measured by hook. everything: measure every layer, not only those
+    in BF16, as TE keeps no amax under current and block scaling. sampled: what casts lose; None under block scaling,
+    whose casts have a scale for every block. demoted: first slots of layers in BF16. active: in a forward or backward
+    under the precision context. in_backward: a forward that runs now is a recomputation.
+    """
+
+    def __init__(self, slots: int, device: torch.device, everything: bool, sampled: SampledStats | None = None) -> None:
+        self.amax = torch.zeros(slots, device=device)
+        self.sampled = sampled
+        self.everything = everything
+        self.demoted: set[int] = set()
+        self.active = False
+        self.in_backward = False
+
+    def observe(self, slot: int, x: Tensor) -> None:
+        """Raise the slot's amax to max|x|; an infinity counts, a tensor with a NaN in it gives no evidence.
+
+        One reduction without temporaries, as this runs for every tensor of every layer under current scaling. A step
+        with a NaN is not applied anyway.
+        """
+        if x.numel():
+            largest = torch.linalg.vector_norm(x.detach(), torch.inf).float()
+            self.amax[slot] = torch.fmax(self.amax[slot], largest)
+
+
+def check_convertible(model: nn.Module, layers: Sequence[str]) -> None:
+    """Raises ConfigError naming every layer (as in the model) that te.Linear could not stand in for."""
+    problems: list[Problem] = []
+    for name in layers:
+        linear = model.get_submodule(name)
+        odd = sorted(linear._parameters.keys() - {"weight", "bias"})
+        what = ""
+        if "forward" in vars(linear):
+            what = "its forward was replaced on the instance, which Transformer Engine's would undo"
+        elif odd or "weight" not in linear._parameters:
+            what = f"its weight is not its own Parameter ({', '.join(odd) or 'a plain tensor'})"
+        if what:
+            problems.append(Problem(what, f"layer {name}", fix=f'add "{name}" to layers.exclude in the recipe'))
+    if problems:
+        raise ConfigError(problems)
+
+
+def convert(linear: nn.Linear, linear_class: type[Any]) -> Any:
+    """A `linear_class` with the Parameters, hooks and other attributes of `linear`, all by identity."""
+    # On "meta" TE neither allocates nor draws random numbers for weights that are about to be replaced.
+    made = linear_class(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        device="meta",
+    )
+    made.weight = linear.weight
+    if linear.bias is not None:
+        made.bias = linear.bias
+    # The very same containers: a hook's handle removes it from the dict it was put in.
+    own = {"_parameters", "in_features", "out_features"}
+    made.__dict__.update({name: value for name, value in vars(linear).items() if name not in own})
+    return made
+
+
+def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type[Any]:
+    """The subclass of te.Linear for one model. kind: "delayed" | "current" | "block", what `recipe` scales by."""
+    te, multiple = library.pytorch, _TOKENS[kind]
+
+    class Linear(te.Linear):
+        """slot: number of its first slot (input, weight, grad_output). name_in_model: for messages.
+
+        The input is cast to autocast's dtype first, as every Linear's is: TE would quantise a float32 one as it is.
+        A number of tokens that TE's GEMMs do not take is filled up with zeros, which change no sum and no amax. Called
+        several times in a forward, a layer's amax is the largest of all calls, which share one scale.
+
+        A deep copy (an EMA of the weights, a teacher) follows the original: it computes in FP8 or BF16 as that does,
+        with the same scales, and records nothing. Pickled, it is a plain Linear.
+        """
+
+        slot: int
+        name_in_model: str
+        follows = False
+        # TE's own extra state is a pickle, and empty after a BF16 forward.
+        get_extra_state = nn.Module.get_extra_state
+        set_extra_state = nn.Module.set_extra_state
+
+        @property
+        def demoted(self) -> bool:
+            """In BF16 now; its three tensors go on being measured."""
+            return self.slot in watch.demoted
+
+        def forward(self, input: Tensor) -> Tensor:
+            if kind == "delayed" and watch.in_backward and not library.recomputing():
+                raise _recomputed(self.name_in_model)
+            if torch.is_autocast_enabled("cuda"):
+                input = input.to(torch.get_autocast_dtype("cuda"))
+            run = super().forward
+            if self.demoted:
+                with te.autocast(False, recipe=recipe):
+                    out = run(input)
+            else:
+                out = filled_up(run, input, multiple)
+            if watch.active and torch.is_grad_enabled() and not self.follows:
+                for role, tensor in enumerate((input, self.weight)):
+                    self._measure(role, tensor)
+                if out.requires_grad and (watch.everything or self.demoted or self._samples()):
+                    out.register_hook(lambda grad: self._measure(2, grad))
+            return out
+
+        def _measure(self, role: int, x: Tensor) -> None:
+            """role: 0 input, 1 weight, 2 grad_output."""
+            if watch.everything or self.demoted:
+                watch.observe(self.slot + role, x)
+            if watch.sampled is not None and self._samples():
+                scale = None
+                if kind == "delayed":
+                    key, column = ("scaling_bwd", 0) if role == 2 else ("scaling_fwd", role)
+                    scale = self.fp8_meta[key].scale[column]
+                watch.sampled.add(self.slot + role, x, scale)
+
+        def _samples(self) -> bool:
+            return watch.sampled is not None and watch.sampled.sampling
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            # Shared, as TE takes every layer's state into its global buffers once, at its first forward.
+            memo[id(self.fp8_meta)] = self.fp8_meta
+            memo[id(self.quantizers)] = {key: [_unrecorded(q) for q in own] for key, own in self.quantizers.items()}
+            made = memo[id(self)] = object.__new__(type(self))
+            made.__dict__.update(copy.deepcopy(vars(self), memo))
+            made.follows = True
+            return made
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            made, arguments, state = pickled_as_linear(self, vars(self).keys() - _PLAIN)
+            parameters = {"weight": self.weight, "bias": self._parameters.get("bias")}
+            return made, arguments, {**state, "_parameters": parameters}
+
+    return Linear
+
+
+def filled_up(run: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:
+    """`run` on the rows of `x`, zeros added up to a multiple of `multiple` and taken off again."""
+    tokens = x.numel() // x.shape[-1]
+    missing = -tokens % multiple
+    if not missing:
+        return run(x)
+    rows = F.pad(x.reshape(tokens, x.shape[-1]), (0, 0, 0, missing))
+    return run(rows)[:tokens].reshape(*x.shape[:-1], -1)
+
+
+def _unrecorded(quantizer: Any) -> Any:
+    """A quantizer with the same scale, which notes its amaxes where nobody looks."""
+    made = copy.copy(quantizer)
+    if hasattr(quantizer, "amax"):
+        made.amax = torch.zeros_like(quantizer.amax)
+    return made
+
+
+def _recomputed(name: str) -> MisuseError:
+    why = "a forward that runs again in backward would be in BF16, with scales that have moved since, unlike the first"
+    fix = "checkpoint the block with transformer_engine.pytorch.checkpoint, or take fp8.scaling: current"
+    return MisuseError(Problem("torch.utils.checkpoint does not go with delayed scaling", f"layer {name}", why, fix))

@@ -1,0 +1,196 @@
+"""Keep layers in bf16 whose size FP8 slows down on the card at hand (`layers.probe` in a recipe).
+
+FP8 pays a cast for each operand and gains on the multiplication, so there is a size under which it loses; where that
+is depends on card, libraries and tokens. Each size is timed once, by rank 0, and remembered in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.capability.probe import MachineFacts
+from harness.capability.tier import Tier, tier_of
+from harness.core.atomic import write_json
+from harness.core.collectives import max_over_ranks, world_rank
+from harness.core.errors import ConfigError, Problem
+from harness.core.user_cache import cache_dir
+from harness.precision.plan import Plan
+from harness.precision.recipe import Recipe, Rung
+
+Shape = tuple[int, int]
+Seconds = tuple[float, float]
+
+_TOKENS = 2048
+_MULTIPLE = 128  # of tokens that every backend takes
+_LIMIT_SECONDS = 300
+_SLOWER = "slower in FP8 on"
+
+
+def probe_layers(
+    plan: Plan,
+    recipe: Recipe,
+    facts: MachineFacts,
+    device: torch.device,
+    tokens: int | None = None,
+    earlier: Mapping[str, Any] | None = None,
+) -> Plan:
+    """`plan`, with the layers that FP8 slows down moved to bf16 and named with the measured ratio.
+
+    Does nothing unless the recipe asks for it, and no more than a note where there is no GPU or no FP8. tokens: of one
+    micro-batch, used unless the recipe has `layers.probe_tokens`. earlier: plan.json of the run that is resumed: under
+    the same rung its choice is taken over, since FP8 state belongs to layers. Collective: rank 0 measures for all.
+
+    Raises ConfigError if FP8 would slow down every layer.
+    """
+    if not recipe.layers.probe:
+        return plan
+    shapes = sorted({(row.shape[0], row.shape[1]) for row in plan.layers if row.precision == "fp8"})
+    if tier_of(facts)[0] is Tier.CPU or not shapes:
+        why = "this rung has no FP8" if not shapes else "it times GPU kernels, and this is a rehearsal on a CPU"
+        return replace(plan, notes=(*plan.notes, f"layers.probe does nothing here: {why}"))
+    if earlier and earlier.get("resolved") == plan.resolved:
+        note = "layers.probe: not timed again, as chosen when this run began"
+        return keep_out(plan, recipe, _reasons_in(earlier), note)
+    tokens = math.ceil((recipe.layers.probe_tokens or tokens or _TOKENS) / _MULTIPLE) * _MULTIPLE
+    ratios, note = [0.0] * len(shapes), "layers.probe: timed by rank 0"
+    if world_rank() == 0:
+        times, note = times_of(shapes, tokens, recipe, plan.rung, facts, device)
+        ratios = [times[shape][1] / times[shape][0] if shape in times else 0.0 for shape in shapes]
+    agreed = max_over_ranks(torch.tensor(ratios, dtype=torch.float32, device=device)).tolist()
+    card = _card(facts, device)
+    return keep_out(plan, recipe, slower(dict(zip(shapes, agreed, strict=True)), card, tokens), note)
+
+
+def slower(ratios: Mapping[Shape, float], card: str, tokens: int) -> dict[Shape, str]:
+    """The sizes that are not faster in FP8, each with the reason for the plan. ratios: FP8 time over bf16 time."""
+    return {
+        shape: f"{_SLOWER} {card}: {ratio:.2f}x of bf16 ({tokens} tokens)"
+        for shape, ratio in ratios.items()
+        if ratio >= 1.0
+    }
+
+
+def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str) -> Plan:
+    """`plan` with the FP8 layers of those sizes in bf16. Raises ConfigError if none is left."""
+    rows = tuple(
+        replace(row, precision="bf16", backend="autocast", reason=reasons[row.shape[0], row.shape[1]])
+        if row.precision == "fp8" and row.shape in reasons
+        else row
+        for row in plan.layers
+    )
+    if not any(row.precision == "fp8" for row in rows):
+        fix = "--recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
+        why = "; ".join(f"{out}x{into}: {reason}" for (out, into), reason in list(reasons.items())[:5])
+        raise ConfigError(Problem("FP8 makes no layer of this model faster", f"recipe {recipe.name}", why, fix))
+    return replace(plan, layers=rows, notes=(*plan.notes, note))
+
+
+def times_of(
+    shapes: Sequence[Shape], tokens: int, recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.device
+) -> tuple[dict[Shape, Seconds], str]:
+    """(bf16, FP8) seconds of each shape, as far as they can be had, from the cache or timed now; a note on both."""
+    path = cache_file(recipe, rung, facts, device)
+    known, damage = _read(path)
+    missing = [shape for shape in shapes if _name(shape, tokens) not in known]
+    failure = ""
+    if missing:
+        timed, failure = _time(missing, tokens, recipe, rung, device)
+        known |= {_name(shape, tokens): times for shape, times in timed.items()}
+        if timed:
+            failure += _write(path, known)
+    found = {shape: known[name] for shape in shapes if (name := _name(shape, tokens)) in known}
+    fresh = sum(shape in found for shape in missing)
+    note = f"layers.probe on {_card(facts, device)}: {fresh} sizes timed, {len(found) - fresh} from {path}"
+    return found, note + damage + failure
+
+
+def cache_file(recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.device) -> Path:
+    """Where times are remembered: a file for each card, torch, backend version and `fp8` section."""
+    library = facts.libraries.get(rung.backend)
+    own = library.version if library else _harness_version()
+    key = (_card(facts, device), facts.torch_version, facts.torch_cuda, rung.name, own, recipe.fp8.model_dump_json())
+    return cache_dir() / f"shape_times-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
+
+
+def _card(facts: MachineFacts, device: torch.device) -> str:
+    return facts.devices[device.index or 0].name
+
+
+def _name(shape: Shape, tokens: int) -> str:
+    return f"{shape[0]}x{shape[1]}, {tokens} tokens"
+
+
+def _reasons_in(plan: Mapping[str, Any]) -> dict[Shape, str]:
+    """Sizes that a written plan kept out for their time."""
+    rows = [row for row in plan.get("layers", ()) if str(row["reason"]).startswith(_SLOWER)]
+    return {(row["shape"][0], row["shape"][1]): row["reason"] for row in rows}
+
+
+def _read(path: Path) -> tuple[dict[str, Seconds], str]:
+    """What the cache holds; nothing, and a remark, if it is damaged."""
+    if not path.exists():
+        return {}, ""
+    try:
+        known = {name: (float(bf16), float(fp8)) for name, (bf16, fp8) in json.loads(path.read_text()).items()}
+        if not all(seconds > 0 for times in known.values() for seconds in times):
+            raise ValueError("times must be positive")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return {}, f"; ignored the damaged {path} ({error})"
+    return known, ""
+
+
+def _write(path: Path, known: Mapping[str, Seconds]) -> str:
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:  # of its own: two runs may end their timing together
+            write_json(Path(work) / path.name, known)
+            (Path(work) / path.name).replace(path)
+    except OSError as error:
+        return f"; not remembered: {error}"
+    return ""
+
+
+def _time(
+    shapes: Sequence[Shape], tokens: int, recipe: Recipe, rung: Rung, device: torch.device
+) -> tuple[dict[Shape, Seconds], str]:
+    """Time `shapes` in another process; without them and with a remark if that fails: they stay in FP8."""
+    request = {
+        "recipe": recipe.model_dump(),
+        "rung": rung.model_dump(),
+        "shapes": shapes,
+        "tokens": tokens,
+        "device": str(device),
+    }
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    with tempfile.TemporaryDirectory(prefix="shape-times-") as folder:
+        write_json(Path(folder) / "request.json", request)
+        command = [sys.executable, "-m", "harness.precision.shape_timing", folder]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT_SECONDS, env=environment)
+            times = json.loads((Path(folder) / "times.json").read_text())
+        except (OSError, subprocess.SubprocessError) as error:
+            detail = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+            # The lines of a traceback and of our own errors are indented, but for the one that says what it was.
+            why = next((line[:300] for line in reversed(detail) if line[:1].strip()), str(error))
+            return {}, f"; {len(shapes)} sizes could not be timed and stay in FP8: {why}"
+    return {shape: (bf16, fp8) for shape, (bf16, fp8) in zip(shapes, times, strict=True)}, ""
+
+
+def _harness_version() -> str:
+    try:
+        return version("hopper-harness")
+    except PackageNotFoundError:
+        return "source tree"

@@ -1,0 +1,74 @@
+"""Start a test file as several ranks, and the one training step that all engines' tests share."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.core.protocols import Engine
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES, MICRO = 8, 2
+# Ranks share the cores of a busy machine with whatever else runs on it.
+LIMIT_SECONDS = 540
+
+
+def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
+    """What each rank of `script` (a test file, run as a program with `folder`) left in `folder/<rank>.json`.
+
+    No rank outlives the call: the first failure ends all. Raises AssertionError with the failed ranks' output.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    alike = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            environment = {**os.environ, **launch, **alike, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with (folder / f"{rank}.log").open("wb") as log:
+                command = [sys.executable, str(Path(script).resolve()), str(folder)]
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            assert time.monotonic() < deadline, f"ranks still run after {LIMIT_SECONDS} s"
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(folder / f"{rank}.log").read_text(errors="replace")[-3000:] for rank in range(ranks)]
+    assert not any(codes), "\n".join(log for log, code in zip(logs, codes, strict=True) if code)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def train(engine: Engine, step: int, poison: float = 1.0, flag: float = 0.0) -> dict[str, Any]:
+    """One step on this rank's share of the same SAMPLES samples; the fault, if any, is on the last rank alone."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
+    targets = torch.randn(MICRO, SAMPLES // MICRO, 3, generator=generator) * 3
+    here = slice(engine.rank, None, engine.world_size)
+    faulty = engine.rank == engine.world_size - 1
+    for index in range(MICRO):
+        with engine.micro_batch(index == MICRO - 1):
+            loss = engine.module(inputs[index, here], targets[index, here]) / MICRO
+            engine.backward(loss * poison if faulty and index == 0 else loss)
+    agree = torch.tensor([flag if faulty else 0.0, float(engine.rank), -math.inf if faulty else math.inf])
+    update = engine.step(agree)
+    return {
+        "norm": update.grad_norm.item(),
+        "skipped": update.skipped.item(),
+        "applied": update.applied.item(),
+        "lr": update.lr.item(),
+        "agree": agree.tolist(),
+    }

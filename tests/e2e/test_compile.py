@@ -1,0 +1,62 @@
+"""`engine.compile: blocks` through the command line: alone, on two ranks, refused, and given up for eager."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from e2e_support import BIN, ROOT, events, metrics, train
+
+BLOCKS = "engine.compile=blocks"
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_a_rung_that_cannot_be_compiled_is_refused_before_any_work(tmp_path: Path) -> None:
+    done = train(tmp_path, "--recipe", "fp8_dynamic", "--name", "refused", BLOCKS)
+    assert done.returncode == 2, done.stdout
+    assert "the torchao backend does not compile" in done.stdout
+    assert "engine.compile=none" in done.stdout
+    assert not (tmp_path / "runs" / "refused" / "journal.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_it_trains_alike_eager_compiled_and_on_two_ranks(tmp_path: Path) -> None:
+    launchers = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", free_port()],
+        "deepspeed": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", free_port()],
+    }
+    found = {}
+    for name, launcher in {"eager": [sys.executable], "alone": [sys.executable], **launchers}.items():
+        compiled = [] if name == "eager" else [BLOCKS]
+        done = train(tmp_path, "--recipe", "fp8_hybrid", "--name", name, *compiled, launcher=launcher)
+        assert done.returncode == 0, done.stdout
+        run = tmp_path / "runs" / name
+        found[name] = [loss for _, loss in metrics(run)]
+        assert events(run, "compile.eager") == []
+    for name, losses in found.items():
+        assert losses == pytest.approx(found["eager"], rel=0.01), name
+
+
+@pytest.mark.slow
+def test_a_fall_back_to_eager_is_one_event(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "e2e" / "restless_model.py", tmp_path)
+    config = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
+    config["model"] = {"target": "restless_model:restless"}
+    (tmp_path / "restless.yaml").write_text(yaml.safe_dump(config))
+    arguments = ("--config", "restless.yaml", "--name", "restless", "train.steps=6", BLOCKS)
+    done = train(tmp_path, *arguments, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    told = events(tmp_path / "runs" / "restless", "compile.eager")
+    assert len(told) == 1
+    assert "recompile_limit (2)" in told[0]["text"]
+    assert "restless_model.py" in told[0]["text"]
+    assert len(metrics(tmp_path / "runs" / "restless")) == 6

@@ -1,0 +1,98 @@
+"""Block-wise torch.compile: what is compiled, what is refused, and that a fall back to eager is noticed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.models.gpt import build
+from harness.precision.compiling import EagerWatch, blocks_of, check_compile, compile_blocks
+from harness.precision.recipe import Rung
+
+CPU = torch.device("cpu")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+
+
+def rung(backend: str, precision: str) -> Rung:
+    return Rung.model_validate({"backend": backend, "precision": precision, "tiers": ["CPU"]})
+
+
+@pytest.fixture
+def watch() -> Iterator[EagerWatch]:
+    """Nothing is left behind on torch's logger."""
+    logger = logging.getLogger("torch._dynamo")
+    before = list(logger.handlers)
+    torch._dynamo.reset()
+    yield compile_blocks(nn.Module())
+    logger.handlers = before
+    torch._dynamo.reset()
+
+
+class Towers(nn.Module):
+    """Two outer lists, a shared block, a list of lists, a dict of lists, and lists inside of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        a, b, c, d = self.expected = tuple(nn.Sequential(nn.Linear(2, 2)) for _ in range(4))
+        a.append(nn.ModuleList([nn.Linear(2, 2)]))
+        self.encoder = nn.ModuleList([a, b])
+        self.decoder = nn.Sequential(nn.ModuleList([b, nn.ModuleList([c])]))
+        self.experts = nn.ModuleDict({"x": nn.ModuleList([d])})
+
+
+def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
+    gpt = build(vocab=16, dim=16, layers=3, heads=1)
+    assert blocks_of(gpt) == list(gpt.blocks)
+    towers = Towers()
+    assert blocks_of(towers) == list(towers.expected)
+    assert blocks_of(nn.Sequential(nn.Linear(2, 2))) == []
+
+
+@pytest.mark.parametrize(("backend", "precision"), [("native", "fp8"), ("autocast", "bf16"), ("autocast", "fp16")])
+def test_native_and_autocast_rungs_compile(backend: str, precision: str) -> None:
+    assert check_compile(rung(backend, precision), build(vocab=16, dim=16, layers=1, heads=1), CPU) == []
+
+
+@pytest.mark.parametrize("backend", ["transformer_engine", "torchao"])
+def test_every_reason_is_told_with_its_fix(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    problems = check_compile(rung(backend, "fp8"), nn.Sequential(nn.Linear(2, 2)), CPU)
+    assert [problem.what for problem in problems] == [
+        f"the {backend} backend does not compile",
+        "Sequential has no nn.ModuleList with blocks in it",
+        "no C++ compiler",
+    ]
+    assert all("engine.compile=none" in problem.fix for problem in problems)
+
+
+def test_state_dict_keys_stay_and_blocks_stay_callable(watch: EagerWatch) -> None:
+    model = build(vocab=16, dim=16, layers=2, heads=1)
+    keys, kinds = list(model.state_dict()), [type(module) for module in model.modules()]
+    compile_blocks(model)
+    assert list(model.state_dict()) == keys
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_function_given_up_for_eager_is_told_once(watch: EagerWatch) -> None:
+    @torch.compile(backend="eager", dynamic=False)
+    def restless(x: Tensor) -> Tensor:
+        return x + 1
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in (2, 3):
+            restless(torch.zeros(size))
+        assert watch.take() == "", "still compiled"
+        for size in (4, 5):
+            assert torch.equal(restless(torch.zeros(size)), torch.ones(size))
+    told = watch.take()
+    assert "restless" in told
+    assert "recompile_limit (2)" in told
+    assert "last reason" in told
+    assert watch.take() == ""

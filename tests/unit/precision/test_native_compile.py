@@ -1,0 +1,269 @@
+"""The native backend under torch.compile: one graph for all blocks, no switch recompiles, the bits of eager.
+
+Most tests compile with aot_eager, which traces, partitions and guards as the default compiler does, but runs the same
+kernels as eager: every difference is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from native_support import APPLY, backend_for, same
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from harness.models.gpt import GPT, build
+from harness.precision.backends.native import NativeBackend
+from harness.precision.compiling import blocks_of
+
+State = dict[str, Tensor]
+
+# torch says these to itself while it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(backend: NativeBackend, model: nn.Module, *inputs: Tensor) -> Tensor:
+    """One window of as many micro-batches as there are inputs; the last one's outputs."""
+    model.zero_grad()
+    backend.begin_window(sample=True)
+    out = torch.empty(0)
+    for x in inputs:
+        with backend.context():
+            out = model(x)
+            loss = out.float().square().mean()
+        with backend.backward_context():
+            loss.backward()
+        backend.end_micro_batch(same)
+    return out
+
+
+def state_after(backend: NativeBackend, model: nn.Module) -> State:
+    """Everything a step leaves behind: gradients, statistics, scales and histories."""
+    stats = backend.end_window(backend.amax(), APPLY, same)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {**grads, "stats": stats, **{name: t.clone() for name, t in backend.state_dict()[0].items()}}
+
+
+def assert_same_bits(mine: State, theirs: State) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def small_gpt(layers: int) -> GPT:
+    torch.manual_seed(0)
+    return build(vocab=32, dim=32, layers=layers, heads=2, ffn=48)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_has_the_bits_of_eager_under_the_default_compiler(bias: bool, dtype: torch.dtype) -> None:
+    def run(compiled: bool) -> list[State]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32, bias=bias))
+        backend = backend_for(model)
+        if compiled:
+            model[0].compile(fullgraph=True)
+        found = []
+        for number in range(3):
+            backend.switch(*([["00"], []] if number == 1 else [[], ["00"]]))
+            x = torch.randn(2, 24, 64, dtype=dtype, requires_grad=True)
+            out = step(backend, model, x)
+            assert x.grad is not None
+            found.append({"out": out.detach(), "x": x.grad, **state_after(backend, model)})
+        return found
+
+    for mine, theirs in zip(run(True), run(False), strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_twelve_blocks_share_one_graph_and_twelve_switches_recompile_nothing() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(compiled: bool) -> list[State]:
+        model = small_gpt(layers=12)
+        backend = backend_for(model)
+        if compiled:
+            for block in blocks_of(model):
+                block.compile(backend=counter, fullgraph=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        layers = [name for name in backend.slot_names if name.endswith(".input")]
+        found = []
+        for number in range(13):
+            torch.manual_seed(number)
+            step(backend, model, torch.randint(0, 32, (2, 16)))
+            found.append(state_after(backend, model))
+            optimizer.step()
+            moving = [layers[number % 3].removesuffix(".input"), layers[-1].removesuffix(".input")]
+            backend.switch(*([moving, []] if number % 2 == 0 else [[], moving]))
+        return found
+
+    compiled, eager = run(True), run(False)
+    assert counter.frame_count == 1
+    for mine, theirs in zip(compiled, eager, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_a_demoted_block_really_runs_bf16() -> None:
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    backend = backend_for(model)
+    model[0].compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(16, 32)
+    fp8 = step(backend, model, x)
+    state_after(backend, model)
+    backend.switch(["00"], [])
+    bf16 = step(backend, model, x)
+    plain = x.bfloat16() @ model.get_parameter("0.weight").detach().bfloat16().t()
+    assert torch.equal(bf16, plain)
+    assert not torch.equal(fp8, plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_activations(reentrant: bool) -> None:
+    def run(compiled: bool) -> State:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
+        backend = backend_for(block)
+        if compiled:
+            block.compile(backend="aot_eager", fullgraph=True)
+
+        class Recomputing(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = block
+
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(block, x, use_reentrant=reentrant)  # pyright: ignore[reportReturnType]
+
+        model = Recomputing()
+        states = []
+        for _ in range(2):
+            step(backend, model, torch.randn(16, 32, requires_grad=True))
+            states.append(state_after(backend, model))
+        return states[-1]
+
+    assert_same_bits(run(True), run(False))
+
+
+@pytest.mark.parametrize("roll", ["step", "micro_batch"])
+def test_shared_tied_and_frozen_layers_over_micro_batches(roll: str) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.frozen = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+            self.b.weight = self.a.weight
+            self.frozen.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(self.frozen(self.b(self.a(x))))
+
+    def run(compiled: bool) -> State:
+        torch.manual_seed(0)
+        model = Odd()
+        backend = backend_for(model, roll=roll)
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        states = []
+        for _ in range(3):
+            step(backend, model, torch.randn(16, 32), 3 * torch.randn(16, 32))
+            states.append(state_after(backend, model))
+        return states[-1]
+
+    assert_same_bits(run(True), run(False))
+
+
+def test_scales_that_roll_between_a_forward_and_its_backward() -> None:
+    def run(compiled: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32))
+        backend = backend_for(model, roll="micro_batch")
+        if compiled:
+            model[0].compile(backend="aot_eager", fullgraph=True)
+        backend.begin_window(sample=False)
+        with backend.context():
+            losses = [(model(100 * torch.randn(16, 32))).float().mean() for _ in range(2)]
+        for loss in losses:
+            model.zero_grad()
+            with backend.backward_context():
+                loss.backward()
+            backend.end_micro_batch(same)
+        grad = model.get_parameter("0.weight").grad
+        assert grad is not None
+        return grad
+
+    assert torch.equal(run(True), run(False)), "x as forward had quantised it, under the scale of then"
+
+
+def test_evaluation_in_the_middle_of_a_window_leaves_no_trace() -> None:
+    def run(evaluate: bool) -> State:
+        model = small_gpt(layers=2)
+        backend = backend_for(model)
+        for block in blocks_of(model):
+            block.compile(backend="aot_eager", fullgraph=True)
+        states = []
+        for number in range(2):
+            step(backend, model, torch.full((2, 16), number))
+            if evaluate:
+                model.eval()
+                with torch.no_grad(), backend.context():
+                    first, second = (model(torch.arange(32).view(2, 16)) for _ in range(2))
+                assert torch.equal(first, second)
+                model.train()
+            states.append(state_after(backend, model))
+        return states[-1]
+
+    assert_same_bits(run(True), run(False))
+
+
+def test_outside_of_a_context_a_compiled_layer_is_plain() -> None:
+    linear = nn.Linear(32, 32)
+    model = nn.Sequential(linear)
+    backend = backend_for(model)
+    model[0].compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(16, 32)
+    step(backend, model, x)
+    assert torch.equal(model(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+@pytest.mark.slow
+def test_a_gpt_trains_alike_under_the_default_compiler() -> None:
+    """Fused norms and activations round differently, so that losses agree within bf16's precision, not in bits."""
+
+    def run(compiled: bool) -> tuple[Tensor, Tensor]:
+        model = small_gpt(layers=3)
+        backend = backend_for(model)
+        if compiled:
+            for block in blocks_of(model):
+                block.compile(fullgraph=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        losses = []
+        for number in range(8):
+            torch.manual_seed(number)
+            tokens = torch.randint(0, 32, (2, 17))
+            model.zero_grad()
+            backend.begin_window(sample=True)
+            with backend.context():
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+            with backend.backward_context():
+                loss.backward()
+            backend.end_window(backend.amax(), APPLY, same)
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses), backend.arena.history
+
+    compiled, eager = run(True), run(False)
+    torch.testing.assert_close(compiled[0], eager[0], rtol=2e-3, atol=0)
+    torch.testing.assert_close(compiled[1], eager[1], rtol=0.1, atol=1e-4)
