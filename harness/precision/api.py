@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks
-from harness.core.errors import MisuseError, Problem
+from harness.core.errors import MisuseError
 from harness.core.facts import SlotStats
 from harness.core.update import clip_divisor, gated_step, grad_norm
+from harness.precision.misuse import misuse, parameters_of, step_problems
 from harness.precision.outcome import StepOutcome
 from harness.precision.plan import Plan
 from harness.precision.prepared import Prepared
@@ -36,8 +37,8 @@ class Precision:
 
     The contract is torch's own: you divide the loss by the number of micro-batches, zero the gradients and step the
     schedulers. Evaluate inside `torch.no_grad()` and then `context()`: that leaves no trace in the FP8 state. Do not
-    clip or read gradients between `backward` and `step`: under fp16 they are scaled, which cannot be detected; pass
-    `max_grad_norm` instead. docs/precision.md has the details.
+    clip or read gradients between `backward` and `step`: under fp16 they are scaled; pass `max_grad_norm` instead.
+    docs/precision.md has the details.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -45,7 +46,6 @@ class Precision:
         self._prepared: Prepared | None = None
         self._inside = False
         self._begun = False
-        self._backwards = 0
         self._loss = torch.zeros(())
 
     @classmethod
@@ -65,7 +65,7 @@ class Precision:
         nothing, no layer that can run in FP8).
         """
         if self._prepared is not None:
-            raise _misuse("prepare()", "it was called before", fix="make one Precision for each model")
+            raise misuse("prepare()", "it was called before", fix="make one Precision for each model")
         self._prepared = Prepared(self.recipe, model)
         self._end_window(self._prepared)
         return model
@@ -87,7 +87,7 @@ class Precision:
         moved = ready.moved()
         if moved is not None:
             what = f"the model was prepared on {ready.device} and is on {moved} now"
-            raise _misuse("context()", what, fix="move the model first, then call prepare()")
+            raise misuse("context()", what, fix="move the model first, then call prepare()")
         if torch.is_grad_enabled() and not self._begun:
             ready.backend.begin_window(sample=ready.steps % self.recipe.fp8.stats_every == 0)
             self._begun = True
@@ -110,14 +110,16 @@ class Precision:
         if not self._begun:
             why = "outside of context() the model runs in plain precision, against the plan"
             fix = "with precision.context(): loss = ..."
-            raise _misuse("backward()", "no forward in context() since the last step", why, fix)
+            raise misuse("backward()", "no forward in context() since the last step", why, fix)
         if loss.numel() != 1 or not loss.requires_grad:
             what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
-            raise _misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
+            raise misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
+        ready.window.check_gradients("backward()")
         with _no_autocast(ready.device), ready.backend.backward_context():
             (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward()
         self._loss += loss.detach().float().reshape(()).to(ready.device)
-        self._backwards += 1
+        scaled = ready.loss_scale is not None and not ready.loss_scale.retired
+        ready.window.backward_done(ready.model.parameters(), scaled)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
     @torch.no_grad()
@@ -139,9 +141,13 @@ class Precision:
         """
         ready = self._outside("step()")
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        self._check_step(ready, chosen, max_grad_norm)
+        problems = step_problems(chosen, max_grad_norm, ready.window.backwards, ready.owns_any)
+        if problems:
+            raise MisuseError(problems)
+        ready.window.check_gradients("step()")
+        ready.window.step_begins()
         loss_scale = torch.ones((), device=ready.device) if ready.loss_scale is None else ready.loss_scale.value.clone()
-        norm = grad_norm(_parameters(chosen)).to(ready.device) / loss_scale
+        norm = grad_norm(parameters_of(chosen)).to(ready.device) / loss_scale
         loss_bad = ~torch.isfinite(self._loss)
         flags = torch.stack([loss_bad | ~torch.isfinite(norm), loss_bad]).float()
         agree = max_over_ranks(torch.cat([flags, ready.backend.amax()]))
@@ -181,7 +187,7 @@ class Precision:
         ready = self._between_steps("demote()")
         if ready.plan.rung.backend == "transformer_engine" and ready.steps == 0:
             what = "Transformer Engine needs every FP8 layer in FP8 in the first step"
-            raise _misuse("demote()", what, fix="leave the layer out from the start: layers.exclude in the recipe")
+            raise misuse("demote()", what, fix="leave the layer out from the start: layers.exclude in the recipe")
         names = ready.select("demote()", layers)
         ready.held |= set(names)
         moved = tuple(name for name in names if name not in ready.backend.demoted)
@@ -193,7 +199,7 @@ class Precision:
         ready = self._between_steps("promote()")
         if ready.backend.lowered:
             what = f"the whole run went to {ready.backend.lowered}, for good"
-            raise _misuse("promote()", what, fix="raise fallback.max_demoted_share, or load an earlier state")
+            raise misuse("promote()", what, fix="raise fallback.max_demoted_share, or load an earlier state")
         names = ready.select("promote()", layers)
         ready.held -= set(names)
         moved = tuple(name for name in names if name in ready.backend.demoted)
@@ -220,74 +226,30 @@ class Precision:
 
     def _ready(self, call: str) -> Prepared:
         if self._prepared is None:
-            raise _misuse(call, "no model was prepared", fix="model = precision.prepare(model) first")
+            raise misuse(call, "no model was prepared", fix="model = precision.prepare(model) first")
         return self._prepared
 
     def _outside(self, call: str) -> Prepared:
         ready = self._ready(call)
         if self._inside:
             fix = "leave the first context before the next" if call == "context()" else f"leave context() before {call}"
-            raise _misuse(call, "called inside context(), which is for one forward and its loss", fix=fix)
+            raise misuse(call, "called inside context(), which is for one forward and its loss", fix=fix)
         return ready
 
     def _between_steps(self, call: str) -> Prepared:
         ready = self._outside(call)
-        if self._backwards:
+        if ready.window.backwards:
             why = "scales and amax of a window are settled in step()"
-            raise _misuse(call, "called between backward() and step()", why, f"call {call} right after step()")
+            raise misuse(call, "called between backward() and step()", why, f"call {call} right after step()")
         return ready
 
     def _end_window(self, ready: Prepared) -> None:
-        self._begun, self._backwards = False, 0
+        self._begun = False
+        ready.window.close()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
-
-    def _check_step(self, ready: Prepared, optimizers: Sequence[object], max_grad_norm: float | None) -> None:
-        problems: list[Problem] = []
-        if not self._backwards:
-            why = "a second step() on the same gradients would apply them twice"
-            fix = "call backward() first; with several optimizers: step([first, second])"
-            problems.append(Problem("no backward() since the last step", "step()", why, fix))
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            problems.append(
-                Problem(f"max_grad_norm is {max_grad_norm}", "step()", fix="over 0, or None for no clipping")
-            )
-        if not optimizers:
-            problems.append(Problem("no optimizer", "step()", fix="give the model's optimizer"))
-        real = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-        problems += [
-            Problem(f"{type(other).__name__} is no torch.optim.Optimizer", "step()", fix="give the optimizer itself")
-            for other in optimizers
-            if other not in real
-        ]
-        for optimizer in real:
-            if not ready.owns_any(_parameters([optimizer])):
-                what = f"{type(optimizer).__name__} holds no parameter of the prepared model"
-                fix = "build the optimizer from the parameters of this model"
-                problems.append(Problem(what, "step()", fix=fix))
-            if isinstance(optimizer, torch.optim.LBFGS):
-                why, fix = "it wants to compute the loss several times a step", "take one that wants no closure"
-                problems.append(Problem("LBFGS cannot be gated", "step()", why, fix))
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in _parameters(real)):
-            fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
-            problems.append(Problem("a gradient is sparse, and cannot be gated", "step()", fix=fix))
-        if self._backwards and real and all(parameter.grad is None for parameter in _parameters(real)):
-            fix = "call zero_grad() after step(), not between backward() and step()"
-            problems.append(Problem("no parameter has a gradient", "step()", fix=fix))
-        if problems:
-            raise MisuseError(problems)
-
-
-def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
-    """Each once, whatever the number of groups that hold it."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return iter({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Backward inside an autocast of the caller's would run in that one's dtype, whatever the plan says."""
     around = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if around else nullcontext()
-
-
-def _misuse(call: str, what: str, why: str = "", fix: str = "") -> MisuseError:
-    return MisuseError(Problem(what, call, why, fix))

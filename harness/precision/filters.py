@@ -39,6 +39,8 @@ class LayerFilter:
         for block, reason in self._skipped.items():
             if any(name == block or name.startswith(f"{block}.") for name in names):
                 return reason
+        if linear._parameters.get("weight") is None:
+            return "its weight is computed, not a Parameter (weight_norm)"
         if is_lazy(linear.weight):
             return "has no size before its first forward"
         if type(linear) is not nn.Linear:

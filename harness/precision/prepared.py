@@ -18,6 +18,7 @@ from harness.core.errors import CheckpointError, MachineError, MisuseError, Prob
 from harness.core.facts import Switch
 from harness.precision.engine import build_backend, build_loss_scale
 from harness.precision.fallback import FallbackController
+from harness.precision.misuse import OpenWindow
 from harness.precision.outcome import LaggedFacts
 from harness.precision.plan import make_plan, pad_numbers
 from harness.precision.ranks import agree_on_refuge, agree_on_rung
@@ -52,8 +53,9 @@ class Prepared:
             self.controller = FallbackController(policy, self._fp8)
         elif self.loss_scale is not None and policy.enabled:
             self.controller = WholeRunFallback(policy.failed_steps, agree_on_refuge(facts, self.device))
-        self._model = model
+        self.model = model
         self._owned: dict[int, nn.Parameter] = {}
+        self.window = OpenWindow(self.owns_any)
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
         self.steps = 0
         self.held: set[str] = set()
@@ -61,14 +63,14 @@ class Prepared:
 
     def moved(self) -> torch.device | None:
         """The device that the model went to after it was prepared, None if it stayed."""
-        device = next(self._model.parameters()).device
+        device = next(self.model.parameters()).device
         return None if device == self.device else device
 
     def owns_any(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of them is the model's: looked up again if none is, as adapters may have come since `prepare`."""
         asked = {id(parameter) for parameter in parameters}
         if asked.isdisjoint(self._owned):
-            self._owned = {id(own): own for own in self._model.parameters()}
+            self._owned = {id(own): own for own in self.model.parameters()}
         return not asked.isdisjoint(self._owned)
 
     def fall_back(self) -> Switch | None:

@@ -1,0 +1,134 @@
+"""What a training loop can get wrong between `backward` and the next step, noticed before it does harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from harness.core.errors import MisuseError, Problem
+
+OwnsAny = Callable[[Iterable[nn.Parameter]], bool]
+
+
+def misuse(call: str, what: str, why: str = "", fix: str = "") -> MisuseError:
+    """The error for one wrong use of `call`."""
+    return MisuseError(Problem(what, call, why, fix))
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
+    """Each once, whatever the number of groups that hold it."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return iter({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+
+
+def step_problems(
+    optimizers: Sequence[object], max_grad_norm: float | None, backwards: int, owns_any: OwnsAny
+) -> list[Problem]:
+    """Everything that is wrong with a call of `step`. backwards: since the last step."""
+    problems: list[Problem] = []
+    if not backwards:
+        why = "a second step() on the same gradients would apply them twice"
+        fix = "call backward() first; with several optimizers: step([first, second])"
+        problems.append(Problem("no backward() since the last step", "step()", why, fix))
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        problems.append(Problem(f"max_grad_norm is {max_grad_norm}", "step()", fix="over 0, or None for no clipping"))
+    if not optimizers:
+        problems.append(Problem("no optimizer", "step()", fix="give the model's optimizer"))
+    real = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+    problems += [
+        Problem(f"{type(other).__name__} is no torch.optim.Optimizer", "step()", fix="give the optimizer itself")
+        for other in optimizers
+        if other not in real
+    ]
+    for optimizer in real:
+        if not owns_any(parameters_of([optimizer])):
+            what = f"{type(optimizer).__name__} holds no parameter of the prepared model"
+            fix = "build the optimizer from the parameters of this model"
+            problems.append(Problem(what, "step()", fix=fix))
+        if isinstance(optimizer, LBFGS):
+            why, fix = "it wants to compute the loss several times a step", "take one that wants no closure"
+            problems.append(Problem("LBFGS cannot be gated", "step()", why, fix))
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters_of(real)):
+        fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
+        problems.append(Problem("a gradient is sparse, and cannot be gated", "step()", fix=fix))
+    if backwards and real and all(parameter.grad is None for parameter in parameters_of(real)):
+        fix = "call zero_grad() after step(), not between backward() and step()"
+        problems.append(Problem("no parameter has a gradient", "step()", fix=fix))
+    return problems
+
+
+class OpenWindow:
+    """The time between the first `backward` of a window and its `step`, in which gradients are not the caller's.
+
+    Raises MisuseError where an optimizer that holds parameters of the model steps by itself in that time: scales would
+    never roll, and under fp16 it would apply scaled gradients. scaled: under a loss scale also where somebody changed
+    gradients, told by their addresses and version counters, which no work on the device is needed for.
+    """
+
+    def __init__(self, owns_any: OwnsAny) -> None:
+        self.backwards = 0
+        self._stepping = False
+        self._owns_any = owns_any
+        self._marks: dict[nn.Parameter, tuple[int, int] | None] = {}
+        _watch_optimizers()
+        _windows.add(self)
+
+    def backward_done(self, parameters: Iterable[nn.Parameter], scaled: bool) -> None:
+        """One more micro-batch is in the gradients of `parameters`."""
+        self.backwards += 1
+        self._marks = {parameter: _mark(parameter) for parameter in parameters} if scaled else {}
+
+    def check_gradients(self, call: str) -> None:
+        """Raises MisuseError if gradients are not as the last `backward` left them."""
+        changed = [p for p, mark in self._marks.items() if p.grad is not None and _mark(p) != mark]
+        if changed:
+            what = f"{len(changed)} gradients were changed after backward()"
+            why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
+            raise misuse(call, what, why, "clip with step(optimizer, max_grad_norm=...), and leave gradients alone")
+
+    def step_begins(self) -> None:
+        """The optimizers may step now."""
+        self._stepping = True
+
+    def close(self) -> None:
+        """The window ended, or was dropped."""
+        self.backwards, self._stepping, self._marks = 0, False, {}
+
+    def lets(self, optimizer: Optimizer) -> bool:
+        """Whether it is this window's own step that `optimizer` takes now."""
+        return self._stepping and self._owns_any(parameters_of([optimizer]))
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Raises MisuseError if `optimizer` may not step now."""
+        if self.backwards and not self._stepping and self._owns_any(parameters_of([optimizer])):
+            what = f"{type(optimizer).__name__}.step() was called directly"
+            why = "the gate, the loss scale and the FP8 scales belong to the step"
+            raise misuse("step()", what, why, "call precision.step(optimizer) in its place; no GradScaler is needed")
+
+
+_windows: WeakSet[OpenWindow] = WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Once a process: torch calls every hook before every step of every optimizer."""
+
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        windows = list(_windows)
+        # One that was left open by a Precision that is gone must not stand in the way of the next.
+        if not any(window.lets(optimizer) for window in windows):
+            for window in windows:
+                window.refuse(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int] | None:
+    grad = parameter.grad
+    return None if grad is None else (grad.data_ptr(), grad._version)
