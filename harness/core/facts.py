@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+ROLES = ("input", "weight", "grad_output")
+"""The quantised tensors of a layer, in the order of its slots `<layer>.<role>`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import MisuseError, Problem
-from harness.core.facts import SlotStats
+from harness.core.facts import ROLES, SlotStats
 from harness.core.protocols import Meta
-from harness.precision.fallback_policy import ROLES, STATISTICS, FallbackPolicy
+from harness.precision.fallback_policy import STATISTICS, FallbackPolicy
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import ConfigError, Problem
-
-ROLES = ("input", "weight", "grad_output")
+from harness.core.facts import ROLES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.capability.tier import Tier, tier_of
 from harness.core.errors import ConfigError, Problem
-from harness.core.facts import LayerPlan, RungVerdict
+from harness.core.facts import ROLES, LayerPlan, RungVerdict
 from harness.precision.ladder import first_taken, judge, verdicts
 from harness.precision.recipe import Recipe, Rung
 
@@ -46,6 +46,10 @@ class Plan:
     def fp8_layers(self) -> tuple[str, ...]:
         """Module names (as in the model) of the layers that run in FP8."""
         return tuple(layer.module for layer in self.layers if layer.precision == "fp8")
+
+    def slot_names(self) -> tuple[str, ...]:
+        """`<layer>.<role>` of every FP8 layer, numbers padded: the order of all FP8 state and statistics."""
+        return tuple(f"{pad_numbers(layer)}.{role}" for layer in self.fp8_layers() for role in ROLES)
 
     def as_dict(self) -> dict[str, Any]:
         """What plan.json holds; `effective` is filled in after the run."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.tools.record import ROLES, Record, Series, bare, split_slot
+from harness.core.facts import ROLES
+from harness.tools.record import Record, Series, bare, split_slot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

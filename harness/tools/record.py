@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.facts import ROLES
 from harness.tracking.folder import require_run
 from harness.tracking.position import JOURNAL
 from harness.tracking.rows import read_rows
 
 SWITCHED = "precision.switched"
-ROLES = ("input", "weight", "grad_output")
 SLOT_STATES = ("native", "transformer_engine")
 """Backends that keep an amax history and so can prove that FP8 ran."""
 Series = dict[int, float]

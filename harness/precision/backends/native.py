@@ -25,20 +25,17 @@ from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.swap import swap_linears, twin
 
-ROLES = ("input", "weight", "grad_output")
-
 
 class NativeBackend:
     """Delayed scaling for the Linear layers that the plan names, on one arena."""
 
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         self.layers = plan.fp8_layers()
-        names = [f"{pad_numbers(layer)}.{role}" for layer in self.layers for role in ROLES]
         if device.type == "cpu":
             keep_freed_memory()
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
-        self.arena = Arena(names, formats, recipe.fp8, device)
+        self.arena = Arena(plan.slot_names(), formats, recipe.fp8, device)
         self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
         for index, module in enumerate(self.modules.values()):
             module.attach(self.arena, 3 * index)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.errors import CheckpointError, MachineError, Problem
+from harness.core.facts import ROLES
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import te_library
@@ -41,8 +42,6 @@ from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.sampling import SampledStats
 from harness.precision.swap import swap_linears
-
-ROLES = ("input", "weight", "grad_output")
 
 
 class TransformerEngineBackend:
@@ -60,7 +59,7 @@ class TransformerEngineBackend:
         self._te, self._recipe = library.pytorch, te_library.make_recipe(library, fp8)
         self.device, self.scaling = device, fp8.scaling
         self.layers = plan.fp8_layers()
-        self.slot_names = tuple(f"{pad_numbers(layer)}.{role}" for layer in self.layers for role in ROLES)
+        self.slot_names = plan.slot_names()
         self.formats = ["e4m3", "e4m3", "e5m2" if fp8.format == "hybrid" else "e4m3"] * len(self.layers)
         self.note = f"transformer_engine {library.version}, {fp8.scaling} scaling"
         if fp8.scaling == "delayed":

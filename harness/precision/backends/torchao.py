@@ -21,7 +21,6 @@ from harness.precision.recipe import Recipe
 from harness.precision.sampling import SampledStats
 from harness.precision.swap import pickled_as_linear
 
-ROLES = ("input", "weight", "grad_output")
 # What torchao adds to a Linear's attributes.
 _OWN = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight", "scaling_type_grad_output")
 
@@ -36,7 +35,7 @@ class TorchaoBackend:
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         self.layers = plan.fp8_layers()
         self.device = device
-        self.slot_names = tuple(f"{pad_numbers(layer)}.{role}" for layer in self.layers for role in ROLES)
+        self.slot_names = plan.slot_names()
         self.note = f"torchao {recipe.fp8.dynamic}"
         config = replace(Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic), emulate=device.type == "cpu")
         wanted = set(self.layers)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.core.errors import MisuseError
-from harness.core.facts import SlotStats, StepFacts, Switch, Verdict
+from harness.core.facts import ROLES, SlotStats, StepFacts, Switch, Verdict
 from harness.precision.fallback import FallbackController
-from harness.precision.fallback_policy import ROLES, FallbackPolicy
+from harness.precision.fallback_policy import FallbackPolicy
 
 LIMIT = {"input": 1.5, "weight": 1.25, "grad_output": 8.0}
 # The measured table of a clean run: largest ratio by role, largest underflow.
