@@ -76,8 +76,11 @@ def _judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     total = len(r.precision.layers)
     r.screen.step(facts, total - len(facts.demoted), total, incidents.skips, incidents.rollbacks)
     r.recovery.observe(facts.step, r.responder.healthy(verdicts))
+    due = facts.step + SWITCH_DELAY
+    closer = max((verdict.look_closer for verdict in verdicts), default=0)
+    if closer:
+        r.state.closer_look = r.state.closer_look.extended(due, closer)
     if isinstance(action, Switch):
-        due = facts.step + SWITCH_DELAY
         r.state.switches.append((due, list(action.demote), list(action.promote), action.lower))
         return Continue()
     return action

@@ -68,7 +68,8 @@ def train_step(run: Run, window: Window) -> PendingFacts:
     # Random numbers (dropout) are a function of the step, so that a resume on any world size repeats them.
     seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + engine.rank
     torch.manual_seed(seed % 2**63)
-    precision.begin_window(sample=(window.step + 1) % run.stats_every == 0)
+    step = window.step + 1
+    precision.begin_window(sample=step % run.stats_every == 0 or step in run.state.closer_look)
     demoted, lowered = precision.demoted, precision.lowered
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
     for number, (inputs, targets) in enumerate(batches, start=1):
@@ -94,7 +95,7 @@ def train_step(run: Run, window: Window) -> PendingFacts:
     packed = packed.to("cpu", non_blocking=True)
     clock.stop()
     return PendingFacts(
-        step=window.step + 1,
+        step=step,
         window=window.index,
         tokens=len(window.samples) * run.data.tokens_per_sample,
         clock=clock,

@@ -115,7 +115,8 @@ class Verdict:
     """What one monitor says of one step.
 
     code: stable name such as `nonfinite.skip`. healthy: False keeps a checkpoint from being earned. proposal: what
-    the monitor would do; the responder decides, within budgets. evidence: JSON-able figures.
+    the monitor would do; the responder decides, within budgets. evidence: JSON-able figures. look_closer: steps in
+    which the statistics that cost should be measured, whatever their usual cadence.
     """
 
     code: str
@@ -124,6 +125,22 @@ class Verdict:
     healthy: bool = True
     proposal: Action = field(default_factory=Continue)
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    look_closer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CloserLook:
+    """Steps [first, last) in which every statistic is measured; none while first == last."""
+
+    first: int = 0
+    last: int = 0
+
+    def __contains__(self, step: int) -> bool:
+        return self.first <= step < self.last
+
+    def extended(self, first: int, steps: int) -> CloserLook:
+        """With `steps` more from `first` on, without a gap if this one reaches there."""
+        return CloserLook(self.first if self.last >= first else first, max(self.last, first + steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.core.errors import CheckpointError, Problem
+from harness.core.facts import CloserLook
 from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
 
@@ -82,7 +83,7 @@ class RandomState:
 
 @dataclass
 class TrainState:
-    """step: windows consumed so far. parts: named Stateful pieces of the run.
+    """step: windows consumed so far. parts: named Stateful pieces of the run. closer_look: when to measure everything.
 
     switches: switches decided but not yet due, (step, demote, promote, lower), as in `facts.Switch`.
     """
@@ -90,6 +91,7 @@ class TrainState:
     parts: dict[str, Stateful]
     incidents: Incidents = field(default_factory=Incidents)
     step: int = 0
+    closer_look: CloserLook = field(default_factory=CloserLook)
     switches: list[tuple[int, list[str], list[str], str]] = field(default_factory=list)
 
     def advance(self) -> None:
@@ -102,6 +104,7 @@ class TrainState:
         budgets = {key: getattr(self.incidents, key) for key in ("attempt", "skips", "switches", "lowered")}
         meta: Meta = {
             "step": self.step,
+            "closer_look": [self.closer_look.first, self.closer_look.last],
             "budgets": budgets,
             "switches": [list(switch) for switch in self.switches],
             "parts": {},
@@ -125,4 +128,5 @@ class TrainState:
         for name, part in self.parts.items():
             part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
         self.step = int(meta["step"])
+        self.closer_look = CloserLook(*meta["closer_look"])
         self.switches = [(step, demote, promote, lower) for step, demote, promote, lower in meta["switches"]]

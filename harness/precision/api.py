@@ -89,7 +89,8 @@ class Precision:
             what = f"the model was prepared on {ready.device} and is on {moved} now"
             raise misuse("context()", what, fix="move the model first, then call prepare()")
         if torch.is_grad_enabled() and not self._begun:
-            ready.backend.begin_window(sample=ready.steps % self.recipe.fp8.stats_every == 0)
+            usual = ready.steps % self.recipe.fp8.stats_every == 0
+            ready.backend.begin_window(sample=usual or ready.steps + 1 in ready.closer_look)
             self._begun = True
         # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.
         torch.clear_autocast_cache()
@@ -172,7 +173,8 @@ class Precision:
     def stats(self) -> SlotStats | None:
         """Per-slot statistics of the last step, read to the host now; None before the first and without FP8 layers.
 
-        underflow, clipped and sqnr_db are NaN except every `fp8.stats_every` steps, starting with the first.
+        underflow, clipped and sqnr_db are NaN except every `fp8.stats_every` steps, starting with the first, and for a
+        while after a bad one.
         """
         last = self._ready("stats()").last
         return None if last is None else last.facts().slots

@@ -70,6 +70,11 @@ class Evidence:
         hits = np.where(bad, told, np.where(np.isnan(values), values, np.float32(0)))
         self._recent = np.where(np.isnan(values), self._recent, np.concatenate([self._recent[1:], hits[None]]))
 
+    def suspicious(self, among: Bools) -> bool:
+        """Whether a sampled statistic of a layer in `among` (bool [layers]) was bad in its newest observation."""
+        newest = self._recent[-1, _SAMPLED][:, among]
+        return bool((np.nan_to_num(newest) != 0).any())
+
     def forget(self, layers: Bools) -> None:
         """Start `layers` (bool [layers]) without observations: their precision changed."""
         self._recent[:, :, layers] = np.nan

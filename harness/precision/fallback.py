@@ -3,12 +3,14 @@
 A slot is bad at a step when one of its statistics is beyond its limit (see `FallbackPolicy`). A layer with a slot and
 statistic that was bad in `hits` of the last `window` observations asks to be demoted. Its tensors go on being measured,
 as if they were still quantised. It may come back once it stayed for its dwell time, which grows with every demotion of
-the same layer, and nothing was bad for a whole window.
+the same layer, and nothing was bad for a whole window. After a bad sample of what is not measured at every step it asks
+for samples at every step, for a window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,7 +64,11 @@ class FallbackController:
         # A layer just back in FP8 used a scale made from shadow values: its first ratio says nothing of the next ones.
         self._evidence.record(facts.slots, self._fresh)
         self._fresh[:] = False
-        return self._judge(facts.step) or quiet
+        verdict = self._judge(facts.step) or quiet
+        if self._evidence.suspicious(~self._demoted):
+            # A layer whose values vanish costs more every step: do not wait for samples at their usual distance.
+            return replace(verdict, look_closer=self.policy.window)
+        return verdict
 
     def _follow(self, facts: StepFacts) -> None:
         """Take over what ran in BF16 in this step; a layer that changed starts with no evidence."""

@@ -15,7 +15,7 @@ from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import Tier, check_usable, tier_of
 from harness.core.collectives import world_rank
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
-from harness.core.facts import Switch
+from harness.core.facts import CloserLook, Switch
 from harness.precision.engine import build_backend, build_loss_scale
 from harness.precision.fallback import FallbackController
 from harness.precision.misuse import OpenWindow
@@ -59,6 +59,7 @@ class Prepared:
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
         self.steps = 0
         self.held: set[str] = set()
+        self.closer_look = CloserLook()
         self.last: LaggedFacts | None = None
 
     def moved(self) -> torch.device | None:
@@ -78,6 +79,8 @@ class Prepared:
         if self.controller is None or self.last is None:
             return None
         verdict = self.controller.observe(self.last.facts())
+        if verdict.look_closer:
+            self.closer_look = self.closer_look.extended(self.steps + 1, verdict.look_closer)
         if verdict.code != "precision.ok" and world_rank() == 0:
             _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
         if not isinstance(verdict.proposal, Switch):
@@ -134,6 +137,7 @@ class Prepared:
             "resolved": self.plan.resolved,
             "steps": self.steps,
             "held": sorted(self.held),
+            "closer_look": [self.closer_look.first, self.closer_look.last],
             "fp8": parts["fp8"][1],
             "loss_scale": parts["loss_scale"][1] if "loss_scale" in parts else None,
             "fallback": None if self.controller is None else self.controller.state_dict(),
@@ -158,6 +162,7 @@ class Prepared:
             self.controller.load_state_dict(meta["fallback"])
         self.applied.copy_(tensors["applied"])
         self.steps, self.held = int(meta["steps"]), set(meta["held"])
+        self.closer_look = CloserLook(*meta["closer_look"])
         last = meta["last"]
         self.last = None if last is None else LaggedFacts.restore(last, tensors["last"], self.backend.slot_names)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from fallback_support import LAYERS, NAMES, drive, make_facts
 
-from harness.core.facts import StepFacts, Switch
+from harness.core.facts import CloserLook, StepFacts, Switch
 from harness.precision.fallback import FallbackController
 from harness.precision.fallback_policy import FallbackPolicy
 
@@ -124,3 +124,37 @@ def test_nothing_is_proposed_after_the_whole_run_fell() -> None:
     for step in range(40):
         facts = replace(make_facts(step, loud, demoted=LAYERS), lowered="bf16")
         assert controller.observe(facts).code == "precision.ok"
+
+
+def test_a_bad_sample_is_followed_by_samples_at_every_step() -> None:
+    controller = FallbackController(FallbackPolicy(), LAYERS)
+    look = CloserLook()
+    sampled: list[int] = []
+    for step in range(1, 40):
+        measured = step % 10 == 0 or step in look
+        sampled += [step] if measured else []
+        lost = 0.001 if step < 20 else 0.9
+        verdict = controller.observe(make_facts(step, underflow={SLOT: lost} if measured else None))
+        if verdict.look_closer:
+            look = look.extended(step + 2, verdict.look_closer)
+        if isinstance(verdict.proposal, Switch):
+            break
+    # Step 20 is bad; its facts are judged while step 21 runs, so that 22 is the first that can be measured for it.
+    assert sampled == [10, 20, 22, 23]
+
+
+def test_one_bad_sample_does_not_keep_the_measuring_up() -> None:
+    controller = FallbackController(FallbackPolicy(), LAYERS)
+    asked = [
+        controller.observe(make_facts(step, underflow={SLOT: 0.9 if step == 5 else 0.001})).look_closer
+        for step in range(20)
+    ]
+    assert [step for step, closer in enumerate(asked) if closer] == [5]
+
+
+def test_a_closer_look_is_extended_without_a_gap() -> None:
+    look = CloserLook().extended(12, 8)
+    assert [step for step in range(40) if step in look] == list(range(12, 20))
+    assert [step for step in range(40) if step in look.extended(15, 8)] == list(range(12, 23))
+    assert [step for step in range(40) if step in look.extended(30, 2)] == [30, 31]
+    assert 0 not in CloserLook()
