@@ -1,9 +1,23 @@
-"""Final validation loss of fp8_hybrid against bf16 on the quickstart, paired by seed.
+"""Does FP8 cost accuracy? Final validation loss of fp8_hybrid against bf16, beside control pairs.
 
-    python benchmarks/parity.py --seeds 0 1 2
+    python -m benchmarks.parity --work /tmp/parity --seeds 0 1 2 3 4 5 6 7
 
-Runs the real command line, two jobs at a time with one thread each, and prints and writes each pair's relative
-difference. The pair shares initial weights, data order and validation samples; only the precision differs.
+Every seed trains the quickstart four times through the real command line: `fp8`, `bf16`, and two controls, which are
+bf16 from initial weights that were moved by one ulp. All share initial weights (but for that ulp), data order and the
+validation split, all of which is evaluated, with the final weights. A control tells what a difference between two runs
+of equal quality looks like, since training amplifies every rounding difference.
+
+Each weight goes one ulp up or down, by a coin. `fp32_ulp`: the ulp of the weights as they are stored, the smallest
+change there is; the matrix products, whose operands are rounded to bf16, hardly notice it at first. `bf16_ulp`: the ulp
+that bf16's own rounding is made of, which is as far as two correct bf16 implementations differ in each product. FP8
+rounds 16 to 32 times as coarsely, in every step.
+
+The claim, judged against either control: the upper end of the 95% interval of FP8's mean relative difference is at most
+0.25% above the control's. The study says how many seeds its spread asks for: those that bring FP8's interval to
++- 0.25%.
+
+Interrupt it at any time: runs that finished are kept in --work, and the same command goes on from them. FP8 runs record
+the statistics of every slot at every step, for `benchmarks.clean`.
 """
 
 from __future__ import annotations
@@ -13,75 +27,205 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from typing import Any
 
 import torch
+from torch import nn
 
+from benchmarks.intervals import Interval, samples_needed, t_interval
+from harness.core.atomic import write_json
+from harness.core.config import load_config
+from harness.models import gpt
+from harness.runs import read_outcome
 from harness.tracking.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ("fp8_hybrid", "bf16")
+OUT = ROOT / "benchmarks" / "results" / "parity_cpu.json"
+RECIPE = {"fp8": "fp8_hybrid", "bf16": "bf16", "fp32_ulp": "bf16", "bf16_ulp": "bf16"}
+PERTURBED = "benchmarks.parity:perturbed_gpt"
+ULP: dict[str, dict[str, Any]] = {"fp32_ulp": {}, "bf16_ulp": {"ulp_bits": 16}}
+MARGIN = 0.0025
+FIXED = (
+    "tracking.mlflow=false",
+    "tracking.fp8_every=1",
+    "train.eval_every=0",
+    "checkpoint.every=0",
+    "data.val_samples=1000000",  # more than there are: all of them
+)
 
 
-def final_loss(folder: Path, recipe: str, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Train one run; its validation loss (nats per byte) and how many layer switches it made."""
-    name = f"{recipe}-{seed}"
-    fixed = ["tracking.mlflow=false", "train.eval_every=0", "checkpoint.every=0", f"train.seed={seed}"]
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--recipe", recipe, "--name", name]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def perturbed_gpt(coin: int, ulp_bits: int = 0, **args: Any) -> nn.Module:
+    """The shipped GPT with every weight moved by one ulp, up or down by seeded coins; zeros stay.
+
+    ulp_bits: low bits of an fp32 number that the ulp's format does not have, 0 for fp32 and 16 for bf16.
+    """
+    model = gpt.build(**args)
+    generator = torch.Generator().manual_seed(coin)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            up = torch.randint(0, 2, parameter.shape, generator=generator).bool()
+            # As integers, floats of one sign are in order of magnitude.
+            away = torch.where(up == (parameter > 0), 1, -1) * (1 << ulp_bits)
+            moved = (parameter.view(torch.int32) + away.int()).view(torch.float32)
+            parameter.copy_(torch.where(parameter == 0, parameter, moved))
+    return model
+
+
+def run_folder(work: Path, kind: str, seed: int) -> Path:
+    """Where the run of one kind (a key of RECIPE) and seed is."""
+    return work / "runs" / f"{kind}-{seed}"
+
+
+def settings(kind: str, seed: int, overrides: Sequence[str]) -> list[str]:
+    """The config overrides of one run."""
+    given = [*FIXED, f"train.seed={seed}", *overrides]
+    if kind not in ULP:
+        return given
+    model = load_config("quickstart", given).model
+    args = json.dumps(model.args | {"coin": seed} | ULP[kind])
+    return [*given, f"model.target={PERTURBED}", f"model.args={args}"]
+
+
+def train(work: Path, kind: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Train one run, unless `work` has it: val_loss (nats per byte, final weights), switches, and what it ran on."""
+    folder, asked = run_folder(work, kind, seed), settings(kind, seed, overrides)
+    kept = folder / "study.json"
+    if kept.exists():
+        found = json.loads(kept.read_text())
+        if found["settings"] == asked:
+            return found["result"]
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "quickstart", "--recipe", RECIPE[kind]]
     done = subprocess.run(
-        [*command, *fixed, *overrides], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [*command, "--name", folder.name, *asked],
+        cwd=work,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
-    rows = list(read_rows(folder / "runs" / name / "journal.jsonl"))
-    losses = [row["metrics"]["val/loss"] for row in rows if "val/loss" in row.get("metrics", {})]
-    switches = sum(row.get("code") == "precision.switched" for row in rows)
-    unigram = next(row["data"]["unigram_bits_per_byte"] for row in rows if row["kind"] == "run" and row["data"])
-    return {"val_loss": losses[-1], "switches": switches, "unigram_bits_per_byte": unigram}
+    outcome = read_outcome(folder)
+    if done.returncode or outcome.get("status") != "done":
+        raise SystemExit(f"{folder.name} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    rows = list(read_rows(folder / "journal.jsonl"))
+    result = {
+        "val_loss": float(outcome["val_loss"]),
+        "switches": sum(row.get("code") == "precision.switched" for row in rows),
+        "data": next(row["data"] for row in rows if row["kind"] == "run" and row["data"]),
+    }
+    write_json(kept, {"settings": asked, "result": result})
+    print(f"{folder.name}: {result['val_loss']:.4f}", file=sys.stderr, flush=True)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the pairs say. fp8, controls: intervals of the relative difference to bf16.
+
+    margin: how far FP8's upper end may be above a control's. seeds_needed: for an interval of FP8 of +- margin.
+    """
+
+    fp8: Interval
+    controls: dict[str, Interval]
+    margin: float
+    seeds_needed: int
+    holds: dict[str, bool]
+
+    def __str__(self) -> str:
+        lines = [
+            f"claim {'holds' if self.holds[kind] else 'DOES NOT HOLD'} beside {kind}: upper end of FP8 "
+            f"{self.fp8.high:+.3%} <= {control.high:+.3%} + {self.margin:.2%} = {control.high + self.margin:+.3%}"
+            for kind, control in self.controls.items()
+        ]
+        enough = "enough" if self.fp8.n >= self.seeds_needed else "TOO FEW"
+        lines.append(
+            f"seeds: {self.fp8.n} are {enough}: a standard deviation of {self.fp8.sd:.3%} asks for {self.seeds_needed} "
+            f"to know FP8's mean to +- {self.margin:.2%}"
+        )
+        return "\n".join(lines)
+
+
+def judge(fp8: Sequence[float], controls: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Verdict:
+    """Relative differences to bf16, one a seed, as the claim's verdict."""
+    ours, theirs = t_interval(fp8), {kind: t_interval(values) for kind, values in controls.items()}
+    holds = {kind: ours.high <= control.high + margin for kind, control in theirs.items()}
+    return Verdict(ours, theirs, margin, samples_needed(ours.sd, margin), holds)
+
+
+def pair_up(results: Mapping[tuple[str, int], Mapping[str, Any]], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """One row a seed: the losses, their relative differences to bf16's, FP8's switches."""
+    rows: list[dict[str, Any]] = []
+    kinds = [kind for kind in RECIPE if (kind, seeds[0]) in results]
+    for seed in seeds:
+        losses = {kind: results[kind, seed]["val_loss"] for kind in kinds}
+        differences = {kind: loss / losses["bf16"] - 1 for kind, loss in losses.items() if kind != "bf16"}
+        switches = results["fp8", seed]["switches"]
+        rows.append({"seed": seed, "val_loss": losses, "relative_difference": differences, "switches": switches})
+    return rows
+
+
+def show(pairs: Sequence[Mapping[str, Any]], verdict: Verdict) -> None:
+    """Print the pairs and what follows from them."""
+    print("validation loss in nats per byte, and relative difference to bf16 of the same seed")
+    compared = "   ".join(f"{kind:^15}" for kind in pairs[0]["relative_difference"])
+    print(f"seed     bf16   {compared}   FP8's switches")
+    for pair in pairs:
+        columns = [
+            f"{pair['val_loss'][kind]:.4f} {difference:+8.3%}"
+            for kind, difference in pair["relative_difference"].items()
+        ]
+        print(f"{pair['seed']:>4}   {pair['val_loss']['bf16']:.4f}   {'   '.join(columns)}   {pair['switches']:>3}")
+    for name, found in {"fp8": verdict.fp8, **verdict.controls}.items():
+        print(
+            f"{name:<8} mean {found.mean:+.3%}, standard deviation {found.sd:.3%}, "
+            f"95% interval {found.low:+.3%} to {found.high:+.3%}, n = {found.n}"
+        )
+    print(verdict)
 
 
 def main() -> None:
-    """Run all pairs, print a table, write benchmarks/results/parity_cpu.json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "parity_cpu.json")
-    parser.add_argument("overrides", nargs="*", help="config overrides for every run, key.path=value")
+    """Run what is missing, print the table, write the results file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; kept, so that a study can go on")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(8)))
+    parser.add_argument("--controls", nargs="+", choices=list(ULP), default=list(ULP), help="default: both")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for every run")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(options.jobs) as pool:
+    options.work.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
         jobs = {
-            (recipe, seed): pool.submit(final_loss, Path(work), recipe, seed, options.overrides)
+            (kind, seed): pool.submit(train, options.work, kind, seed, options.set)
+            for kind in ("fp8", "bf16", *options.controls)
             for seed in options.seeds
-            for recipe in RECIPES
         }
-        results = {key: job.result() for key, job in jobs.items()}
-    pairs = []
-    print("seed   fp8_hybrid   bf16     difference   switches   (validation, nats per byte)")
-    for seed in options.seeds:
-        fp8, bf16 = results["fp8_hybrid", seed], results["bf16", seed]
-        difference = fp8["val_loss"] / bf16["val_loss"] - 1
-        pairs.append({"seed": seed, "fp8_hybrid": fp8, "bf16": bf16, "relative_difference": difference})
-        print(
-            f"{seed:>4}   {fp8['val_loss']:.4f}       {bf16['val_loss']:.4f}   {difference:+.3%}      {fp8['switches']}"
-        )
-    differences = [pair["relative_difference"] for pair in pairs]
-    spread = stdev(differences) if len(differences) > 1 else float("nan")
-    print(f"mean {mean(differences):+.3%}, standard deviation {spread:.3%}, n = {len(differences)}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            results = {key: job.result() for key, job in jobs.items()}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    pairs = pair_up(results, options.seeds)
+    differences = {kind: [pair["relative_difference"][kind] for pair in pairs] for kind in ("fp8", *options.controls)}
+    verdict = judge(differences.pop("fp8"), differences)
+    show(pairs, verdict)
     record = {
-        "command": shlex.join(
-            ["python", "benchmarks/parity.py", "--seeds", *map(str, options.seeds), *options.overrides]
-        ),
-        "machine": f"{platform.machine()} CPU, torch {torch.__version__}, one thread per run",
+        "command": shlex.join(["python", "-m", "benchmarks.parity", *sys.argv[1:]]),
+        "machine": f"{platform.machine()} CPU, Python {platform.python_version()}, torch {torch.__version__}, "
+        "one thread per run",
+        "data": results["fp8", options.seeds[0]]["data"],
         "pairs": pairs,
+        "verdict": asdict(verdict),
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.out, record)
 
 
 if __name__ == "__main__":
