@@ -44,8 +44,9 @@ class FallbackPolicy:
     max_demoted_share: of the FP8 layers, but at least one layer unless 0. over_budget: when more want to leave, the
     whole run goes to "bf16", or they "stay". failed_steps: see `WholeRunFallback`.
 
-    Healthy runs reach ratios of 1.26 (input), 1.01 (weight), 4.5 (grad_output) and an underflow of 0.003, measured on
-    a 3M-parameter GPT over 200 steps; the defaults stay clear of all four.
+    Healthy runs of a 3M-parameter GPT reach ratios of 1.38 (input), 1.02 (weight), 4.5 (grad_output) and an underflow
+    of 0.007 (benchmarks/results/clean_cpu.json); the first steps of tiny models at high learning rates clip 1.5% of an
+    input for a dozen steps, and have gradients at 3.3 dB for one. The defaults let all of that pass.
 
     Raises ConfigError that lists every value out of range.
     """
@@ -54,9 +55,9 @@ class FallbackPolicy:
     saturation_input: float = 1.5
     saturation_weight: float = 1.25
     saturation_grad_output: float = 8.0
-    clipped: float = 0.01
+    clipped: float = 0.05
     underflow: float = 0.25
-    sqnr_db: float = 10.0
+    sqnr_db: float = 5.0
     amax_growth: float | None = None
     amax_over: float | None = None
     hits: int = 3

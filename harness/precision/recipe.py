@@ -148,8 +148,8 @@ class FallbackConfig(Strict):
     underflow: float = Field(
         default=0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad"
     )
-    clipped: float = Field(default=0.01, gt=0, le=1, description="share of values cut off that counts as bad")
-    sqnr_db: float = Field(default=10.0, description="signal over quantisation noise, dB, under which a slot is bad")
+    clipped: float = Field(default=0.05, gt=0, le=1, description="share of values cut off that counts as bad")
+    sqnr_db: float = Field(default=5.0, description="signal over quantisation noise, dB, under which a slot is bad")
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="amax over that of a window before that counts as bad; null: not looked at"
     )

@@ -46,7 +46,8 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
             assert [step for step, _ in found] == list(range(1, 25)), (statistic, slot)
             assert all(value > 0 for _, value in found)
     sampled = [step for step, _ in series(tmp_path, f"fp8_underflow/{SLOTS[0]}")]
-    assert sampled == [10, 20], "sampled every stats_every steps"
+    assert {10, 20} <= set(sampled), "sampled every stats_every steps, and for a while after a bad sample"
+    assert not set(sampled) & set(range(1, 10))
     for key in ("train/lr", "train/grad_norm", "train/loss_scale", "train/step_applied", "train/tokens_per_second",
                 "val/loss", "guard/skipped", "guard/demoted_layers", "guard/rollbacks"):  # fmt: skip
         assert series(tmp_path, key), key
