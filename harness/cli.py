@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from harness.core.errors import HarnessError
+
+# Ranks start some seconds apart on a busy machine.
+_LEAD_SPEAKS_SECONDS = 5.0
 
 app = typer.Typer(
     name="harness",
@@ -25,14 +31,40 @@ RunFolder = Annotated[Path, typer.Argument(help="a run folder, runs/<run>")]
 
 
 def _guarded(action: Callable[[], int]) -> None:
-    """Run a command; errors meant for the user end it with their text and exit code, on rank 0 alone."""
+    """Run a command; errors meant for the user end it with their text and exit code."""
     try:
         code = action()
     except HarnessError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        _tell(error)
         code = int(error.exit_code)
+    except Exception:
+        if "RANK" not in os.environ:
+            raise
+        traceback.print_exc()
+        code = 1
+    if "RANK" in os.environ:
+        _end_rank(code)
     raise typer.Exit(code)
+
+
+def _tell(error: HarnessError) -> None:
+    """Print it. What all ranks found, rank 0 says; a launcher ends the others as soon as it is gone."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(_LEAD_SPEAKS_SECONDS)
+    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+
+
+def _end_rank(code: int) -> NoReturn:
+    """End one process of a launcher's with `code`, past the interpreter's finalisation.
+
+    DeepSpeed keeps its process groups in its globals, so their threads still run by then, and one that asks for
+    Python's lock aborts the process (or waits for ever): a rank whose work is done would count as failed.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @app.command()

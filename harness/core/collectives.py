@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
+# Before anybody joins a group: this module's defaults are `group.WORLD`, and DistributedDataParallel imports it. Later,
+# the defaults would hold the group to the interpreter's end, whose finalisation aborts or hangs in the group's threads.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 

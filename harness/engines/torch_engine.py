@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Protocol
 
 import torch
@@ -15,6 +16,10 @@ from harness.core.protocols import Meta, Stateful, TensorDict, Update
 from harness.core.update import clip_divisor, gated_step, grad_norm, takes_found_inf
 from harness.engines.parts import ModelPart, OptimizerPart
 from harness.engines.process_group import Ranks, join, leave, read_launch
+
+# No exchange of buffers at every forward; torch renamed the argument, and warns of the old name.
+_ARGUMENTS = signature(DistributedDataParallel).parameters
+_BUFFERS_STAY = {"forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False}
 
 
 class LossScale(Protocol):
@@ -70,8 +75,8 @@ class TorchEngine(Ranks):
             self._ddp = DistributedDataParallel(
                 model,
                 device_ids=[device.index] if device.type == "cuda" else None,
-                broadcast_buffers=False,
                 gradient_as_bucket_view=True,
+                **_BUFFERS_STAY,
             )
         self.module: nn.Module = model if self._ddp is None else self._ddp
 

@@ -72,3 +72,9 @@ def train(engine: Engine, step: int, poison: float = 1.0, flag: float = 0.0) -> 
         "lr": update.lr.item(),
         "agree": agree.tolist(),
     }
+
+
+def group_threads() -> list[str]:
+    """Names of this process's threads that serve a gloo group; some live as long as anything holds the group."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]

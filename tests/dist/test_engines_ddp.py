@@ -16,10 +16,11 @@ from weakref import finalize
 import pytest
 import torch
 import torch.distributed as dist
-from dist_support import run_ranks, train
+from dist_support import group_threads, run_ranks, train
 from torch import Tensor, nn
 
 from harness.core.config import TrainConfig
+from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
@@ -66,6 +67,7 @@ def session(engine: TorchEngine) -> dict[str, Any]:
 
 
 def rank_main(folder: Path) -> None:
+    join(read_launch(), CPU, timeout_seconds=60)  # before there is a model, as a run does
     engine = make(seed=int(os.environ["RANK"]))  # different weights: DDP must start all ranks from rank 0's
     result = session(engine)
     result["mean"] = engine.mean(torch.tensor([1.0, 4.0 * engine.rank])).tolist()
@@ -74,8 +76,10 @@ def rank_main(folder: Path) -> None:
     engine.barrier()
     result["in a group when the wrapper goes"] = []
     finalize(engine.module, lambda: result["in a group when the wrapper goes"].append(dist.is_initialized()))
+    result["threads in the group"] = group_threads()
     engine.close()
     engine.close()
+    result["threads after it"] = group_threads()
     (folder / f"{engine.rank}.json").write_text(json.dumps(result))
 
 
@@ -117,6 +121,13 @@ def test_agree_is_reduced_by_maximum_in_place(two_ranks: list[dict[str, Any]]) -
 
 def test_the_wrapper_goes_before_the_group(two_ranks: list[dict[str, Any]]) -> None:
     assert [result["in a group when the wrapper goes"] for result in two_ranks] == [[True], [True]]
+
+
+def test_nothing_holds_the_group_after_the_end(two_ranks: list[dict[str, Any]]) -> None:
+    """Else its threads meet the interpreter's finalisation: the rank hangs or aborts after all its work is done."""
+    for result in two_ranks:
+        assert result["threads in the group"]
+        assert not result["threads after it"]
 
 
 def test_small_collectives(two_ranks: list[dict[str, Any]]) -> None:

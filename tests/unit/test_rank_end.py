@@ -1,0 +1,62 @@
+"""A launcher's process keeps its exit code, whatever the interpreter's finalisation would do to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# A command whose remains abort the process when the interpreter takes them down, as a group's threads can.
+SCRIPT = """
+import atexit, os, sys
+from harness import cli
+from harness.core.errors import MachineError, Problem
+class Remains:
+    def __del__(self, abort=os.abort):
+        abort()
+sys.remains = Remains()
+atexit.register(print, "exit functions ran")
+def action():
+    print("work done")
+    if sys.argv[1] == "refuse":
+        raise MachineError(Problem("no such card", "machine"))
+    if sys.argv[1] == "raise":
+        raise RuntimeError("no such luck")
+    return int(sys.argv[1])
+cli._guarded(action)
+"""
+
+
+def end(code: str, **launch: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"} | launch
+    command = [sys.executable, "-c", SCRIPT, code]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_ends_with_the_code_of_its_work(code: int) -> None:
+    done = end(str(code), RANK="1")
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines() == ["work done", "exit functions ran"]
+
+
+def test_a_rank_that_crashes_says_why() -> None:
+    done = end("raise", RANK="1")
+    assert done.returncode == 1
+    assert "RuntimeError: no such luck" in done.stderr
+
+
+def test_the_remains_abort_a_process_that_is_finalised() -> None:
+    assert end("0").returncode == -signal.SIGABRT
+
+
+def test_an_error_that_one_rank_alone_has_is_told() -> None:
+    done = end("refuse", RANK="1")
+    assert done.returncode == 4
+    assert "error on rank 1: machine: no such card" in done.stderr
+    assert "error: machine: no such card" in end("refuse", RANK="0").stderr
