@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from harness.engines.process_group import Ranks, join, leave, read_launch
 
 # No exchange of buffers at every forward; torch renamed the argument, and warns of the old name.
 _ARGUMENTS = signature(DistributedDataParallel).parameters
-_BUFFERS_STAY = {"forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False}
+_BUFFERS_STAY: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
+}
 
 
 class LossScale(Protocol):
