@@ -20,6 +20,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
 from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
 from harness.core.state import Incidents, RandomState, TrainState, seed_everything
+from harness.core.version import harness_version
 from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
 from harness.engines.deepspeed import DeepSpeedEngine
@@ -187,7 +188,11 @@ def build_run(
 
 def open_store(folder: Path, place: Place) -> Store:
     """The run's checkpoints; only rank 0 may write."""
-    return Store(folder / "checkpoints", _versions(), readonly=place.ranks.rank != 0)
+    return Store(
+        folder / "checkpoints",
+        {"torch": str(torch.__version__), "hopper-harness": harness_version()},
+        readonly=place.ranks.rank != 0,
+    )
 
 
 def open_journal(folder: Path, place: Place, attempt: int, resume_step: int | None) -> Journal:
@@ -254,14 +259,3 @@ def _build_monitors(
     elif scaled and recipe.fallback.enabled:
         monitors.append(WholeRunFallback(recipe.fallback.failed_steps, agree_on_refuge(place.facts, place.device)))
     return monitors
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"torch": str(torch.__version__)}
-    try:
-        found["hopper-harness"] = version("hopper-harness")
-    except PackageNotFoundError:
-        found["hopper-harness"] = "source tree"
-    return found

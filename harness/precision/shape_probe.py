@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from harness.core.atomic import write_json
 from harness.core.collectives import max_over_ranks, world_rank
 from harness.core.errors import ConfigError, Problem
 from harness.core.user_cache import cache_dir
+from harness.core.version import harness_version
 from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe, Rung
 
@@ -120,7 +120,7 @@ def times_of(
 def cache_file(recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.device) -> Path:
     """Where times are remembered: a file for each card, torch, backend version and `fp8` section."""
     library = facts.libraries.get(rung.backend)
-    own = library.version if library else _harness_version()
+    own = library.version if library else harness_version()
     key = (_card(facts, device), facts.torch_version, facts.torch_cuda, rung.name, own, recipe.fp8.model_dump_json())
     return cache_dir() / f"shape_times-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
 
@@ -187,10 +187,3 @@ def _time(
             why = next((line[:300] for line in reversed(detail) if line[:1].strip()), str(error))
             return {}, f"; {len(shapes)} sizes could not be timed and stay in FP8: {why}"
     return {shape: (bf16, fp8) for shape, (bf16, fp8) in zip(shapes, times, strict=True)}, ""
-
-
-def _harness_version() -> str:
-    try:
-        return version("hopper-harness")
-    except PackageNotFoundError:
-        return "source tree"
