@@ -1,9 +1,9 @@
-"""Composition root: the only file that names concrete classes. From a validated config to a Run."""
+"""Composition root: with build_monitors the only file that names concrete classes. From a config to a Run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.build_monitors import build_monitors
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
 from harness.checkpoint.incidents import load_incidents, save_incidents
 from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.snapshot import Snapshots
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
-from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
+from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import Incidents, RandomState, TrainState, seed_everything
 from harness.core.version import harness_version
 from harness.data.batches import TokenBatches, check_world
@@ -29,21 +31,15 @@ from harness.engines.deepspeed_config import preflight as deepspeed_preflight
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.models.task import Task, build_model
-from harness.monitors.fp8 import Fp8Monitor
-from harness.monitors.gradients import GradientMonitor
-from harness.monitors.loss import LossMonitor
-from harness.monitors.scaler import ScalerMonitor
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale, check_half_weights
-from harness.precision.fallback import FallbackController
 from harness.precision.loss_scale import LossScale
-from harness.precision.plan import Plan, make_plan, pad_numbers
+from harness.precision.plan import Plan, make_plan
 from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
-from harness.precision.whole_run import WholeRunFallback
 from harness.recovery import Recovery, finish_rollback
 from harness.responder import Responder
 from harness.run import MonitorsPart, Run
@@ -148,7 +144,8 @@ def build_run(
     engine = _build_engine(config, place, plan, model, loss_scale)
     # DeepSpeed's fp16 engine has a loss scale of its own and half-precision weights: it cannot leave fp16.
     scaled = loss_scale is not None and engine.name != "deepspeed"
-    monitors = _build_monitors(config, recipe, backend, place, scaled)
+    refuge = (lambda: agree_on_refuge(place.facts, place.device)) if scaled else None
+    monitors = build_monitors(config, recipe, backend, data, task.vocab_size, refuge)
     parts: dict[str, Stateful] = {
         **engine.parts(),
         "fp8": backend,
@@ -166,6 +163,8 @@ def build_run(
         good=Goodness(store, config.checkpoint.healthy_steps),
         prune=Retention(store, config.checkpoint.keep).prune,
         keep_incidents=lambda current: save_incidents(folder, current),
+        # DeepSpeed's ZeRO would have to gather its partitions for every copy.
+        memory=Snapshots(config.checkpoint.healthy_steps) if engine.name != "deepspeed" else None,
     )
     return Run(
         config=config,
@@ -240,22 +239,3 @@ def _build_engine(
         device=place.device,
         timeout_seconds=config.engine.timeout_seconds,
     )
-
-
-def _build_monitors(
-    config: RunConfig, recipe: Recipe, backend: PrecisionBackend, place: Place, scaled: bool
-) -> Sequence[Monitor]:
-    guard = config.guard
-    if not guard.enabled:
-        return []
-    monitors: list[Monitor] = [
-        GradientMonitor(guard.max_consecutive_skips),
-        LossMonitor(guard.spike_window, guard.spike_sigma, guard.spike_steps),
-        ScalerMonitor(),
-    ]
-    if backend.layers:
-        layers = [pad_numbers(layer) for layer in backend.layers]
-        monitors += [Fp8Monitor(), FallbackController(recipe.fallback.policy(), layers)]
-    elif scaled and recipe.fallback.enabled:
-        monitors.append(WholeRunFallback(recipe.fallback.failed_steps, agree_on_refuge(place.facts, place.device)))
-    return monitors

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 
 from harness.core.errors import ExitCode
-from harness.core.facts import Continue, Halt, Outcome, Rollback, StepFacts, Switch
+from harness.core.facts import Continue, Halt, Limits, Outcome, Rollback, StepFacts, Switch
+from harness.core.protocols import NO_LIMITS
 from harness.evaluate import evaluate
 from harness.record import step_metrics
 from harness.run import Run
 from harness.step import PendingFacts, to_host, train_step
 
-# A switch takes effect this many steps after its evidence, whether or not the lag was drained in between: a run that
-# was stopped and resumed must switch at the same step as one that was not.
+# A switch, or a limit, takes effect this many steps after its evidence, whether or not the lag was drained in between:
+# a run that was stopped and resumed must switch at the same step as one that was not.
 SWITCH_DELAY = 2
 
 
@@ -23,6 +25,7 @@ def run(r: Run) -> Outcome:
     stopping = False
     val_loss: float | None = None
     _stay_lowered(r)
+    _slow_down(r)
     while r.state.step < total and not stopping:
         _switch_due(r)
         window = r.data.window(r.state.step, r.state.incidents.window_index(r.state.step))
@@ -44,6 +47,8 @@ def run(r: Run) -> Outcome:
             val_loss = _validate(r)
         if r.state.step >= total or stopping or _every(r.config.checkpoint.every, r.state.step):
             r.recovery.save()
+        if _every(r.config.guard.snapshot_every, r.state.step):
+            r.recovery.snapshot()
     if r.state.step < total:
         reason = r.stop.reason or "another rank was asked to stop"
         r.tracker.event(r.state.step, "run.stopped", reason=reason)
@@ -59,8 +64,8 @@ def _every(period: int, step: int) -> bool:
 def _boundary(r: Run) -> bool:
     """Whether something follows this step that must not see an unjudged one: a save, a validation, the end."""
     step, config = r.state.step, r.config
-    periodic = _every(config.checkpoint.every, step) or _every(config.train.eval_every, step)
-    return periodic or step >= config.train.steps
+    periods = (config.checkpoint.every, config.train.eval_every, config.guard.snapshot_every)
+    return step >= config.train.steps or any(_every(period, step) for period in periods)
 
 
 def _judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
@@ -80,6 +85,9 @@ def _judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     closer = max((verdict.look_closer for verdict in verdicts), default=0)
     if closer:
         r.state.closer_look = r.state.closer_look.extended(due, closer)
+    limits = functools.reduce(Limits.and_also, (verdict.limits for verdict in verdicts), NO_LIMITS)
+    if limits != NO_LIMITS:
+        r.state.limits[due] = limits
     if isinstance(action, Switch):
         r.state.switches.append((due, list(action.demote), list(action.promote), action.lower))
         return Continue()
@@ -107,6 +115,11 @@ def _stay_lowered(r: Run) -> None:
         r.precision.lower(fallen)
 
 
+def _slow_down(r: Run) -> None:
+    """Every rollback lowers the learning rate by the guard's factor, for good."""
+    r.engine.lr_factor = r.config.guard.rollback_lr_factor**r.state.incidents.rollbacks
+
+
 def _tell_eager(r: Run) -> None:
     """Compiled code that was given up costs speed, and torch tells only its own logger."""
     fallen = r.watch.take() if r.watch is not None else ""
@@ -120,6 +133,7 @@ def _rollback(r: Run, facts: StepFacts, action: Rollback) -> bool:
     if target is None:
         return False
     _stay_lowered(r)
+    _slow_down(r)
     r.tracker.attempt = r.state.incidents.attempt
     r.screen.event(f"step {facts.step}: rolled back to step {target}: {action.reason}")
     return True

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import Rollback
-from harness.core.protocols import CheckpointStore, Engine, Tracker
+from harness.core.protocols import CheckpointStore, Engine, Meta, Tensors, Tracker
 from harness.core.state import Incidents, TrainState
 
 
@@ -24,11 +24,27 @@ class Good(Protocol):
     def rolled_back(self, step: int) -> None: ...
 
 
+class Memory(Protocol):
+    """This rank's snapshots of the state, and which of them is good; the same steps on every rank."""
+
+    @property
+    def good(self) -> int | None: ...
+
+    def take(self, step: int, tensors: Tensors, meta: Meta) -> None: ...
+
+    def observe(self, step: int, healthy: bool) -> None: ...
+
+    def load(self) -> tuple[Tensors, Meta]: ...
+
+    def clear(self) -> None: ...
+
+
 @dataclass
 class Recovery:
     """Rank 0 decides and writes; every rank saves and loads together.
 
     keep_incidents writes what a rollback must not undo; prune deletes checkpoints that retention no longer wants.
+    memory: None where no snapshots are taken.
     """
 
     state: TrainState
@@ -38,6 +54,7 @@ class Recovery:
     good: Good
     prune: Callable[[], object]
     keep_incidents: Callable[[Incidents], None]
+    memory: Memory | None = None
 
     def newest(self) -> int | None:
         """Step of the newest checkpoint that verifies; damaged ones are set aside."""
@@ -73,8 +90,15 @@ class Recovery:
                 self.tracker.event(self.state.step, "checkpoint.failed", text=str(error))
         self.engine.barrier()
 
+    def snapshot(self) -> None:
+        """Keep the state in memory. Collective."""
+        if self.memory is not None:
+            self.memory.take(self.state.step, *self.state.state_dict())
+
     def observe(self, step: int, healthy: bool) -> None:
-        """One judged step: checkpoints before it come closer to being good, or start again."""
+        """One judged step: checkpoints and snapshots before it come closer to being good, or start again."""
+        if self.memory is not None:
+            self.memory.observe(step, healthy)
         if self.engine.rank == 0:
             try:
                 self.good.observe(step, healthy)
@@ -82,17 +106,24 @@ class Recovery:
                 self.tracker.event(step, "checkpoint.failed", text=str(error))
 
     def rollback(self, step: int, action: Rollback) -> int | None:
-        """Go back to the newest good checkpoint and pass over the bad windows; its step, or None if there is none.
+        """Go back to the newest good state, in memory or on disk, and pass over the bad windows; its step, or None.
 
         Collective. incidents.json is the commit point: killed before it, the run decides again; killed after it,
-        `finish_rollback` completes the rest at the next start. The event comes first, as saying it twice is harmless.
+        `finish_rollback` completes the rest at the next start, and the steps from the checkpoint to a snapshot run
+        once more. The event comes first, as saying it twice is harmless.
         """
         incidents = self.state.incidents
-        target = self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
+        on_disk = self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
+        in_memory = self.memory.good if self.memory is not None else None
+        target = max((each for each in (on_disk, in_memory) if each is not None), default=None)
         if target is None:
             return None
+        from_memory = self.memory is not None and target == in_memory
         bad = list(action.bad)
-        self.tracker.event(step, "guard.rollback", reason=action.reason, to_step=target, passed_over=bad)
+        self.tracker.event(
+            step, "guard.rollback", reason=action.reason, to_step=target, passed_over=bad,
+            source="memory" if from_memory else "disk",
+        )  # fmt: skip
         incidents.attempt += 1
         incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})
         incidents.return_to = target
@@ -103,7 +134,12 @@ class Recovery:
         incidents.return_to = 0
         self.good.rolled_back(target)
         self.engine.barrier()
-        self.state.load_state_dict(*self.store.load(target))
+        if self.memory is not None and from_memory:
+            self.state.load_state_dict(*self.memory.load())
+        else:
+            self.state.load_state_dict(*self.store.load(target))
+            if self.memory is not None:
+                self.memory.clear()
         self._fall_at_once()
         return target
 

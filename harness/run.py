@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Loss(Protocol):
-    """The task's loss: mean over the batch, 0-d, nats per token."""
+    """The task's loss: mean over the batch, 0-d, nats per token. vocab_size: None if the model does not tell."""
+
+    vocab_size: int | None
 
     def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor: ...
 

@@ -8,19 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.core.facts import SlotStats, StepFacts, Window
+from harness.core.batch_check import check_batch, harmless
+from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Limits, SlotStats, StepFacts, Window
+from harness.core.protocols import NO_LIMITS
 from harness.run import Run
 
 _SEED_STRIDE = 1_000_003
-_SCALARS = 8
+# What a step's packed facts begin with.
+_SCALARS = (
+    "loss", "grad_norm", "skipped", "loss_scale", "lr", "applied", "stop", "scrubbed",
+    "bad_data", "fastest", "slowest", "grad_zeros", "grad_near_limit",
+)  # fmt: skip
+# What the ranks agree on beside the amaxes: bad flag, stop, the three bits of bad_data, -fastest and slowest forward.
+_AGREED = 7
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFacts:
     """StepFacts on their way to the host: one packed float32 tensor, copied while the next step already runs.
 
-    packed: [loss, grad_norm, skipped, loss_scale, lr, applied, stop, scrubbed], then [6, slots] row by row (see
-    `PrecisionBackend.end_window`). clock: how to tell when it has arrived and how long the step took.
+    packed: the scalars named in _SCALARS, then [6, slots] row by row (see `PrecisionBackend.end_window`). clock: how
+    to tell when it has arrived and how long the step took.
     """
 
     step: int
@@ -29,6 +37,7 @@ class PendingFacts:
     clock: StepClock
     demoted: tuple[str, ...]
     lowered: str
+    limits: Limits
     slot_names: tuple[str, ...]
     packed: Tensor
 
@@ -58,39 +67,29 @@ class StepClock:
 
 
 def train_step(run: Run, window: Window) -> PendingFacts:
-    """Train on one window; the update is applied unless loss or gradients are not finite on any rank.
+    """Train on one window; the update is applied unless, on any rank, the samples are unfit to train on, or loss or
+    gradients are not finite or over the step's limits.
 
     Nothing here reads the device (DeepSpeed, and optimizers without `found_inf`, do so inside `engine.step`).
     """
     clock = StepClock(run.engine.device)
     engine, precision = run.engine, run.precision
-    batches = run.data.micro_batches(window, engine.rank, engine.world_size)
-    # Random numbers (dropout) are a function of the step, so that a resume on any world size repeats them.
-    seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + engine.rank
-    torch.manual_seed(seed % 2**63)
     step = window.step + 1
+    limits = run.state.limits.get(step, NO_LIMITS)
+    seed_step(run, window)
     precision.begin_window(sample=step % run.stats_every == 0 or step in run.state.closer_look)
     demoted, lowered = precision.demoted, precision.lowered
-    total = torch.zeros((), dtype=torch.float32, device=engine.device)
-    for number, (inputs, targets) in enumerate(batches, start=1):
-        inputs = inputs.to(engine.device, non_blocking=True)
-        targets = targets.to(engine.device, non_blocking=True)
-        with engine.micro_batch(last=number == len(batches)):
-            with precision.context():
-                loss = run.task.loss(engine.module, inputs, targets)
-            with precision.backward_context():
-                engine.backward(loss / len(batches))
-        total += loss.detach().float()
-        precision.end_micro_batch(engine.max)
-    mean_loss = engine.mean(total / len(batches))
-    # torch.full fills on the device; a tensor from a Python number would be a synchronising copy on CUDA.
-    stop = torch.full((), float(run.stop.requested()), device=engine.device)
-    flags = torch.stack([(~torch.isfinite(mean_loss)).float(), stop])
-    agree = torch.cat([flags, precision.amax()])
-    update = engine.step(agree)
-    slots = precision.end_window(agree[2:], update.skipped, engine.mean)
+    loss, bad, forward = _accumulate(run, window)
+    mean_loss = engine.mean(loss)
+    over = ~(mean_loss <= limits.loss)  # NaN is over every limit
+    told = _on(engine.device, _told(run, bad, forward))
+    bad_flag = (over | ~torch.isfinite(mean_loss) | (told[1:4].amax() > 0)).float().reshape(1)
+    agree = torch.cat([bad_flag, told, precision.amax()])
+    update = engine.step(agree, limits)
+    slots = precision.end_window(agree[_AGREED:], update.skipped, engine.mean)
     scalars = [mean_loss, update.grad_norm, update.skipped, update.loss_scale, update.lr, update.applied, agree[1]]
-    scalars.append(precision.scrubbed())
+    scalars += [precision.scrubbed(), agree[2] + 2 * agree[3] + 4 * agree[4], -agree[5], agree[6]]
+    scalars += [update.zeros, update.near_limit]
     packed = torch.cat([*(value.float().reshape(1) for value in scalars), slots.flatten()])
     packed = packed.to("cpu", non_blocking=True)
     clock.stop()
@@ -101,32 +100,82 @@ def train_step(run: Run, window: Window) -> PendingFacts:
         clock=clock,
         demoted=demoted,
         lowered=lowered,
+        limits=limits,
         slot_names=precision.slot_names,
         packed=packed,
     )
 
 
+def seed_step(run: Run, window: Window) -> None:
+    """Random numbers (dropout) are a function of the step and rank: a resume, and a replay, repeat them."""
+    seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + run.engine.rank
+    torch.manual_seed(seed % 2**63)
+
+
+def _accumulate(run: Run, window: Window) -> tuple[Tensor, int, float]:
+    """Forward and backward of this rank's micro-batches: mean loss (fp32, 0-d), bits of bad_data, forward seconds."""
+    engine, precision = run.engine, run.precision
+    batches = run.data.micro_batches(window, engine.rank, engine.world_size)
+    total = torch.zeros((), dtype=torch.float32, device=engine.device)
+    bad, forward = 0, 0.0
+    for number, (inputs, targets) in enumerate(batches, start=1):
+        found = check_batch(inputs, targets, run.task.vocab_size)
+        bad |= found
+        if found:
+            inputs, targets = harmless(inputs, targets)
+        inputs = inputs.to(engine.device, non_blocking=True)
+        targets = targets.to(engine.device, non_blocking=True)
+        with engine.micro_batch(last=number == len(batches)):
+            began = time.perf_counter()
+            with precision.context():
+                loss = run.task.loss(engine.module, inputs, targets)
+            forward += time.perf_counter() - began
+            with precision.backward_context():
+                engine.backward(loss / len(batches))
+        total += loss.detach().float()
+        precision.end_micro_batch(engine.max)
+    return total / len(batches), bad, forward
+
+
+def _told(run: Run, bad: int, forward: float) -> list[float]:
+    """What this rank tells the others of itself; the maximum over ranks of each is agreed on."""
+    bits = [float(bool(bad & bit)) for bit in (NON_FINITE_INPUT, BAD_LABEL, NO_LABEL)]
+    return [float(run.stop.requested()), *bits, -forward, forward]
+
+
+def _on(device: torch.device, values: list[float]) -> Tensor:
+    """float32 [n]; a pinned copy does not wait for the device."""
+    tensor = torch.tensor(values, dtype=torch.float32)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def to_host(pending: PendingFacts) -> StepFacts:
     """A step's facts, once they have arrived."""
     seconds = pending.clock.seconds()
-    loss, grad_norm, skipped, loss_scale, lr, applied, stop, scrubbed = pending.packed[:_SCALARS].tolist()
+    count = len(_SCALARS)
+    scalar = dict(zip(_SCALARS, pending.packed[:count].tolist(), strict=True))
     slots = None
     if pending.slot_names:
-        rows = pending.packed[_SCALARS:].reshape(-1, len(pending.slot_names)).numpy()
-        slots = SlotStats(pending.slot_names, *rows, scrubbed=int(scrubbed))
+        rows = pending.packed[count:].reshape(-1, len(pending.slot_names)).numpy()
+        slots = SlotStats(pending.slot_names, *rows, scrubbed=int(scalar["scrubbed"]))
     return StepFacts(
         step=pending.step,
         window=pending.window,
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        loss_scale=loss_scale,
-        applied=skipped == 0.0,
-        applied_steps=int(applied),
+        loss=scalar["loss"],
+        grad_norm=scalar["grad_norm"],
+        lr=scalar["lr"],
+        loss_scale=scalar["loss_scale"],
+        applied=scalar["skipped"] == 0.0,
+        applied_steps=int(scalar["applied"]),
         tokens=pending.tokens,
         seconds=seconds,
-        stop=stop > 0.0,
+        stop=scalar["stop"] > 0.0,
         demoted=pending.demoted,
         slots=slots,
         lowered=pending.lowered,
+        limits=pending.limits,
+        bad_data=int(scalar["bad_data"]),
+        grad_zeros=scalar["grad_zeros"],
+        grad_near_limit=scalar["grad_near_limit"],
+        forward_seconds=(scalar["fastest"], scalar["slowest"]),
     )

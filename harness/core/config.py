@@ -95,6 +95,19 @@ class GuardConfig(Strict):
         default=12.0, gt=0, description="robust sigmas (log scale, median/MAD) that make a spike"
     )
     spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
+    skip_growth: float = Field(
+        default=8.0, gt=1, description="a gradient norm this many times the running median is not applied"
+    )
+    clip_growth: float = Field(
+        default=4.0, gt=1, description="gradients are clipped to this many times the running median norm"
+    )
+    snapshot_every: Count = Field(default=20, description="steps between snapshots in memory; 0: none")
+    rollback_lr_factor: float = Field(
+        default=1.0, gt=0, le=1, description="the learning rate is multiplied by this at every rollback"
+    )
+    compare_ranks_every: Count = Field(
+        default=100, description="steps between comparisons of the ranks' weights; 0: none"
+    )
     max_rollbacks: Count = Field(default=3, description="rollbacks before the run is halted")
     max_skips: Positive = Field(default=100, description="skipped steps in total before the run is halted")
     max_switches: Count = Field(default=64, description="layer switches in total; more are refused and logged")

@@ -50,6 +50,27 @@ class SlotStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step's update must keep to, decided from earlier steps; infinity: no limit. Compared in float32.
+
+    loss: the update is skipped if the mean training loss is over it, nats. norm: the same for the gradient's L2 norm
+    before clipping. clip: gradients are clipped to this norm where it is under `train.max_grad_norm`.
+    """
+
+    loss: float = math.inf
+    norm: float = math.inf
+    clip: float = math.inf
+
+    def and_also(self, other: Limits) -> Limits:
+        """The stricter of both, limit by limit."""
+        return Limits(min(self.loss, other.loss), min(self.norm, other.norm), min(self.clip, other.clip))
+
+
+NON_FINITE_INPUT, BAD_LABEL, NO_LABEL = 1, 2, 4
+"""Bits of `StepFacts.bad_data`."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepFacts:
     """What one step did, identical on every rank.
 
@@ -58,7 +79,11 @@ class StepFacts:
     clipping. applied: False when the update was gated. applied_steps: updates applied so far, this one included.
     tokens: tokens (targets) of the window over all ranks. seconds: wall time of the step. stop: some rank was
     asked to stop. demoted: FP8 layers that ran in BF16. lowered: the precision that the whole run fell to, empty while
-    it runs as planned.
+    it runs as planned. limits: those in force in this step. bad_data: what is wrong with the window's samples on any
+    rank, bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL; 0: nothing. grad_zeros, grad_near_limit: shares of the gradient's
+    elements, as they were before unscaling, that are exactly 0 and over half of fp16's largest value; NaN where not
+    measured. param_norm: L2 norm of all parameters, NaN where not measured. forward_seconds: of the fastest and the
+    slowest rank. diverged: parameters whose bits differ between ranks, of those compared in this step.
     """
 
     step: int
@@ -75,6 +100,18 @@ class StepFacts:
     demoted: tuple[str, ...] = ()
     slots: SlotStats | None = None
     lowered: str = ""
+    limits: Limits = Limits()
+    bad_data: int = 0
+    grad_zeros: float = math.nan
+    grad_near_limit: float = math.nan
+    param_norm: float = math.nan
+    forward_seconds: tuple[float, float] = (0.0, 0.0)
+    diverged: tuple[str, ...] = ()
+
+    @property
+    def over_limits(self) -> bool:
+        """Whether loss or gradient norm, both finite, were over the limits in force: the update was skipped for it."""
+        return self.loss > float(np.float32(self.limits.loss)) or self.grad_norm > float(np.float32(self.limits.norm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +153,8 @@ class Verdict:
 
     code: stable name such as `nonfinite.skip`. healthy: False keeps a checkpoint from being earned. proposal: what
     the monitor would do; the responder decides, within budgets. evidence: JSON-able figures. look_closer: steps in
-    which the statistics that cost should be measured, whatever their usual cadence.
+    which the statistics that cost should be measured, whatever their usual cadence. limits: for the updates to come,
+    until the monitor gives others.
     """
 
     code: str
@@ -126,6 +164,7 @@ class Verdict:
     proposal: Action = field(default_factory=Continue)
     evidence: Mapping[str, Any] = field(default_factory=dict)
     look_closer: int = 0
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True, slots=True)

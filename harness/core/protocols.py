@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from harness.core.facts import StepFacts, Verdict, Window
+from harness.core.facts import Limits, StepFacts, Verdict, Window
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+NO_LIMITS = Limits()
 TensorDict = dict[str, "Tensor"]
 Tensors = dict[str, TensorDict]
 Meta = dict[str, Any]
@@ -36,7 +37,8 @@ class Update:
     """What an engine's step did, as 0-d tensors on its device: nothing here has been read by the host.
 
     grad_norm: fp32, unscaled, before clipping. skipped: fp32, exactly 0.0 or 1.0. loss_scale: fp32, the scale in use.
-    lr: fp32. applied: fp32, updates applied so far, this one included.
+    lr: fp32. applied: fp32, updates applied so far, this one included. zeros, near_limit: fp32, shares of the still
+    scaled gradient's elements that are exactly 0, and over half of fp16's largest value; NaN where not measured.
     """
 
     grad_norm: Tensor
@@ -44,6 +46,8 @@ class Update:
     loss_scale: Tensor
     lr: Tensor
     applied: Tensor
+    zeros: Tensor
+    near_limit: Tensor
 
 
 class Engine(Protocol):
@@ -55,6 +59,8 @@ class Engine(Protocol):
     device: torch.device
     module: torch.nn.Module
     """What to call: the model, or its DDP / DeepSpeed wrapper."""
+    lr_factor: float
+    """The schedule's learning rate is multiplied by this; the loop may change it between steps."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch; gradients are reduced across ranks in the last one only."""
@@ -64,12 +70,13 @@ class Engine(Protocol):
         """Accumulate gradients of `loss` (already divided by the number of micro-batches); applies the loss scale."""
         ...
 
-    def step(self, agree: Tensor) -> Update:
+    def step(self, agree: Tensor, limits: Limits = NO_LIMITS) -> Update:
         """Gate, clip and apply the update, then zero the gradients.
 
         agree: fp32 [n], MAX-reduced over ranks in place, in one collective, before the update. Element 0 is this
-        rank's "bad" flag (0.0 or 1.0); the engine raises it when the gradient norm is not finite, and the update is
-        applied only if it is 0.0 on every rank.
+        rank's "bad" flag (0.0 or 1.0); the engine raises it when the gradient norm is not finite or over
+        `limits.norm`, and the update is applied only if it is 0.0 on every rank. Gradients are clipped to the lesser
+        of the engine's own limit and `limits.clip`. (DeepSpeed with ZeRO keeps to its own limit, and to no norm.)
         """
         ...
 

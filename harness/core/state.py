@@ -6,9 +6,10 @@ bit-exact resume test. Incidents (skipped windows, budgets, attempt) live outsid
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.core.errors import CheckpointError, Problem
-from harness.core.facts import CloserLook
+from harness.core.facts import CloserLook, Limits
 from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
 
@@ -85,7 +86,8 @@ class RandomState:
 class TrainState:
     """step: windows consumed so far. parts: named Stateful pieces of the run. closer_look: when to measure everything.
 
-    switches: switches decided but not yet due, (step, demote, promote, lower), as in `facts.Switch`.
+    switches: switches decided but not yet due, (step, demote, promote, lower), as in `facts.Switch`. limits: those of
+    the steps to come, by step; a step without any has none.
     """
 
     parts: dict[str, Stateful]
@@ -93,10 +95,12 @@ class TrainState:
     step: int = 0
     closer_look: CloserLook = field(default_factory=CloserLook)
     switches: list[tuple[int, list[str], list[str], str]] = field(default_factory=list)
+    limits: dict[int, Limits] = field(default_factory=dict)
 
     def advance(self) -> None:
         """One window was consumed."""
         self.step += 1
+        self.limits.pop(self.step, None)
 
     def state_dict(self) -> tuple[Tensors, Meta]:
         """(tensors by part and name, JSON-able meta). Collective: every rank must call it."""
@@ -107,6 +111,7 @@ class TrainState:
             "closer_look": [self.closer_look.first, self.closer_look.last],
             "budgets": budgets,
             "switches": [list(switch) for switch in self.switches],
+            "limits": {str(step): [_or_none(value) for value in astuple(each)] for step, each in self.limits.items()},
             "parts": {},
         }
         for name, part in self.parts.items():
@@ -130,3 +135,12 @@ class TrainState:
         self.step = int(meta["step"])
         self.closer_look = CloserLook(*meta["closer_look"])
         self.switches = [(step, demote, promote, lower) for step, demote, promote, lower in meta["switches"]]
+        self.limits = {
+            int(step): Limits(*(math.inf if value is None else value for value in values))
+            for step, values in meta["limits"].items()
+        }
+
+
+def _or_none(limit: float) -> float | None:
+    """JSON has no infinity."""
+    return limit if math.isfinite(limit) else None

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, MachineError, Problem
-from harness.core.protocols import Stateful, Update
+from harness.core.facts import Limits
+from harness.core.protocols import NO_LIMITS, Stateful, Update
 from harness.core.update import grad_norm, materialise
 from harness.engines.deepspeed_config import (
     Precision,
@@ -94,6 +95,7 @@ class DeepSpeedEngine(Ranks):
         self._sharded = zero_stage > 0
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._optimizer = optimizer
+        self.lr_factor = 1.0
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
         if self._sharded:
             optimizer.state.clear()  # ZeRO keeps the state of its own flat partitions
@@ -127,7 +129,7 @@ class DeepSpeedEngine(Ranks):
         """Accumulate gradients of `loss`; DeepSpeed applies its own loss scale in fp16."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, agree: Tensor) -> Update:
+    def step(self, agree: Tensor, limits: Limits = NO_LIMITS) -> Update:
         """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`.
 
         At ZeRO 0, where DeepSpeed would write NaN into the weights, a bad update never reaches it. At ZeRO 1 and 2 a
@@ -150,7 +152,7 @@ class DeepSpeedEngine(Ranks):
             )
         else:
             norm = grad_norm(param for group in self._members for param in group).to(self.device)
-            agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm)).float()
+            agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm) | (norm > limits.norm)).float()
             self.max_(agree)
             if agree[0].item():
                 self._engine.zero_grad()
@@ -158,10 +160,11 @@ class DeepSpeedEngine(Ranks):
                 self._engine.step()
         skip = agree[0].clone()
         self._applied += 1.0 - skip
-        return Update(norm, skip, loss_scale, lr, self._applied.clone())
+        unknown = torch.full_like(norm, float("nan"))
+        return Update(norm, skip, loss_scale, lr, self._applied.clone(), unknown, unknown)
 
     def _set_lr(self) -> Tensor:
-        lr = self._schedule(int(self._applied.item()))
+        lr = self._schedule(int(self._applied.item())) * self.lr_factor
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.core.errors import ConfigError, Problem
-from harness.core.protocols import Meta, Stateful, TensorDict, Update
+from harness.core.facts import Limits
+from harness.core.protocols import NO_LIMITS, Meta, Stateful, TensorDict, Update
 from harness.core.update import clip_divisor, gated_step, grad_norm, takes_found_inf
 from harness.engines.parts import ModelPart, OptimizerPart
 from harness.engines.process_group import Ranks, join, leave, read_launch
@@ -59,6 +61,7 @@ class TorchEngine(Ranks):
         super().__init__(device)
         self.name = "ddp" if self.world_size > 1 else "single"
         self.optimizer = optimizer
+        self.lr_factor = 1.0
         self._model = model
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._schedule = schedule
@@ -91,25 +94,26 @@ class TorchEngine(Ranks):
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     @torch.no_grad()
-    def step(self, agree: Tensor) -> Update:
+    def step(self, agree: Tensor, limits: Limits = NO_LIMITS) -> Update:
         """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
         loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
         norm = grad_norm(self._params).to(self.device) / loss_scale
-        agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm)).float()
+        agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm) | (norm > limits.norm)).float()
         skip = self.max_(agree)[0].clone()
         self._set_lr()
-        gated_step(self.optimizer, skip, clip_divisor(norm, self._max_grad_norm, loss_scale))
+        gated_step(self.optimizer, skip, clip_divisor(norm, min(self._max_grad_norm, limits.clip), loss_scale))
         self._applied += 1.0 - skip
         if self._loss_scale is not None:
             self._loss_scale.update(skip)
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(norm, skip, loss_scale, self._lr.clone(), self._applied.clone())
+        unknown = torch.full_like(norm, math.nan)
+        return Update(norm, skip, loss_scale, self._lr.clone(), self._applied.clone(), unknown, unknown)
 
     def _set_lr(self) -> None:
-        self._lr.copy_(self._schedule(self._applied))
+        self._lr.copy_(self._schedule(self._applied) * self.lr_factor)
         if not self._lr_on_device:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._lr.item()

@@ -86,6 +86,7 @@ class GPT(nn.Module):
     def __init__(self, vocab: int, dim: int, layers: int, heads: int, kv_heads: int, ffn: int, tied: bool) -> None:
         super().__init__()
         self.head_dim = dim // heads
+        self.vocab_size = vocab
         self.embed = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, ffn) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=EPS)

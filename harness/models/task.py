@@ -2,7 +2,8 @@
 
 fn(**model.args) returns an nn.Module. Either its forward takes (inputs, targets) and returns the mean loss in nats
 per token as a 0-d tensor, or it takes (inputs) and returns logits [batch, time, vocab], over which the harness takes
-the cross-entropy. inputs and targets are int64 [batch, time] byte values.
+the cross-entropy. inputs and targets are int64 [batch, time] byte values. A model that has an int `vocab_size` gets no
+token outside of it: such samples are named before they reach an embedding.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Task:
         except TypeError:
             self.takes_targets = False
         self.target = target
+        vocab_size = getattr(model, "vocab_size", None)
+        self.vocab_size = vocab_size if isinstance(vocab_size, int) else None
 
     def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss, float 0-d, nats per token. Raises ConfigError if the model's output meets no contract."""
