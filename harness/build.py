@@ -16,7 +16,7 @@ from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
 from harness.checkpoint.incidents import load_incidents, save_incidents
 from harness.checkpoint.policy import Goodness, Retention
-from harness.checkpoint.snapshot import Snapshots
+from harness.checkpoint.snapshot import Snapshots, room_for_two
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
@@ -163,8 +163,7 @@ def build_run(
         good=Goodness(store, config.checkpoint.healthy_steps),
         prune=Retention(store, config.checkpoint.keep).prune,
         keep_incidents=lambda current: save_incidents(folder, current),
-        # DeepSpeed's ZeRO would have to gather its partitions for every copy.
-        memory=Snapshots(config.checkpoint.healthy_steps) if engine.name != "deepspeed" else None,
+        memory=_build_memory(config, engine, state, journal),
     )
     return Run(
         config=config,
@@ -208,6 +207,22 @@ def read_incidents(folder: Path, place: Place, store: Store) -> Incidents:
         finish_rollback(incidents, store, lambda current: save_incidents(folder, current))
     incidents.return_to = 0
     return incidents
+
+
+def _build_memory(config: RunConfig, engine: Engine, state: TrainState, journal: Journal) -> Snapshots | None:
+    """Snapshots in memory, if every rank has room for them."""
+    # DeepSpeed's ZeRO would have to gather its partitions for every copy.
+    if not (config.guard.enabled and config.guard.snapshot_every) or engine.name == "deepspeed":
+        return None
+    model = sum(tensor.numel() * tensor.element_size() for tensor in state.parts["model"].state_dict()[0].values())
+    lacks = torch.tensor(float(not room_for_two(3 * model)), device=engine.device)  # AdamW's two moments come with it
+    if engine.max(lacks).item():
+        text = (
+            "no snapshots: two copies of the state would take over a quarter of the free memory; rollbacks use the disk"
+        )
+        journal.event(state.step, "snapshot.off", text=text)
+        return None
+    return Snapshots(config.checkpoint.healthy_steps)
 
 
 def _build_engine(

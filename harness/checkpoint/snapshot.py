@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from harness.core.protocols import Meta, Tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass
@@ -23,10 +22,11 @@ class _Snapshot:
 
 
 class Snapshots:
-    """Two copies of a rank's TrainState on its own device: one that is good, one that is on the way there.
+    """Two copies of a rank's TrainState in the host's memory: one that is good, one that is on the way there.
 
-    A snapshot is good once `healthy_steps` healthy steps in a row have followed it. Buffers are allocated once and
-    reused: fresh ones cost ten times the copy. One snapshot serves one rollback: if the run breaks again before
+    A snapshot is good once `healthy_steps` healthy steps in a row have followed it. Buffers are allocated once (pinned,
+    for tensors of a GPU, whose copy then does not hold up the host) and reused: fresh ones cost several times the
+    copy. One snapshot serves one rollback: if the run breaks again before
     another has become good, going back to the same state would not help, and the disk has older ones.
 
     Every rank holds its own and, as all see the same verdicts, all agree on which is good.
@@ -59,6 +59,8 @@ class Snapshots:
     def load(self) -> tuple[Tensors, Meta]:
         """The good snapshot; its tensors are the buffers themselves. It is good no longer, nor is any other."""
         tensors, meta = self._good.tensors, self._good.meta
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # its copy may still be under way
         self.clear()
         return tensors, meta
 
@@ -76,6 +78,13 @@ def _copied(tensors: Tensors, buffers: Tensors) -> Tensors:
 
 
 def _into(tensor: Tensor, buffer: Tensor | None) -> Tensor:
-    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype or buffer.device != tensor.device:
-        return tensor.detach().clone()
-    return buffer.copy_(tensor.detach())
+    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+    return buffer.copy_(tensor.detach(), non_blocking=True)
+
+
+def room_for_two(bytes_each: int) -> bool:
+    """Whether two copies take at most a quarter of the host memory that is available now."""
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))  # kibibytes
+    return 2 * bytes_each <= available * 1024 / 4
