@@ -31,8 +31,8 @@ class LossScale(Protocol):
 
     value: Tensor
 
-    def update(self, skip: Tensor) -> None:
-        """Grow or back off, once per step; skip: fp32 0-d, 0.0 or 1.0."""
+    def update(self, norm: Tensor, skip: Tensor) -> None:
+        """Grow or back off, once per step; norm: fp32 0-d, of the gradients; skip: fp32 0-d, 0.0 or 1.0."""
         ...
 
     def state_dict(self) -> tuple[TensorDict, Meta]: ...
@@ -107,7 +107,7 @@ class TorchEngine(Ranks):
         gated_step(self.optimizer, skip, clip_divisor(norm, min(self._max_grad_norm, limits.clip), loss_scale))
         self._applied += 1.0 - skip
         if self._loss_scale is not None:
-            self._loss_scale.update(skip)
+            self._loss_scale.update(norm, skip)
         self.optimizer.zero_grad(set_to_none=True)
         unknown = torch.full_like(norm, math.nan)
         return Update(norm, skip, loss_scale, self._lr.clone(), self._applied.clone(), unknown, unknown)

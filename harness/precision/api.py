@@ -159,7 +159,7 @@ class Precision:
         ran = (ready.backend.demoted, ready.backend.lowered)
         slots = ready.backend.end_window(agree[2:], skip, mean_over_ranks)
         if ready.loss_scale is not None:
-            ready.loss_scale.update(skip)
+            ready.loss_scale.update(torch.where(skip > 0, torch.inf, norm), skip)  # not finite on some rank
         ready.applied += 1.0 - skip
         ready.steps += 1
         # Its value is this rank's own, but every rank must agree on whether it is a number.

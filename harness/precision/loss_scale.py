@@ -33,18 +33,24 @@ class LossScale:
         self.retired = True
         self.value.fill_(1.0)
 
-    def update(self, skip: Tensor) -> None:
-        """skip: float32 0-d, 1.0 after a step with non-finite gradients, else 0.0 (torch's amp_update_scale rule)."""
+    def update(self, norm: Tensor, skip: Tensor) -> None:
+        """Once per step, by torch's amp_update_scale rule.
+
+        norm: float32 0-d, of the gradients. skip: float32 0-d, 1.0 if the update was skipped. A norm that is not finite
+        lowers the scale. Skipped for another reason (bad data, a spike): nothing changes, the scale is not at fault.
+        """
         if self.retired:
             return
         config = self.config
-        bad = skip > 0
+        bad = ~torch.isfinite(norm)
+        keep = (skip > 0) & ~bad
         counted = self.tracker + 1
         grows = counted >= config.growth_interval
         good = torch.where(grows, self.value * config.growth_factor, self.value)
         scale = torch.where(bad, self.value * config.backoff_factor, good)
-        self.value.copy_(scale.clamp(config.floor, config.cap))
-        self.tracker.copy_(torch.where(bad | grows, torch.zeros_like(counted), counted))
+        tracker = torch.where(bad | grows, torch.zeros_like(counted), counted)
+        self.value.copy_(torch.where(keep, self.value, scale.clamp(config.floor, config.cap)))
+        self.tracker.copy_(torch.where(keep, self.tracker, tracker))
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: value, tracker."""

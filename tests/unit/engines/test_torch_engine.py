@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.config import TrainConfig
+from harness.core.facts import Limits
 from harness.core.protocols import Update
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
@@ -39,7 +40,7 @@ class HalvingScale:
     def __init__(self, value: float) -> None:
         self.value = torch.tensor(value)
 
-    def update(self, skip: Tensor) -> None:
+    def update(self, norm: Tensor, skip: Tensor) -> None:
         self.value.mul_(torch.where(skip > 0, 0.5, 2.0))
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -176,3 +177,39 @@ def test_the_counter_of_host_reads_counts() -> None:
     with HostReads() as reads:
         engine.step(torch.zeros(2))
     assert reads.count >= 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", None])
+def test_a_norm_over_the_limit_is_not_applied(optimizer: str | None) -> None:
+    engine = make(optimizer)
+    usual = train(engine, 0).grad_norm.item()
+    before = snapshot(engine)
+    inputs, targets = batch(1)
+    for times, limit, skipped in ((1.0, math.inf, False), (1000.0, 20 * usual, True), (1.0, 20 * usual, False)):
+        engine.backward(engine.module(inputs[0], targets[0]) * times)
+        update = engine.step(torch.zeros(2), Limits(norm=limit))
+        assert update.skipped.item() == float(skipped)
+        assert equal(before, snapshot(engine)) == skipped
+        before = snapshot(engine)
+
+
+def test_the_stricter_of_two_clipping_limits_holds() -> None:
+    moved: dict[float, float] = {}
+    for clip in (MAX_NORM / 10, MAX_NORM, math.inf):
+        torch.manual_seed(0)
+        engine = make("sgd")
+        before = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
+        inputs, targets = batch(0)
+        engine.backward(engine.module(inputs[0], targets[0]) * 100)
+        assert engine.step(torch.zeros(2), Limits(clip=clip)).grad_norm.item() > MAX_NORM
+        after = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
+        moved[clip] = (after - before).norm().item()
+    assert moved[MAX_NORM] == moved[math.inf]
+    assert moved[MAX_NORM / 10] == pytest.approx(moved[math.inf] / 10, rel=1e-3)
+
+
+def test_the_learning_rate_follows_its_factor() -> None:
+    engine = make()
+    train(engine, 0)
+    engine.lr_factor = 0.25
+    assert train(engine, 1).lr.item() == pytest.approx(0.25 * SCHEDULE(1), rel=1e-6)

@@ -54,7 +54,7 @@ def our_values(config: LossScaleConfig, skips: list[bool]) -> list[float]:
     scale = LossScale(config, CPU)
     values: list[float] = []
     for skip in skips:
-        scale.update(torch.tensor(float(skip)))
+        scale.update(torch.tensor(float("inf") if skip else 1.0), torch.tensor(float(skip)))
         values.append(scale.value.item())
     return values
 
@@ -99,6 +99,19 @@ def test_the_presets_own_interval_against_grad_scaler(preset: str) -> None:
     assert ours[interval - 1] == config.init * backoff, "a bad step right before growth starts the count anew"
     assert ours[2 * interval - 1] == 2 * config.init * backoff
     assert ours[-1] == 2 * config.init * backoff**3
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_skip_with_finite_gradients_changes_nothing(interval: int) -> None:
+    scale = LossScale(LossScaleConfig.model_validate({"growth_interval": interval}), CPU)
+    good, skipped = torch.zeros(()), torch.ones(())
+    scale.update(torch.tensor(1.0), good)
+    before = (scale.value.clone(), scale.tracker.clone())
+    for _ in range(5):
+        scale.update(torch.tensor(1e4), skipped)
+    assert (scale.value, scale.tracker) == before
+    scale.update(torch.tensor(float("nan")), skipped)
+    assert scale.value == before[0] * 0.5
 
 
 def test_floor_and_cap_hold_where_grad_scaler_goes_on() -> None:
