@@ -14,7 +14,7 @@ TEST_READY := $(VENV)/.test-ready
 RUN := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-gpu test-faults lint clean
+.PHONY: help setup train test test-slow test-gpu test-faults mutations lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
 
 test-faults: $(TEST_READY) ## the fault injections, slow ones too
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -m "faults and not gpu" $(ARGS)
+
+mutations: $(TEST_READY) ## take each protection away and see that a test notices (about 10 minutes)
+	$(RUN) OMP_NUM_THREADS=1 python tests/faults/mutations.py $(ARGS)
 
 lint: $(TEST_READY) ## ruff and pyright
 	$(RUN) python -m ruff check .

@@ -14,12 +14,15 @@ from torch import nn
 from harness.build_monitors import build_monitors
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
+from harness.checkpoint.flight import FlightRecorder, Surroundings
 from harness.checkpoint.incidents import load_incidents, save_incidents
 from harness.checkpoint.policy import Goodness, Retention
 from harness.checkpoint.snapshot import Snapshots, room_for_two
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
+from harness.core.fingerprint import RankComparison
+from harness.core.forward_clock import ForwardClock
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import Incidents, RandomState, TrainState, seed_everything
 from harness.core.version import harness_version
@@ -31,6 +34,7 @@ from harness.engines.deepspeed_config import preflight as deepspeed_preflight
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.models.task import Task, build_model
+from harness.optim.learning_rate import too_high
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
 from harness.precision.compiling import check_compile, compile_blocks
@@ -138,6 +142,9 @@ def build_run(
 ) -> Run:
     """Wire every room together. Parameters keep their identity from `model` to the optimizer."""
     loss_scale = build_loss_scale(plan, recipe, place.device)
+    if text := too_high(model, config.train):
+        journal.event(0, "train.lr_high", text=text)
+        console.event(f"train.lr_high: {text} [harness explain train.lr_high]")
     backend = build_backend(plan, recipe, model, place.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = Task(model, config.model.target)
@@ -179,9 +186,26 @@ def build_run(
         recovery=recovery,
         screen=console,
         stop=StopRequest(config.train.max_minutes, launched=place.launch.launched),
+        forward_clock=ForwardClock(place.device),
+        comparison=_comparison(config, model, engine),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
+        flight=_flight(config, folder, place, engine, store),
     )
+
+
+def _flight(config: RunConfig, folder: Path, place: Place, engine: Engine, store: Store) -> FlightRecorder | None:
+    if engine.rank != 0:
+        return None
+    card = place.facts.devices[place.device.index or 0].name if place.device.type == "cuda" else "cpu"
+    return FlightRecorder(folder, store, Surroundings(config.recipe, engine.world_size, engine.name, card))
+
+
+def _comparison(config: RunConfig, model: nn.Module, engine: Engine) -> RankComparison | None:
+    every = config.guard.compare_ranks_every
+    if engine.world_size == 1 or not config.guard.enabled or not every:
+        return None
+    return RankComparison(every, dict(model.named_parameters()), engine.device)
 
 
 def open_store(folder: Path, place: Place) -> Store:

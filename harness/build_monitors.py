@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.core.config import RunConfig
+from harness.core.facts import ROLES
 from harness.core.protocols import Batches, Monitor, PrecisionBackend
+from harness.monitors.clipping import ClippingMonitor
+from harness.monitors.data import DataMonitor
 from harness.monitors.fp8 import Fp8Monitor
+from harness.monitors.fp8_frozen import Fp8FrozenMonitor
+from harness.monitors.fp8_storm import Fp8StormMonitor
 from harness.monitors.gradients import GradientMonitor
 from harness.monitors.loss import LossMonitor
+from harness.monitors.parameters import ParameterMonitor
+from harness.monitors.plateau import PlateauMonitor
+from harness.monitors.ranks import RanksMonitor
 from harness.monitors.scaler import ScalerMonitor
+from harness.monitors.underflow import UnderflowMonitor
 from harness.precision.fallback import FallbackController
 from harness.precision.plan import pad_numbers
 from harness.precision.recipe import Recipe
@@ -32,13 +41,24 @@ def build_monitors(
     if not guard.enabled:
         return []
     monitors: list[Monitor] = [
-        GradientMonitor(guard.max_consecutive_skips),
+        GradientMonitor(guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window),
+        UnderflowMonitor(guard.underflow_rise, guard.overflow_share),
+        ClippingMonitor(config.train.max_grad_norm, config.train.warmup_steps, guard.clipping_share),
+        ParameterMonitor(guard.parameter_growth),
         LossMonitor(guard.spike_window, guard.spike_sigma, guard.spike_steps),
         ScalerMonitor(),
+        DataMonitor(data, vocab_size, config.data.bad),
+        RanksMonitor(),
+        PlateauMonitor(),
     ]
     if backend.layers:
         layers = [pad_numbers(layer) for layer in backend.layers]
-        monitors += [Fp8Monitor(), FallbackController(recipe.fallback.policy(), layers)]
+        policy = recipe.fallback.policy()
+        saturation = [getattr(policy, f"saturation_{role}") for role in ROLES]
+        storms = Fp8StormMonitor(saturation, policy.underflow, warmup_steps=policy.warmup_steps)
+        monitors += [Fp8Monitor(), storms, FallbackController(policy, layers)]
+        if recipe.fp8.scaling == "delayed":
+            monitors.append(Fp8FrozenMonitor(recipe.fp8.amax_history_len, recipe.fp8.margin))
     elif refuge is not None and recipe.fallback.enabled:
         monitors.append(WholeRunFallback(recipe.fallback.failed_steps, refuge()))
     return monitors

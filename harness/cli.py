@@ -133,6 +133,40 @@ def inspect(run: RunFolder) -> None:
 
 
 @app.command()
+def explain(
+    subject: Annotated[
+        str | None, typer.Argument(help="a code (loss.spike), a symptom, or a run folder [default: list all]")
+    ] = None,
+) -> None:
+    """Say what a code of the guard means and what to do, or what happened in a run."""
+
+    def action() -> int:
+        from rich.console import Console
+
+        from harness.tools.explain import explain
+
+        return explain(subject, Console())
+
+    _guarded(action)
+
+
+@app.command()
+def replay(
+    run: RunFolder,
+    step: Annotated[int, typer.Option(min=1, help="the step to run again")],
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="add autograd's own search for NaN")] = False,
+) -> None:
+    """Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too."""
+
+    def action() -> int:
+        from harness.tools.replay import replay
+
+        return replay(run, step, anomaly)
+
+    _guarded(action)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can do, and why not more."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Sequence
 
 from harness.core.errors import ExitCode
-from harness.core.facts import Continue, Halt, Limits, Outcome, Rollback, StepFacts, Switch
+from harness.core.facts import Action, Continue, Halt, Limits, Outcome, Rollback, StepFacts, Switch, Verdict
 from harness.core.protocols import NO_LIMITS
 from harness.evaluate import evaluate
 from harness.record import step_metrics
-from harness.run import Run
+from harness.run import Flight, Run
 from harness.step import PendingFacts, to_host, train_step
 
 # A switch, or a limit, takes effect this many steps after its evidence, whether or not the lag was drained in between:
@@ -23,20 +24,17 @@ def run(r: Run) -> Outcome:
     total = r.config.train.steps
     pending: deque[PendingFacts] = deque()
     stopping = False
-    val_loss: float | None = None
-    _stay_lowered(r)
-    _slow_down(r)
+    known: dict[str, float] = {}
+    stay_lowered(r)
     while r.state.step < total and not stopping:
-        _switch_due(r)
-        window = r.data.window(r.state.step, r.state.incidents.window_index(r.state.step))
-        pending.append(train_step(r, window))
-        r.state.advance()
+        pending.append(next_step(r))
         _tell_eager(r)
         lag = 0 if _boundary(r) else 1
         while len(pending) > (0 if stopping else lag):
             facts = to_host(pending.popleft())
             stopping = stopping or facts.stop
-            action = _judge(r, facts)
+            known = {"train_loss": facts.loss}
+            action = judge(r, facts)
             if isinstance(action, Halt):
                 return _halt(r, facts.step, action.reason)
             if isinstance(action, Rollback):
@@ -44,17 +42,29 @@ def run(r: Run) -> Outcome:
                 if not _rollback(r, facts, action):
                     return _halt(r, facts.step, str(r.recovery.nothing_to_return_to(facts.step, action.reason)))
         if r.state.step >= total or _every(r.config.train.eval_every, r.state.step):
-            val_loss = _validate(r)
+            known["val_loss"] = _validate(r)
         if r.state.step >= total or stopping or _every(r.config.checkpoint.every, r.state.step):
-            r.recovery.save()
+            r.recovery.save(known)
         if _every(r.config.guard.snapshot_every, r.state.step):
             r.recovery.snapshot()
     if r.state.step < total:
         reason = r.stop.reason or "another rank was asked to stop"
         r.tracker.event(r.state.step, "run.stopped", reason=reason)
         return Outcome("stopped", ExitCode.STOPPED, reason, r.state.step)
-    val_loss = _validate(r) if val_loss is None else val_loss
+    val_loss = known["val_loss"] if "val_loss" in known else _validate(r)
     return Outcome("done", ExitCode.DONE, f"{total} steps", r.state.step, val_loss)
+
+
+def next_step(r: Run) -> PendingFacts:
+    """Train on the next window, after the switches that are due before it. Its facts are to be judged, in order."""
+    _switch_due(r)
+    # Every rollback lowers the learning rate of the steps after it, for good.
+    past = r.state.incidents.rollbacks_before(r.state.step + 1)
+    r.engine.lr_factor = r.config.guard.rollback_lr_factor**past
+    window = r.data.window(r.state.step, r.state.incidents.window_index(r.state.step))
+    pending = train_step(r, window)
+    r.state.advance()
+    return pending
 
 
 def _every(period: int, step: int) -> bool:
@@ -68,8 +78,8 @@ def _boundary(r: Run) -> bool:
     return step >= config.train.steps or any(_every(period, step) for period in periods)
 
 
-def _judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
-    """Monitors, journal, responder: one step's facts become one action. Switches are queued here."""
+def judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
+    """Monitors, journal, responder: one step's facts become one action. Switches and limits are queued here."""
     verdicts = [monitor.observe(facts) for monitor in r.monitors]
     action = r.responder.decide(verdicts)
     incidents = r.state.incidents
@@ -81,6 +91,8 @@ def _judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     total = len(r.precision.layers)
     r.screen.step(facts, total - len(facts.demoted), total, incidents.skips, incidents.rollbacks)
     r.recovery.observe(facts.step, r.responder.healthy(verdicts))
+    if r.flight is not None:
+        _keep_flight(r, r.flight, facts, verdicts, action)
     due = facts.step + SWITCH_DELAY
     closer = max((verdict.look_closer for verdict in verdicts), default=0)
     if closer:
@@ -92,6 +104,23 @@ def _judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
         r.state.switches.append((due, list(action.demote), list(action.promote), action.lower))
         return Continue()
     return action
+
+
+def _keep_flight(r: Run, flight: Flight, facts: StepFacts, verdicts: Sequence[Verdict], action: Action) -> None:
+    """Of a step that went bad, keep what a re-run needs. Overflows of a loss scale that finds its range are no news."""
+    codes = [verdict.code for verdict in verdicts if not verdict.code.endswith(".ok")]
+    skipped = not facts.applied and "scaler.calibration" not in codes
+    if not (skipped or "loss.spike" in codes or isinstance(action, Rollback | Halt)):
+        return
+    try:
+        samples = r.data.window(facts.step - 1, facts.window).samples
+        begins = flight.keep(facts, samples.tolist(), codes, r.state.incidents)
+    except OSError as error:
+        r.tracker.event(facts.step, "flight.failed", text=str(error))
+        return
+    if begins and not r.replay_told:
+        r.replay_told = True
+        r.screen.event(f"step {facts.step}: what made it bad: harness replay {r.folder} --step {facts.step}")
 
 
 def _switch_due(r: Run) -> None:
@@ -108,16 +137,11 @@ def _switch_due(r: Run) -> None:
         r.tracker.event(step, "precision.switched", demote=moved, promote=promote, lowered=lower)
 
 
-def _stay_lowered(r: Run) -> None:
+def stay_lowered(r: Run) -> None:
     """After a checkpoint was loaded: one from before the whole run's fall must not bring the old precision back."""
     fallen = r.state.incidents.lowered
     if fallen and not r.precision.lowered and not any(lower for *_, lower in r.state.switches):
         r.precision.lower(fallen)
-
-
-def _slow_down(r: Run) -> None:
-    """Every rollback lowers the learning rate by the guard's factor, for good."""
-    r.engine.lr_factor = r.config.guard.rollback_lr_factor**r.state.incidents.rollbacks
 
 
 def _tell_eager(r: Run) -> None:
@@ -132,8 +156,7 @@ def _rollback(r: Run, facts: StepFacts, action: Rollback) -> bool:
     target = r.recovery.rollback(facts.step, action)
     if target is None:
         return False
-    _stay_lowered(r)
-    _slow_down(r)
+    stay_lowered(r)
     r.tracker.attempt = r.state.incidents.attempt
     r.screen.event(f"step {facts.step}: rolled back to step {target}: {action.reason}")
     return True

@@ -11,7 +11,7 @@ _SLOT_METRICS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db
 
 
 def step_metrics(facts: StepFacts, incidents: Incidents, with_slots: bool) -> dict[str, float]:
-    """One metrics row. `with_slots`: per-slot FP8 statistics too (those not sampled in this step are left out)."""
+    """One metrics row. `with_slots`: per-slot FP8 statistics too. What was not measured in this step is left out."""
     metrics = {
         "train/loss": facts.loss,
         "train/lr": facts.lr,
@@ -22,7 +22,14 @@ def step_metrics(facts: StepFacts, incidents: Incidents, with_slots: bool) -> di
         "guard/skipped": float(incidents.skips),
         "guard/demoted_layers": float(len(facts.demoted)),
         "guard/rollbacks": float(incidents.rollbacks),
+        "guard/attempt": float(incidents.attempt),
     }
+    measured = {
+        "train/param_norm": facts.param_norm,
+        "train/grad_zeros": facts.grad_zeros,
+        "train/grad_near_limit": facts.grad_near_limit,
+    }
+    metrics |= {name: value for name, value in measured.items() if not math.isnan(value)}
     if with_slots and facts.slots is not None:
         metrics |= slot_metrics(facts.slots)
     return metrics

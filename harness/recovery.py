@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import Rollback
@@ -15,9 +15,9 @@ from harness.core.state import Incidents, TrainState
 class Good(Protocol):
     """Which checkpoints have earned to be rolled back to."""
 
-    def saved(self, step: int) -> None: ...
+    def saved(self, step: int) -> list[int]: ...
 
-    def observe(self, step: int, healthy: bool) -> None: ...
+    def observe(self, step: int, healthy: bool) -> list[int]: ...
 
     def newest_good(self) -> int | None: ...
 
@@ -52,7 +52,7 @@ class Recovery:
     tracker: Tracker
     store: CheckpointStore
     good: Good
-    prune: Callable[[], object]
+    prune: Callable[[], list[int]]
     keep_incidents: Callable[[Incidents], None]
     memory: Memory | None = None
 
@@ -77,15 +77,19 @@ class Recovery:
         if self.engine.rank == 0:
             self.good.saved(step)
 
-    def save(self) -> None:
-        """Commit the state; a failed write is an event, not the end: the older checkpoints stand. Collective."""
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """Commit the state; a failed write is an event, not the end: the older checkpoints stand. Collective.
+
+        metrics: what the tracker should know the checkpoint by.
+        """
         tensors, meta = self.state.state_dict()
         if self.engine.rank == 0:
             self.tracker.flush()
             try:
-                self.store.save(self.state.step, tensors, meta)
-                self.good.saved(self.state.step)
-                self.prune()
+                path = self.store.save(self.state.step, tensors, meta)
+                self._note("saved", [self.state.step], path=str(path.resolve()), metrics=dict(metrics))
+                self._note("good", self.good.saved(self.state.step))
+                self._note("deleted", self.prune())
             except CheckpointError as error:
                 self.tracker.event(self.state.step, "checkpoint.failed", text=str(error))
         self.engine.barrier()
@@ -101,7 +105,7 @@ class Recovery:
             self.memory.observe(step, healthy)
         if self.engine.rank == 0:
             try:
-                self.good.observe(step, healthy)
+                self._note("good", self.good.observe(step, healthy))
             except CheckpointError as error:
                 self.tracker.event(step, "checkpoint.failed", text=str(error))
 
@@ -114,7 +118,7 @@ class Recovery:
         """
         incidents = self.state.incidents
         on_disk = self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
-        in_memory = self.memory.good if self.memory is not None else None
+        in_memory = self.memory.good if self.memory is not None and not action.from_disk else None
         target = max((each for each in (on_disk, in_memory) if each is not None), default=None)
         if target is None:
             return None
@@ -126,12 +130,15 @@ class Recovery:
         )  # fmt: skip
         incidents.attempt += 1
         incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})
+        incidents.returned_to = [*(min(earlier, target) for earlier in incidents.returned_to), target]
         incidents.return_to = target
+        saved = self.store.steps()
         if self.engine.rank == 0:
             self.tracker.flush()
             self.keep_incidents(incidents)
             finish_rollback(incidents, self.store, self.keep_incidents)
         incidents.return_to = 0
+        self._note("rolled back", [later for later in saved if later > target])
         self.good.rolled_back(target)
         self.engine.barrier()
         if self.memory is not None and from_memory:
@@ -142,6 +149,11 @@ class Recovery:
                 self.memory.clear()
         self._fall_at_once()
         return target
+
+    def _note(self, state: str, steps: Iterable[int], **fields: Any) -> None:
+        """For the tracker: what became of the checkpoints of `steps`."""
+        for step in steps:
+            self.tracker.note("checkpoint", step=step, state=state, **fields)
 
     def _fall_at_once(self) -> None:
         """A fall of the whole run that was on its way when the checkpoint was written has been decided long since."""

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from harness.core.state import Incidents
 
 
+SKIPS = ("nonfinite.skip", "gradient.skip", "loss.skip", "data.label", "data.nonfinite", "data.empty")
+"""Verdicts on updates that were skipped and count against guard.max_skips."""
+
+
 class Responder:
     """One action a step: Halt before Rollback before Switch before Continue, within the guard's budgets.
 
@@ -33,17 +37,18 @@ class Responder:
         self.notes = []
         if not self.guard.enabled:
             return Continue()
-        skips = [verdict for verdict in verdicts if verdict.code == "nonfinite.skip"]
+        skips = [verdict for verdict in verdicts if verdict.code in SKIPS]
         self.incidents.skips += len(skips)
         halts = [v.proposal.reason for v in verdicts if isinstance(v.proposal, Halt)]
         if halts:
             return Halt("; ".join(halts))
         if skips and self.incidents.skips > self.guard.max_skips:
             return Halt(
-                f"{self.incidents.skips} updates were skipped as not finite, more than guard.max_skips "
+                f"{self.incidents.skips} updates were skipped, more than guard.max_skips "
                 f"({self.guard.max_skips}); last: {skips[-1].text}. "
-                "Look for bad data in the windows that the journal names, lower train.lr, "
-                "or raise guard.max_skips, in a new run: --name NEW --resume runs/<run>/checkpoints/step-<good>"
+                "Look for bad data in the windows that the journal names, lower train.lr, or, if nothing is wrong with "
+                "them, raise guard.max_skips, guard.skip_growth or guard.spike_sigma, in a new run: "
+                "--name NEW --resume runs/<run>/checkpoints/step-<good>"
             )
         rollbacks = [v.proposal for v in verdicts if isinstance(v.proposal, Rollback)]
         if rollbacks:
@@ -67,7 +72,7 @@ class Responder:
             )
         self.incidents.rollbacks += 1
         bad = {window for proposal in proposals for window in proposal.bad} - set(self.incidents.skipped_windows)
-        return Rollback(reason, tuple(sorted(bad)))
+        return Rollback(reason, tuple(sorted(bad)), any(proposal.from_disk for proposal in proposals))
 
     def _switch(self, proposals: Sequence[tuple[int, Switch]]) -> Action:
         lower = next((switch.lower for _, switch in proposals if switch.lower), "")

@@ -16,7 +16,9 @@ from harness.stop import StopRequest
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from harness.core.state import TrainState
+    from harness.core.fingerprint import RankComparison
+    from harness.core.forward_clock import ForwardClock
+    from harness.core.state import Incidents, TrainState
     from harness.recovery import Recovery
 
 
@@ -38,6 +40,14 @@ class Screen(Protocol):
     def event(self, text: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Flight(Protocol):
+    """Keeps what a later re-run of a bad step needs."""
+
+    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], incidents: Incidents) -> bool:
+        """Whether the step begins a streak of bad ones. Raises OSError."""
+        ...
 
 
 class Watch(Protocol):
@@ -69,7 +79,9 @@ class MonitorsPart:
 class Run:
     """Everything `train_step` and the loop touch.
 
-    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled.
+    comparison: of the ranks' weights; None on one rank. stats_every: steps between samples of underflow and SQNR.
+    watch: None unless something was compiled. flight: None but on rank 0. replay_told: the user has seen how to find
+    out what made a step bad.
     """
 
     config: RunConfig
@@ -85,5 +97,9 @@ class Run:
     recovery: Recovery
     screen: Screen
     stop: StopRequest
+    forward_clock: ForwardClock
+    comparison: RankComparison | None = None
     stats_every: int = 10
     watch: Watch | None = None
+    flight: Flight | None = None
+    replay_told: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from harness.core.batch_check import check_batch, harmless
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Limits, SlotStats, StepFacts, Window
+from harness.core.gradients import l2_norm
 from harness.core.protocols import NO_LIMITS
 from harness.run import Run
 
@@ -17,18 +19,20 @@ _SEED_STRIDE = 1_000_003
 # What a step's packed facts begin with.
 _SCALARS = (
     "loss", "grad_norm", "skipped", "loss_scale", "lr", "applied", "stop", "scrubbed",
-    "bad_data", "fastest", "slowest", "grad_zeros", "grad_near_limit",
+    "bad_data", "fastest", "slowest", "grad_zeros", "grad_near_limit", "param_norm",
 )  # fmt: skip
-# What the ranks agree on beside the amaxes: bad flag, stop, the three bits of bad_data, -fastest and slowest forward.
-_AGREED = 7
+# What the ranks agree on beside the amaxes: bad flag, stop, the three bits of bad_data, -fastest and slowest forward,
+# norm of the parameters.
+_AGREED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFacts:
     """StepFacts on their way to the host: one packed float32 tensor, copied while the next step already runs.
 
-    packed: the scalars named in _SCALARS, then [6, slots] row by row (see `PrecisionBackend.end_window`). clock: how
-    to tell when it has arrived and how long the step took.
+    packed: the scalars named in _SCALARS, then [6, slots] row by row (see `PrecisionBackend.end_window`), then 1.0 for
+    each parameter in `compared` that differs between ranks and 0.0 for the others. clock: how to tell when it has
+    arrived and how long the step took.
     """
 
     step: int
@@ -39,6 +43,7 @@ class PendingFacts:
     lowered: str
     limits: Limits
     slot_names: tuple[str, ...]
+    compared: tuple[str, ...]
     packed: Tensor
 
 
@@ -76,7 +81,7 @@ def train_step(run: Run, window: Window) -> PendingFacts:
     engine, precision = run.engine, run.precision
     step = window.step + 1
     limits = run.state.limits.get(step, NO_LIMITS)
-    seed_step(run, window)
+    seed_step(run, window, engine.rank)
     precision.begin_window(sample=step % run.stats_every == 0 or step in run.state.closer_look)
     demoted, lowered = precision.demoted, precision.lowered
     loss, bad, forward = _accumulate(run, window)
@@ -84,13 +89,15 @@ def train_step(run: Run, window: Window) -> PendingFacts:
     over = ~(mean_loss <= limits.loss)  # NaN is over every limit
     told = _on(engine.device, _told(run, bad, forward))
     bad_flag = (over | ~torch.isfinite(mean_loss) | (told[1:4].amax() > 0)).float().reshape(1)
-    agree = torch.cat([bad_flag, told, precision.amax()])
-    update = engine.step(agree, limits)
+    measure = _measures(run, step)
+    agree = torch.cat([bad_flag, told, _param_norm(run, measure), precision.amax()])
+    update = engine.step(agree, limits, measure)
     slots = precision.end_window(agree[_AGREED:], update.skipped, engine.mean)
     scalars = [mean_loss, update.grad_norm, update.skipped, update.loss_scale, update.lr, update.applied, agree[1]]
     scalars += [precision.scrubbed(), agree[2] + 2 * agree[3] + 4 * agree[4], -agree[5], agree[6]]
-    scalars += [update.zeros, update.near_limit]
-    packed = torch.cat([*(value.float().reshape(1) for value in scalars), slots.flatten()])
+    scalars += [update.zeros, update.near_limit, agree[7]]
+    compared, differs = run.comparison.after(step) if run.comparison is not None else ((), slots.new_empty(0))
+    packed = torch.cat([*(value.float().reshape(1) for value in scalars), slots.flatten(), differs])
     packed = packed.to("cpu", non_blocking=True)
     clock.stop()
     return PendingFacts(
@@ -102,13 +109,14 @@ def train_step(run: Run, window: Window) -> PendingFacts:
         lowered=lowered,
         limits=limits,
         slot_names=precision.slot_names,
+        compared=compared,
         packed=packed,
     )
 
 
-def seed_step(run: Run, window: Window) -> None:
+def seed_step(run: Run, window: Window, rank: int) -> None:
     """Random numbers (dropout) are a function of the step and rank: a resume, and a replay, repeat them."""
-    seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + run.engine.rank
+    seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + rank
     torch.manual_seed(seed % 2**63)
 
 
@@ -117,7 +125,7 @@ def _accumulate(run: Run, window: Window) -> tuple[Tensor, int, float]:
     engine, precision = run.engine, run.precision
     batches = run.data.micro_batches(window, engine.rank, engine.world_size)
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
-    bad, forward = 0, 0.0
+    bad = 0
     for number, (inputs, targets) in enumerate(batches, start=1):
         found = check_batch(inputs, targets, run.task.vocab_size)
         bad |= found
@@ -126,21 +134,33 @@ def _accumulate(run: Run, window: Window) -> tuple[Tensor, int, float]:
         inputs = inputs.to(engine.device, non_blocking=True)
         targets = targets.to(engine.device, non_blocking=True)
         with engine.micro_batch(last=number == len(batches)):
-            began = time.perf_counter()
-            with precision.context():
+            with run.forward_clock.forward(), precision.context():
                 loss = run.task.loss(engine.module, inputs, targets)
-            forward += time.perf_counter() - began
             with precision.backward_context():
                 engine.backward(loss / len(batches))
         total += loss.detach().float()
         precision.end_micro_batch(engine.max)
-    return total / len(batches), bad, forward
+    return total / len(batches), bad, run.forward_clock.step()
 
 
 def _told(run: Run, bad: int, forward: float) -> list[float]:
     """What this rank tells the others of itself; the maximum over ranks of each is agreed on."""
     bits = [float(bool(bad & bit)) for bit in (NON_FINITE_INPUT, BAD_LABEL, NO_LABEL)]
     return [float(run.stop.requested()), *bits, -forward, forward]
+
+
+def _measures(run: Run, step: int) -> bool:
+    """Whether this step measures what costs: from the first on, every so many, and all of a closer look."""
+    guard = run.config.guard
+    return guard.enabled and ((step - 1) % guard.measure_every == 0 or step in run.state.closer_look)
+
+
+def _param_norm(run: Run, measure: bool) -> Tensor:
+    """float32 [1] for the MAX over ranks: the parameters' norm before the update, infinite for NaN too; -1: unknown."""
+    if not measure:
+        return torch.full((1,), -1.0, device=run.engine.device)
+    norm = l2_norm([param.detach() for param in run.engine.module.parameters() if param.requires_grad])
+    return torch.nan_to_num(norm, nan=math.inf, posinf=math.inf).to(run.engine.device).reshape(1)
 
 
 def _on(device: torch.device, values: list[float]) -> Tensor:
@@ -156,7 +176,8 @@ def to_host(pending: PendingFacts) -> StepFacts:
     scalar = dict(zip(_SCALARS, pending.packed[:count].tolist(), strict=True))
     slots = None
     if pending.slot_names:
-        rows = pending.packed[count:].reshape(-1, len(pending.slot_names)).numpy()
+        rows = pending.packed[count : len(pending.packed) - len(pending.compared)]
+        rows = rows.reshape(-1, len(pending.slot_names)).numpy()
         slots = SlotStats(pending.slot_names, *rows, scrubbed=int(scalar["scrubbed"]))
     return StepFacts(
         step=pending.step,
@@ -177,5 +198,12 @@ def to_host(pending: PendingFacts) -> StepFacts:
         bad_data=int(scalar["bad_data"]),
         grad_zeros=scalar["grad_zeros"],
         grad_near_limit=scalar["grad_near_limit"],
+        param_norm=scalar["param_norm"] if scalar["param_norm"] >= 0 else math.nan,
         forward_seconds=(scalar["fastest"], scalar["slowest"]),
+        diverged=_diverged(pending),
     )
+
+
+def _diverged(pending: PendingFacts) -> tuple[str, ...]:
+    differs = pending.packed[len(pending.packed) - len(pending.compared) :].tolist()
+    return tuple(name for name, one in zip(pending.compared, differs, strict=True) if one)

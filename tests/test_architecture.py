@@ -53,6 +53,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "harness",
     "harness.cli",
+    "harness.core.alerts",
     "harness.core.config",
     "harness.core.errors",
     "harness.core.facts",
@@ -62,6 +63,7 @@ TORCH_FREE = (
     "harness.precision.fallback",
     "harness.precision.recipe",
     "harness.responder",
+    "harness.tools.explain",
     "harness.tools.inspect",
     "harness.tracking.journal",
 )

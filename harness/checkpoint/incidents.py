@@ -13,6 +13,7 @@ from harness.core.errors import CheckpointError, Problem
 from harness.core.state import Incidents
 
 _FILE = "incidents.json"
+_LISTS = ("skipped_windows", "returned_to")
 _PRECISIONS = ("", "bf16", "fp32")
 
 
@@ -33,13 +34,13 @@ def load_incidents(run_dir: Path) -> Incidents:
         return Incidents()
     except (OSError, ValueError) as error:
         raise CheckpointError(_damaged(path, str(error))) from error
-    skipped = raw.get("skipped_windows") if isinstance(raw, dict) else None
-    if not isinstance(skipped, list) or set(raw) != {field.name for field in fields(Incidents)}:
+    lists = [raw.get(key) for key in _LISTS] if isinstance(raw, dict) else [None]
+    if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(Incidents)}:
         raise CheckpointError(_damaged(path, "its keys are not those of this version"))
     if raw["lowered"] not in _PRECISIONS:
         raise CheckpointError(_damaged(path, f"lowered is none of {', '.join(map(repr, _PRECISIONS))}"))
-    counts = [value for key, value in raw.items() if key not in ("skipped_windows", "lowered")]
-    if not all(_is_count(value) for value in [*skipped, *counts]):
+    counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered")]
+    if not all(_is_count(value) for value in [*raw["skipped_windows"], *raw["returned_to"], *counts]):
         raise CheckpointError(_damaged(path, "a value is not a whole number of at least 0"))
     return Incidents(**raw)
 

@@ -21,18 +21,22 @@ class Goodness:
         self._healthy_steps = healthy_steps
         self._waiting: dict[int, int] = {}
 
-    def saved(self, step: int) -> None:
-        """The checkpoint of `step` (taken before that step ran) is on disk and waits to be earned."""
-        if step not in marks.read_marks(self._store.root):
-            self._waiting[step] = 0
-            self._promote()
+    def saved(self, step: int) -> list[int]:
+        """The checkpoint of `step` (taken before that step ran) is on disk and waits to be earned; see `observe`."""
+        if step in marks.read_marks(self._store.root):
+            return []
+        self._waiting[step] = 0
+        return self._promote()
 
-    def observe(self, step: int, healthy: bool) -> None:
-        """Step `step` was judged. Raises CheckpointError if a mark cannot be written; it is tried again next time."""
+    def observe(self, step: int, healthy: bool) -> list[int]:
+        """Step `step` was judged: the steps of the checkpoints that are good by it.
+
+        Raises CheckpointError if a mark cannot be written; it is tried again next time.
+        """
         for waiting in self._waiting:
             if waiting <= step:
                 self._waiting[waiting] = self._waiting[waiting] + 1 if healthy else 0
-        self._promote()
+        return self._promote()
 
     def newest_good(self) -> int | None:
         """Step of the newest good checkpoint that is there and verifies."""
@@ -42,7 +46,7 @@ class Goodness:
         """The run went back to `step`: newer checkpoints are gone, and none of them waits any longer."""
         self._waiting = {waiting: count for waiting, count in self._waiting.items() if waiting <= step}
 
-    def _promote(self) -> None:
+    def _promote(self) -> list[int]:
         earned = [step for step, count in self._waiting.items() if count >= self._healthy_steps]
         for step in earned:
             try:
@@ -50,6 +54,7 @@ class Goodness:
             except OSError as error:
                 raise failed("a checkpoint cannot be marked good", self._store.root, error) from error
             del self._waiting[step]
+        return earned
 
 
 class Retention:

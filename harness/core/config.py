@@ -46,6 +46,10 @@ class DataConfig(Strict):
     context: Positive = Field(default=256, description="tokens (bytes) per sample")
     val_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of bytes held out, by file")
     val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
+    bad: Literal["auto", "skip", "fail"] = Field(
+        default="auto",
+        description="samples unfit to train on: skip the update, fail (halt), or auto: fail for labels out of range",
+    )
 
 
 class ModelConfig(Strict):
@@ -90,16 +94,29 @@ class GuardConfig(Strict):
 
     enabled: bool = Field(default=True, description="monitors and responder; the non-finite gate is always on")
     max_consecutive_skips: Positive = Field(default=5, description="skipped steps in a row before a rollback")
-    spike_window: Positive = Field(default=64, description="applied steps in the loss detector's window")
+    spike_window: Positive = Field(default=40, description="applied steps that tell the usual loss and gradient norm")
     spike_sigma: float = Field(
         default=12.0, gt=0, description="robust sigmas (log scale, median/MAD) that make a spike"
     )
     spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
     skip_growth: float = Field(
-        default=8.0, gt=1, description="a gradient norm this many times the running median is not applied"
+        default=5.0, gt=1, description="a gradient norm this many times the running median is not applied"
     )
     clip_growth: float = Field(
-        default=4.0, gt=1, description="gradients are clipped to this many times the running median norm"
+        default=3.0, gt=1, description="gradients are clipped to this many times the running median norm"
+    )
+    measure_every: Positive = Field(
+        default=10, description="steps between measurements of the parameters' norm and of fp16 gradients' shares"
+    )
+    underflow_rise: Share = Field(
+        default=0.05, description="rise of the share of exact zeros in fp16 gradients that is reported"
+    )
+    overflow_share: Share = Field(
+        default=0.01, description="share of fp16 gradients over half of fp16's largest value that is reported"
+    )
+    clipping_share: Share = Field(default=0.95, description="share of the last 200 updates clipped that is reported")
+    parameter_growth: float = Field(
+        default=10.0, gt=1, description="growth of the parameters' norm within 100 steps that is reported"
     )
     snapshot_every: Count = Field(default=20, description="steps between snapshots in memory; 0: none")
     rollback_lr_factor: float = Field(

@@ -82,8 +82,9 @@ class StepFacts:
     it runs as planned. limits: those in force in this step. bad_data: what is wrong with the window's samples on any
     rank, bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL; 0: nothing. grad_zeros, grad_near_limit: shares of the gradient's
     elements, as they were before unscaling, that are exactly 0 and over half of fp16's largest value; NaN where not
-    measured. param_norm: L2 norm of all parameters, NaN where not measured. forward_seconds: of the fastest and the
-    slowest rank. diverged: parameters whose bits differ between ranks, of those compared in this step.
+    measured. param_norm: L2 norm of the trainable parameters before the update, infinite for NaN too; NaN where not
+    measured. forward_seconds: of the fastest and the slowest rank. diverged: parameters whose bits differ between
+    ranks, of those compared in this step.
     """
 
     step: int
@@ -111,6 +112,8 @@ class StepFacts:
     @property
     def over_limits(self) -> bool:
         """Whether loss or gradient norm, both finite, were over the limits in force: the update was skipped for it."""
+        if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
+            return False
         return self.loss > float(np.float32(self.limits.loss)) or self.grad_norm > float(np.float32(self.limits.norm))
 
 
@@ -131,10 +134,14 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Go back to the last good checkpoint and pass over the windows named (indices in the data order)."""
+    """Go back to the last good checkpoint and pass over the windows named (indices in the data order).
+
+    from_disk: to one that all ranks read from the same file, not to what each keeps in its own memory.
+    """
 
     reason: str
     bad: tuple[int, ...] = ()
+    from_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)

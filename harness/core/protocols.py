@@ -70,13 +70,14 @@ class Engine(Protocol):
         """Accumulate gradients of `loss` (already divided by the number of micro-batches); applies the loss scale."""
         ...
 
-    def step(self, agree: Tensor, limits: Limits = NO_LIMITS) -> Update:
+    def step(self, agree: Tensor, limits: Limits = NO_LIMITS, measure: bool = False) -> Update:
         """Gate, clip and apply the update, then zero the gradients.
 
         agree: fp32 [n], MAX-reduced over ranks in place, in one collective, before the update. Element 0 is this
         rank's "bad" flag (0.0 or 1.0); the engine raises it when the gradient norm is not finite or over
         `limits.norm`, and the update is applied only if it is 0.0 on every rank. Gradients are clipped to the lesser
         of the engine's own limit and `limits.clip`. (DeepSpeed with ZeRO keeps to its own limit, and to no norm.)
+        measure: under a loss scale, measure the gradients' shares too (`Update.zeros`, `near_limit`).
         """
         ...
 
@@ -186,6 +187,8 @@ class Tracker(Protocol):
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def event(self, step: int, code: str, **fields: Any) -> None: ...
+
+    def note(self, kind: str, **fields: Any) -> None: ...
 
     def flush(self) -> None:
         """Everything logged so far is on disk (fsync)."""

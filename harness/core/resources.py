@@ -1,4 +1,4 @@
-"""Find recipes and configs by name: in the source tree during development, inside the package once installed."""
+"""Find recipes, configs and docs: in the source tree during development, inside the package once installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def resource_dir(kind: str) -> Path:
-    """The folder of shipped recipes or configs: <repo>/<kind> in a checkout, harness/_shipped/<kind> in a wheel."""
+    """Where recipes, configs or docs are: <repo>/<kind> in a checkout, harness/_shipped/<kind> in a wheel."""
     checkout = _PACKAGE.parent / kind
     return (
         checkout

@@ -20,13 +20,16 @@ from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import CloserLook, Limits
 from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
+_LOSS_SCALE = "loss_scale"
+
 
 @dataclass
 class Incidents:
     """What rollbacks must not undo: windows to pass over, budgets spent, which attempt this is.
 
     return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none. lowered: the
-    precision that the whole run has fallen to, or is about to; empty: none.
+    precision that the whole run has fallen to, or is about to; empty: none. returned_to: the steps that rollbacks went
+    back to, each at most a later one's.
     """
 
     attempt: int = 1
@@ -36,6 +39,11 @@ class Incidents:
     switches: int = 0
     return_to: int = 0
     lowered: str = ""
+    returned_to: list[int] = field(default_factory=list)
+
+    def rollbacks_before(self, step: int) -> int:
+        """Rollbacks that `step`, a step of the present branch, comes after."""
+        return sum(target < step for target in self.returned_to)
 
     def window_index(self, step: int) -> int:
         """The place in the data order that `step` consumes: the step-th window that is not skipped."""
@@ -119,9 +127,12 @@ class TrainState:
         return tensors, meta
 
     def load_state_dict(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any]) -> None:
-        """Restore every part. Raises CheckpointError naming parts that are missing on either side."""
+        """Restore every part. Raises CheckpointError naming parts that are missing on either side.
+
+        A loss scale is not learned: a run that leaves fp16 drops it, one that comes to fp16 starts with its own.
+        """
         saved, here = set(meta["parts"]), set(self.parts)
-        if saved != here:
+        if (saved ^ here) - {_LOSS_SCALE}:
             raise CheckpointError(
                 Problem(
                     f"parts differ: only in the checkpoint {sorted(saved - here)}, "
@@ -131,7 +142,8 @@ class TrainState:
                 )
             )
         for name, part in self.parts.items():
-            part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
+            if name in saved:
+                part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
         self.step = int(meta["step"])
         self.closer_look = CloserLook(*meta["closer_look"])
         self.switches = [(step, demote, promote, lower) for step, demote, promote, lower in meta["switches"]]

@@ -7,13 +7,10 @@ read a step. Fused kernels write parameters without bumping `Parameter._version`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-# Beyond this many elements CPU fp32 norms lose accuracy (-0.27% at 38M elements); at 64Ki they are good to 2e-7.
-_CHUNK = 1 << 16
+from harness.core.gradients import by_device_and_dtype
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -70,31 +67,10 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
         finally:
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
     elif not skip.item():
-        for gradients in _by_device_and_dtype(p for group in optimizer.param_groups for p in group["params"]):
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for gradients in by_device_and_dtype(param.grad for param in params if param.grad is not None):
             torch._foreach_div_(gradients, divisor.to(gradients[0].device))
         optimizer.step()
-
-
-@torch.no_grad()
-def grad_norm(params: Iterable[torch.nn.Parameter]) -> Tensor:
-    """Global L2 norm of the gradients: fp32, 0-d, on the gradients' device; relative error below 1e-6.
-
-    Parameters without a gradient are ignored; without any the norm is 0 on the CPU. Non-finite if any gradient is, and
-    if the squares of one tensor overflow fp32 (elements beyond 1e19). One fused pass, no host read.
-    """
-    norms: list[Tensor] = []
-    for gradients in _by_device_and_dtype(params):
-        kind = torch.float32
-        if gradients[0].device.type == "cpu":
-            gradients = [piece for g in gradients for piece in _pieces(g)]
-            if gradients[0].dtype != torch.float32:
-                kind = torch.float64
-        each = torch._foreach_norm(gradients, 2, dtype=kind)
-        norms.append(torch.linalg.vector_norm(torch.stack(each).double()))
-    if not norms:
-        return torch.zeros((), dtype=torch.float32)
-    device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])).float()
 
 
 def clip_divisor(norm: Tensor, max_norm: float, loss_scale: Tensor) -> Tensor:
@@ -104,15 +80,3 @@ def clip_divisor(norm: Tensor, max_norm: float, loss_scale: Tensor) -> Tensor:
     loss_scale * max(1, norm / max_norm).
     """
     return loss_scale * torch.clamp(norm / max_norm, min=1.0)
-
-
-def _by_device_and_dtype(params: Iterable[torch.nn.Parameter]) -> list[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for param in params:
-        if param.grad is not None:
-            groups.setdefault((param.grad.device, param.grad.dtype), []).append(param.grad)
-    return list(groups.values())
-
-
-def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:
-    return gradient.reshape(-1).split(_CHUNK) if gradient.numel() > _CHUNK else (gradient,)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import Limits
+from harness.core.gradients import grad_norm
 from harness.core.protocols import NO_LIMITS, Stateful, Update
-from harness.core.update import grad_norm, materialise
+from harness.core.update import materialise
 from harness.engines.deepspeed_config import (
     Precision,
     build_config,
@@ -129,11 +130,12 @@ class DeepSpeedEngine(Ranks):
         """Accumulate gradients of `loss`; DeepSpeed applies its own loss scale in fp16."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, agree: Tensor, limits: Limits = NO_LIMITS) -> Update:
+    def step(self, agree: Tensor, limits: Limits = NO_LIMITS, measure: bool = False) -> Update:
         """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`.
 
         At ZeRO 0, where DeepSpeed would write NaN into the weights, a bad update never reaches it. At ZeRO 1 and 2 a
         bad flag is turned into an infinite gradient, which DeepSpeed's own overflow check then drops on every rank.
+        It owns the scaled gradients: `measure` has no effect.
         """
         agree[0] = (agree[0] != 0).float()
         lr = self._set_lr()

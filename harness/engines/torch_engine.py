@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -14,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import Limits
+from harness.core.gradients import grad_health
 from harness.core.protocols import NO_LIMITS, Meta, Stateful, TensorDict, Update
-from harness.core.update import clip_divisor, gated_step, grad_norm, takes_found_inf
+from harness.core.update import clip_divisor, gated_step, takes_found_inf
 from harness.engines.parts import ModelPart, OptimizerPart
 from harness.engines.process_group import Ranks, join, leave, read_launch
 
@@ -94,13 +94,14 @@ class TorchEngine(Ranks):
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     @torch.no_grad()
-    def step(self, agree: Tensor, limits: Limits = NO_LIMITS) -> Update:
+    def step(self, agree: Tensor, limits: Limits = NO_LIMITS, measure: bool = False) -> Update:
         """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
         loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
-        norm = grad_norm(self._params).to(self.device) / loss_scale
+        health = grad_health(self._params, scaled=measure and self._loss_scale is not None)
+        norm = health.norm.to(self.device) / loss_scale
         agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm) | (norm > limits.norm)).float()
         skip = self.max_(agree)[0].clone()
         self._set_lr()
@@ -109,8 +110,7 @@ class TorchEngine(Ranks):
         if self._loss_scale is not None:
             self._loss_scale.update(norm, skip)
         self.optimizer.zero_grad(set_to_none=True)
-        unknown = torch.full_like(norm, math.nan)
-        return Update(norm, skip, loss_scale, self._lr.clone(), self._applied.clone(), unknown, unknown)
+        return Update(norm, skip, loss_scale, self._lr.clone(), self._applied.clone(), health.zeros, health.near_limit)
 
     def _set_lr(self) -> None:
         self._lr.copy_(self._schedule(self._applied) * self.lr_factor)

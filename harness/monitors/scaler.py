@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,17 +14,24 @@ from harness.core.protocols import Meta
 class ScalerMonitor:
     """Watches the loss scale. Without a scaler (scale always 1) it stays silent.
 
-    floor: a calibrated scale below this is reported. Calibrated means that an update was applied under a scale over 1.
+    floor: a calibrated scale below this is reported. Calibrated means that an update was applied under a scale over 1:
+    the skips before it are the scaler's search for its range. window, share: more skips than this share of the last
+    `window` steps since then are reported. A scaler at rest skips once in its growth interval, which is thousands of
+    steps. Skips for bad data, a spike or a loss that is itself not finite are not the scaler's.
 
-    Verdicts: `scaler.low` (healthy, once per streak), `scaler.collapse` (unhealthy, proposes a halt) when a scale
-    that was over 1 reaches 1 or less, else `scaler.ok`.
+    Verdicts: `scaler.low` (healthy, once per streak), `scaler.overflow` (healthy, once until half of the skips are
+    gone), `scaler.collapse` (unhealthy, proposes a halt) when a scale that was over 1 reaches 1 or less, else
+    `scaler.ok`. When two are due, `scaler.overflow` follows one step later.
     """
 
-    def __init__(self, floor: float = 1024.0) -> None:
+    def __init__(self, floor: float = 1024.0, window: int = 200, share: float = 0.05) -> None:
         self.floor = floor
+        self.share = share
         self._scaling = False
         self._calibrated = False
         self._low = False
+        self._skips: deque[bool] = deque(maxlen=window)
+        self._overflowing = False
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
@@ -42,17 +51,40 @@ class ScalerMonitor:
                 "scaler.collapse", facts.step, reason, healthy=False, proposal=Halt(reason), evidence=evidence
             )
         self._calibrated = self._calibrated or facts.applied
+        if self._calibrated:
+            foreign = facts.bad_data or facts.over_limits or not math.isfinite(facts.loss)
+            self._skips.append(not facts.applied and not foreign)
         was_low, self._low = self._low, self._calibrated and scale < self.floor
-        if not self._low or was_low:
-            return Verdict("scaler.ok", facts.step)
-        text = f"the loss scale fell to {scale:g}, under {self.floor:g}: small fp16 gradients are flushed to zero"
-        return Verdict("scaler.low", facts.step, text, evidence=evidence)
+        if self._low and not was_low:
+            text = f"the loss scale fell to {scale:g}, under {self.floor:g}: small fp16 gradients are flushed to zero"
+            return Verdict("scaler.low", facts.step, text, evidence=evidence)
+        return self._overflow(facts) or Verdict("scaler.ok", facts.step)
+
+    def _overflow(self, facts: StepFacts) -> Verdict | None:
+        skips, limit = sum(self._skips), self.share * (self._skips.maxlen or 0)
+        was, self._overflowing = self._overflowing, skips > (limit / 2 if self._overflowing else limit)
+        if was or not self._overflowing:
+            return None
+        text = (
+            f"{skips} of the last {len(self._skips)} updates overflowed in fp16 and were skipped (loss scale now "
+            f"{facts.loss_scale:g}): this is no search for the right scale, which ends after a few steps"
+        )
+        evidence = {"skips": skips, "steps": len(self._skips), "loss_scale": facts.loss_scale}
+        return Verdict("scaler.overflow", facts.step, text, evidence=evidence)
 
     def state_dict(self) -> Meta:
         """JSON-able; restores every later decision exactly."""
-        return {"scaling": self._scaling, "calibrated": self._calibrated, "low": self._low}
+        return {
+            "scaling": self._scaling,
+            "calibrated": self._calibrated,
+            "low": self._low,
+            "skips": [int(skip) for skip in self._skips],
+            "overflowing": self._overflowing,
+        }
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         self._scaling = bool(meta["scaling"])
         self._calibrated = bool(meta["calibrated"])
         self._low = bool(meta["low"])
+        self._skips = deque(map(bool, meta["skips"]), maxlen=self._skips.maxlen)
+        self._overflowing = bool(meta["overflowing"])

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.errors import MisuseError
 from harness.core.facts import SlotStats
-from harness.core.update import clip_divisor, gated_step, grad_norm
+from harness.core.gradients import grad_norm
+from harness.core.update import clip_divisor, gated_step
 from harness.precision.misuse import misuse, parameters_of, step_problems
 from harness.precision.outcome import StepOutcome
 from harness.precision.plan import Plan

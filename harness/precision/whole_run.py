@@ -13,10 +13,10 @@ from harness.core.protocols import Meta
 class WholeRunFallback:
     """Proposes to leave fp16 after `failed_steps` failed updates in a row.
 
-    A failed update is one that was skipped although the loss scale was not just finding its range (see
-    `is_calibration`): lowering the scale does not help it, more range may. precision: where to go, "bf16" or "fp32".
-    failed_steps: None never proposes. It should be under guard.max_consecutive_skips - 1: a proposal takes two steps to
-    act, and at that many skips the guard rolls back.
+    A failed update is one that was skipped, not for its samples or a spike, although the loss scale was not just
+    finding its range (see `is_calibration`): lowering the scale does not help it, more range may. precision: where to
+    go, "bf16" or "fp32". failed_steps: None never proposes. It should be under guard.max_consecutive_skips - 1: a
+    proposal takes two steps to act, and at that many skips the guard rolls back.
 
     Verdicts: `precision.lowered`, once (the responder never refuses it), else `precision.ok`. Both healthy: the
     failures are for the gradient monitor to say.
@@ -31,7 +31,7 @@ class WholeRunFallback:
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         quiet = Verdict("precision.ok", facts.step)
-        if self.failed_steps is None or self._proposed or facts.lowered:
+        if self.failed_steps is None or self._proposed or facts.lowered or facts.bad_data or facts.over_limits:
             return quiet
         if facts.applied:
             self._failures, self._last_scale = 0, None

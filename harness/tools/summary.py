@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,19 +11,28 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.tools.postmortem import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tools.record import SWITCHED, Record, bare
+from harness.tools.shell import short, tool
 from harness.tracking.position import POSITION, delivered, tracking_uri
 
 MAX_NAMED = 8
 
 
 def summary(run_dir: Path) -> RenderableType:
-    """What to print when a run has ended. Raises ConfigError if `run_dir` is no run folder."""
+    """What to print when a run has ended, with crop=False, as commands are not wrapped.
+
+    Raises ConfigError if `run_dir` is no run folder.
+    """
     record = Record.read(run_dir)
     table = Table.grid(padding=(0, 2))
+    halted = record.outcome.get("status") == HALTED
     for label, text in [*account(record), *_where(record)]:
-        table.add_row(Text(label, style="bold"), Text(text))
-    return Group(Text(), table)
+        told = f"{HALTED}, see the post-mortem below" if halted and label == "outcome" else text
+        table.add_row(Text(label, style="bold"), Text(told))
+    if halted:
+        return Group(Text(), table, post_mortem(record))
+    return Group(Text(), table, *(command_line(*each) for each in next_steps(record)))
 
 
 def account(record: Record) -> list[tuple[str, str]]:
@@ -67,12 +74,6 @@ def counts(record: Record) -> dict[str, int]:
     }
 
 
-def tool(name: str) -> str:
-    """How to call a program of this environment from a shell that may not have it activated."""
-    in_environment = sys.prefix != sys.base_prefix and os.environ.get("VIRTUAL_ENV") != sys.prefix
-    return _short(Path(sys.prefix) / "bin" / name) if in_environment else name
-
-
 def _outcome(record: Record) -> str:
     outcome = record.outcome
     if not outcome.get("status"):
@@ -92,7 +93,8 @@ def _loss(record: Record) -> str:
     unigram = record.run["data"].get("unigram_bits_per_byte")
     if not unigram:
         return text
-    return f"{text}; unigram entropy of the corpus {unigram:.4f}, ratio {bits / unigram:.3f}"
+    little = "; little more is learned than how often each byte occurs" if learned_little(record) else ""
+    return f"{text}; unigram entropy of the corpus {unigram:.4f}, ratio {bits / unigram:.3f}{little}"
 
 
 def _precision(record: Record) -> str:
@@ -119,9 +121,9 @@ def _where(record: Record) -> list[tuple[str, str]]:
     run_dir = record.run_dir
     lines = [("MLflow", _mlflow(run_dir))]
     if (run_dir / "report.html").exists():
-        lines.append(("report", _short(run_dir / "report.html")))
+        lines.append(("report", short(run_dir / "report.html")))
     if record.slots():
-        lines.append(("FP8 slots", f"{tool('harness')} inspect {_short(run_dir)}"))
+        lines.append(("FP8 slots", f"{tool('harness')} inspect {short(run_dir)}"))
     return lines
 
 
@@ -129,8 +131,8 @@ def _mlflow(run_dir: Path) -> str:
     if not (run_dir / POSITION).exists() and not (run_dir / "shipper.log").exists():
         return "off"
     if not delivered(run_dir):
-        command = f"{tool('harness')} sync {_short(run_dir)}"
-        return f"not all delivered (see {_short(run_dir / 'shipper.log')}); later: {command}"
+        command = f"{tool('harness')} sync {short(run_dir)}"
+        return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
     uri = tracking_uri()
     if uri.startswith(("http://", "https://")):
         return f"delivered to {uri}"
@@ -140,9 +142,3 @@ def _mlflow(run_dir: Path) -> str:
 def _named(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
-
-
-def _short(path: Path) -> str:
-    """Relative to the working folder where it lies below it."""
-    absolute = path.absolute()
-    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)

@@ -165,7 +165,7 @@ def _restore(run: Run, source: Path | None, start: int | None, journal: Journal)
                 run.recovery.keep_incidents(incidents)
         journal.event(step, "run.started_from", path=str(source))
         run.screen.event(f"started from {source}")
-        run.recovery.save()  # a kill before the first periodic save must not lose where the run started
+        run.recovery.save({})  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
         run.recovery.load(start)
         journal.event(start, "run.resumed")

@@ -6,6 +6,7 @@ Losses are nats per byte-token; validation is shown in bits per byte too (nats /
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from typing import IO, Any, cast
@@ -25,6 +26,7 @@ LINES_PER_RUN = 30
 REFRESH_SECONDS = 0.25
 SMOOTHING = 0.1
 PLAIN_WIDTH = 120
+_ALERT = re.compile(r"step \d+: ([a-z0-9]+\.[a-z_]+): ")
 
 
 class Console:
@@ -41,6 +43,7 @@ class Console:
         self._pace: float | None = None
         self._validation = "-"
         self._refreshed = 0.0
+        self._told: set[str] = set()
         self._rich = RichConsole(file=cast("IO[str]", self._stream), highlight=False, markup=False)
         self._progress: Progress | None = None
         if self._rich.is_terminal:
@@ -86,7 +89,14 @@ class Console:
         self.say(f"validation after step {step}: {loss_nats:.4f} nats = {bits:.4f} bits per byte")
 
     def event(self, text: str) -> None:
-        """Something happened that the user should see; always a line of its own."""
+        """Something happened that the user should see; always a line of its own.
+
+        The first alert of each code says how to learn more of it.
+        """
+        alert = _ALERT.match(text)
+        if alert and alert[1] not in self._told:
+            self._told.add(alert[1])
+            text = f"{text} [harness explain {alert[1]}]"
         self.say(Text(f"! {text}", style="yellow"))
 
     def say(self, content: RenderableType) -> None:
@@ -94,7 +104,7 @@ class Console:
         if isinstance(content, str | Text) and self._progress is None:
             self._plain(str(content))
         else:
-            self._rich.print(content)
+            self._rich.print(content, crop=False)
 
     def close(self) -> None:
         """End the live line and leave it standing; safe to call twice."""

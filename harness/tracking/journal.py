@@ -71,6 +71,7 @@ class Journal:
         """One row of another kind.
 
         "run": tags, params, data; at each start and resume. "artifact": path, relative to the run folder.
+        "checkpoint": step, state ("saved" | "good" | "rolled back" | "deleted") and, if saved, path and metrics.
         "end": status; the last row of a process.
         """
         head = {"kind": kind, "attempt": self.attempt, "time": time.time()}

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
+from harness.tracking.checkpoint_models import CheckpointModels
 from harness.tracking.position import JOURNAL, Position
 from harness.tracking.rows import METRICS_LINE, decode
 
@@ -53,6 +54,7 @@ class Sink:
             position.run_id, position.offset = run.info.run_id, 0
             position.save(run_dir)
         self._run_id: str = run.info.run_id
+        self._models = CheckpointModels(self._client, run)
         self._attempt = 0
         self._counts: Counter[str] = Counter()
         self._last: deque[str] = deque(maxlen=LAST_EVENTS)
@@ -114,6 +116,8 @@ class Sink:
             self._set_params(row.get("params", {}))
         elif row["kind"] == "artifact":
             self._upload(str(row["path"]))
+        elif row["kind"] == "checkpoint":
+            self._models.note(row, _milliseconds(row))
         elif row["kind"] == "end":
             status = STATUS.get(row["status"], "FAILED")
             self._client.set_terminated(self._run_id, status, end_time=_milliseconds(row))

@@ -32,13 +32,18 @@ def run_faulty(folder: Path, target: str, args: str, *arguments: str) -> tuple[P
 def test_bad_batches_are_skipped_before_the_weights(tmp_path: Path) -> None:
     text = (ROOT / "tests" / "golden" / "text" / "chapters.txt").read_bytes()
     (tmp_path / "text.txt").write_bytes(text[:1000] + b"\x07" + text[1000:6000])
-    run, done = run_faulty(tmp_path, "poisoned", "{}", "train.steps=120", f"data.path={tmp_path / 'text.txt'}")
+    # Two samples a step: one that is merely odd (6 times the usual gradient norm) is not what this is about.
+    settings = ("train.steps=120", "guard.skip_growth=100", f"data.path={tmp_path / 'text.txt'}")
+    run, done = run_faulty(tmp_path, "poisoned", "{}", *settings)
     assert done.returncode == 0, done.stdout
     skipped = [step for step, applied in metrics(run, "train/step_applied") if applied == 0.0]
-    assert 1 <= len(skipped) <= 3, "one sample has the byte; it comes once an epoch"
-    assert [event["step"] for event in events(run, "nonfinite.skip")] == skipped
-    assert all(math.isnan(loss) for step, loss in metrics(run) if step in skipped)
-    assert all(math.isfinite(loss) for step, loss in metrics(run) if step not in skipped)
+    bad = [event["step"] for event in events(run, "nonfinite.skip")]
+    assert 1 <= len(bad) <= 3, "one sample has the byte; it comes once an epoch"
+    spikes = [event["step"] for code in ("gradient.skip", "loss.skip") for event in events(run, code)]
+    assert sorted(bad + spikes) == skipped
+    assert len(spikes) <= 2, "two samples a step: a real spike now and then"
+    assert all(math.isnan(loss) for step, loss in metrics(run) if step in bad)
+    assert all(math.isfinite(loss) for step, loss in metrics(run) if step not in bad)
     assert metrics(run, "guard/skipped")[-1][1] == len(skipped)
     lr = dict(metrics(run, "train/lr"))
     assert lr[skipped[0]] == lr[skipped[0] + 1], "a skipped step does not advance the schedule"

@@ -136,3 +136,38 @@ def test_a_resume_path_that_is_no_checkpoint_is_refused_before_anything_is_writt
     assert done.returncode == 2
     assert "is no checkpoint" in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.faults
+def test_a_kill_after_a_rollback_to_memory_resumes_on_the_same_branch(tmp_path: Path) -> None:
+    """The disk has only older checkpoints: the steps up to the snapshot run once more, at their own learning rate."""
+    undisturbed, killed = tmp_path / "a", tmp_path / "b"
+    for folder in (undisturbed, killed):
+        folder.mkdir()
+    text = prepare(undisturbed)
+    for name in ("mine.py", "text.txt"):
+        shutil.copy(undisturbed / name, killed)
+    arguments = (
+        *ROLLBACK, text, "train.seed=3", "checkpoint.every=100", "guard.snapshot_every=4",
+        "guard.rollback_lr_factor=0.5",
+    )  # fmt: skip
+    done = train(undisturbed, *arguments)
+    assert done.returncode == 0, done.stdout
+    a, b = undisturbed / "runs" / "r", killed / "runs" / "r"
+    (rollback,) = events(a, "guard.rollback")
+    assert rollback["source"] == "memory"
+    (killed / "killer.py").write_text(KILLER.format(root=str(ROOT), before=False))
+    line = command(*arguments)
+    line[1] = str(killed / "killer.py")
+    died = subprocess.run(line, cwd=killed, env=environment(), capture_output=True, check=False, timeout=120)
+    assert died.returncode == -signal.SIGKILL, "the kill must fire"
+    done = train(killed, *arguments)
+    assert done.returncode == 0, done.stdout
+    target = rollback["to_step"]
+    for name in ("train/loss", "train/lr"):
+        first, second = (dict(metrics(b, name, attempt=attempt)) for attempt in (1, 2))
+        assert repr(dict(metrics(a, name, attempt=1))) == repr(first)
+        for step in range(1, target + 1):
+            assert second[step] == first[step], "up to the snapshot, as in the first attempt"
+        assert {step: value for step, value in second.items() if step > target} == dict(metrics(a, name, attempt=2))
+    assert events(b, "resume.mismatch") == []

@@ -60,6 +60,11 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
     params = dict(query(tmp_path, "select key, value from params"))
     assert params["train.steps"] == "24"
     assert query(tmp_path, "select status from runs") == [("FINISHED",)]
+    assert {value for _, value in series(tmp_path, "guard/attempt")} == {1.0}
+    models = query(tmp_path, "select name, model_type from logged_models order by name")
+    assert models == [(f"step-{step:08d}", "checkpoint") for step in (6, 12, 18, 24)]
+    (best,) = query(tmp_path, "select metric_value from logged_model_metrics where metric_name = 'checkpoint/val_loss'")
+    assert best == (metrics(run, "val/loss")[-1][1],)
     artifacts = {path.name for path in (tmp_path / "mlruns").rglob("*") if path.is_file()}
     assert {"config.yaml", "plan.json", "outcome.json", "fp8_saturation.png", "report.html"} <= artifacts
 

@@ -92,6 +92,17 @@ def test_recipes_and_configs_are_found_from_the_wheel_alone(wheel: Path, tmp_pat
     assert "'bf16'" in names
 
 
+def test_the_runbook_is_explained_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    zipfile.ZipFile(wheel).extractall(site)
+    empty.mkdir()
+    command = [sys.executable, "-m", "harness.cli", "explain", "loss.spike"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "What to do" in done.stdout
+
+
 def test_training_runs_from_the_wheel_alone_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     zipfile.ZipFile(wheel).extractall(site)

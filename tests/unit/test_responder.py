@@ -121,6 +121,18 @@ def test_the_whole_run_falls_once_without_costing_a_budget_and_before_any_layer(
     assert responder.decide([verdict(fall)]) == Continue()
 
 
+@pytest.mark.parametrize("code", ["nonfinite.skip", "gradient.skip", "loss.skip"])
+def test_a_skip_is_a_skip_whatever_it_was_for(code: str) -> None:
+    incidents = Incidents()
+    responder = Responder(guard(max_skips=1), incidents)
+    assert responder.decide([verdict(code=code, healthy=False)]) == Continue()
+    action = responder.decide([verdict(code=code, healthy=False)])
+    assert isinstance(action, Halt)
+    assert incidents.skips == 2
+    for key in ("guard.max_skips (1)", "guard.skip_growth", "guard.spike_sigma"):
+        assert key in action.reason
+
+
 def test_switched_off_it_does_nothing() -> None:
     incidents = Incidents()
     responder = Responder(guard(enabled=False), incidents)

@@ -1,15 +1,32 @@
-"""docs/runbook.md explains every code that a run can say."""
+"""docs/runbook.md explains every code that a run can say, and the code that it shows works."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+from harness.core.alerts import CODE, Catalogue, Entry, catalogue
+from harness.core.config import RunConfig
+from harness.precision.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = re.compile(r"[a-z0-9]+\.[a-z]+(_[a-z]+)*")
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+FIELDS = ("What", "Where", "Why", "What to do")
+SYMPTOM_FIELDS = ("How to recognise it", "How to find the cause", "What to change")
+SPANS = re.compile(r"`([^`]+)`")
+KEY = re.compile(r"(train|data|model|checkpoint|tracking|engine|guard|fp8|layers|fallback|loss_scale)\.[a-z_0-9]+")
+
+
+def texts(node: ast.AST) -> set[str]:
+    """Every constant in `node` that has the form of a code."""
+    found = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    return {text for text in found if CODE.fullmatch(text) and not text.endswith(".ok")}
 
 
 def said(source: str) -> set[str]:
@@ -19,17 +36,22 @@ def said(source: str) -> set[str]:
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in ("Verdict", "event"):
-                constants = (
-                    part.value
-                    for argument in node.args[:2]
-                    for part in ast.walk(argument)
-                    if isinstance(part, ast.Constant)
-                )
-                found |= {value for value in constants if isinstance(value, str) and CODE.fullmatch(value)}
-    return {code for code in found if not code.endswith(".ok")}
+                given = [*node.args[:2], *(keyword.value for keyword in node.keywords if keyword.arg == "code")]
+                found |= {code for each in given for code in texts(each)}
+    return found
 
 
-CODES = sorted({code for path in (ROOT / "harness").rglob("*.py") for code in said(path.read_text())})
+def all_codes() -> list[str]:
+    """Those said anywhere, and all that a monitor knows: it may hand its code on in a variable."""
+    sources = {path: path.read_text() for path in (ROOT / "harness").rglob("*.py")}
+    found = {code for text in sources.values() for code in said(text)}
+    monitors = [text for path, text in sources.items() if path.parent.name == "monitors"]
+    return sorted(found | {code for text in monitors for code in texts(ast.parse(text))})
+
+
+CODES = all_codes()
+KNOWN: Catalogue = catalogue()
+SYMPTOMS = [entry for entry in KNOWN.entries if entry.is_symptom]
 
 
 def test_the_codes_are_found() -> None:
@@ -37,6 +59,105 @@ def test_the_codes_are_found() -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_the_runbook_has_a_heading_for(code: str) -> None:
-    headings = [line for line in (ROOT / "docs" / "runbook.md").read_text().splitlines() if line.startswith("#")]
-    assert any(code in re.split(r"[ ,]+", heading) for heading in headings), f"add {code} to docs/runbook.md"
+def test_the_runbook_explains(code: str) -> None:
+    entry = KNOWN.find(code)
+    assert tuple(entry.fields) == FIELDS, f"docs/runbook.md: {code}"
+    assert all(text.strip() for text in entry.fields.values())
+
+
+@pytest.mark.parametrize("entry", SYMPTOMS, ids=lambda entry: entry.names[0])
+def test_a_symptom_says_how_to_see_it_what_it_is_and_what_to_change(entry: Entry) -> None:
+    assert tuple(entry.fields) == SYMPTOM_FIELDS
+
+
+def test_what_practitioners_meet_is_there() -> None:
+    expected = {
+        "nan-after-hours", "nan-always-at-the-same-step", "clipping-that-does-nothing", "loss-scale-that-collapses",
+        "spikes-after-warm-up", "loss-that-plateaus", "fp8-slower-than-bf16", "resume-that-jumps", "growing-logits",
+        "initialisation", "layernorm-eps", "custom-losses", "rank-that-hangs-at-its-end", "which-recipe",
+    }  # fmt: skip
+    assert expected <= {entry.names[0] for entry in SYMPTOMS}
+
+
+def test_every_explained_code_is_ranked_but_for_what_the_run_itself_does() -> None:
+    acts = {"guard.rollback", "guard.halt", "precision.switched", "run.stopped", "run.resumed", "run.started_from"}
+    explained = {name for entry in KNOWN.entries if not entry.is_symptom for name in entry.names}
+    assert explained - set(KNOWN.ranking) == acts
+    assert set(KNOWN.ranking) <= explained
+
+
+def test_what_the_runbook_tells_to_type_can_be_explained() -> None:
+    topics = {topic for topic in re.findall(r"harness\s+explain\s+([a-z0-9.-]+)", RUNBOOK) if topic != "runs"}
+    assert "custom-losses" in topics
+    for topic in topics:
+        KNOWN.find(topic)
+
+
+def test_links_lead_to_headings() -> None:
+    headings = re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = set(re.findall(r"\]\(#([^)]+)\)", RUNBOOK))
+    assert len(links) > 20
+    assert links <= anchors
+
+
+def schema_keys(model: type, prefix: str = "") -> set[str]:
+    """Dotted names of every key of a config model, sections included."""
+    keys: set[str] = set()
+    for name, info in model.model_fields.items():  # type: ignore[attr-defined]
+        keys.add(prefix + name)
+        if isinstance(info.annotation, type) and hasattr(info.annotation, "model_fields"):
+            keys |= schema_keys(info.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def test_the_keys_that_it_names_exist() -> None:
+    known = schema_keys(RunConfig) | schema_keys(Recipe)
+    spans = {span.split(":")[0].split("=")[0] for span in SPANS.findall(RUNBOOK)}
+    named = {span for span in spans if KEY.fullmatch(span)} - set(KNOWN.ranking)
+    assert len(named) > 25
+    assert sorted(named - known) == []
+
+
+def test_the_metrics_that_it_names_exist() -> None:
+    written = (ROOT / "harness" / "record.py").read_text()
+    named = {span.split("/<")[0] for span in SPANS.findall(RUNBOOK) if re.match(r"(train|val|guard)/[a-z_]+$", span)}
+    assert len(named) > 5
+    assert [name for name in sorted(named) if f'"{name}"' not in written and name != "val/loss"] == []
+
+
+def functions_shown() -> dict[str, Any]:
+    names: dict[str, Any] = {"torch": torch, "F": F}
+    for block in re.findall(r"```python\n(.*?)```", RUNBOOK, re.DOTALL):
+        exec(block, names)
+    return names
+
+
+def test_the_stable_forms_stay_finite_under_fp16_autocast_where_the_naive_ones_do_not() -> None:
+    stable = functions_shown()["stable"]
+    logits = torch.tensor([[60.0, 0.0, -60.0]], requires_grad=True)
+    x = torch.zeros(1, 3, requires_grad=True)
+    weights = torch.zeros(1, 3)
+    with torch.autocast("cpu", dtype=torch.float16):
+        results = stable(logits.half(), x.half(), weights.half())
+        naive = logits.half().exp().sum(-1).log()
+    torch.stack([result.sum() for result in results]).sum().backward()
+    assert not torch.isfinite(naive).all(), "the fault must be one that autocast does not cure"
+    assert all(torch.isfinite(result).all() and result.dtype == torch.float32 for result in results)
+    assert logits.grad is not None
+    assert x.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_the_norm_and_the_z_loss_that_it_shows() -> None:
+    shown = functions_shown()
+    rms_norm, loss_with_z = shown["rms_norm"], shown["loss_with_z"]
+    rows = torch.tensor([[300.0, 400.0], [0.0, 0.0]], dtype=torch.float16)
+    assert torch.isinf(rows[0].square()).any(), "the square alone overflows"
+    expected = F.rms_norm(rows.float(), (2,), eps=1e-6).half()
+    assert torch.equal(rms_norm(rows, torch.ones(2)), expected)
+    targets = torch.tensor([[1, 0]])
+    small, shifted = torch.zeros(1, 2, 4), torch.full((1, 2, 4), 100.0)
+    plain = F.cross_entropy(small.flatten(0, 1), targets.flatten())
+    assert loss_with_z(shifted, targets) > loss_with_z(small, targets) >= plain, "a common shift of the logits costs"

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
-from harness.core.facts import Continue, Rollback, StepFacts
+from harness.core.facts import BAD_LABEL, Continue, Limits, Rollback, StepFacts
 from harness.monitors.gradients import GradientMonitor
 
 MakeFacts = Callable[..., StepFacts]
@@ -81,12 +82,140 @@ def test_a_skipped_norm_never_enters_the_median(make_facts: MakeFacts) -> None:
     assert monitor.observe(make_facts(400, grad_norm=10.0)).code == "gradient.growth"
 
 
-@pytest.mark.parametrize("cut", [3, 19, 23, 26])
-def test_a_restored_monitor_says_the_same(make_facts: MakeFacts, cut: int) -> None:
-    norms = [1.0 + 0.1 * (i % 7) for i in range(20)] + [40.0, 50.0] + [math.nan] * 4 + [1.0, 15.0]
-    trace = [
-        make_facts(i, grad_norm=n, applied=math.isfinite(n), loss_scale=2.0 ** (14 - i)) for i, n in enumerate(norms)
+def noisy_norms(steps: int, seed: int = 0, sigma: float = 0.2) -> list[float]:
+    """Around 0.5, log-normal: as in the quickstart after warm-up."""
+    return (0.5 * np.exp(sigma * np.random.default_rng(seed).standard_normal(steps))).tolist()
+
+
+def fed(make_facts: MakeFacts, norms: Sequence[float], **keys: float) -> GradientMonitor:
+    """A monitor that saw these norms at steps 0, 1, ..., all applied."""
+    monitor = GradientMonitor(3, **keys)  # type: ignore[arg-type]
+    for step, norm in enumerate(norms):
+        monitor.observe(make_facts(step, grad_norm=norm))
+    return monitor
+
+
+def test_limits_come_with_every_verdict_from_the_32nd_applied_step_on(make_facts: MakeFacts) -> None:
+    monitor = GradientMonitor(3)
+    given = [monitor.observe(make_facts(step, grad_norm=1.0)).limits for step in range(40)]
+    assert given[:31] == [Limits()] * 31
+    assert given[31:] == [Limits(norm=pytest.approx(5.0), clip=pytest.approx(3.0))] * 9  # type: ignore[arg-type]
+    others = [
+        make_facts(40, applied=False, grad_norm=math.nan, loss=math.nan),
+        make_facts(41, applied=False, grad_norm=math.inf, loss_scale=8192.0),
+        make_facts(42, applied=False, grad_norm=30.0, limits=Limits(norm=5.0)),
+        make_facts(43, applied=False, grad_norm=0.0, bad_data=BAD_LABEL),
     ]
+    assert [monitor.observe(facts).limits for facts in others] == [given[-1]] * 4
+
+
+def test_the_keys_set_the_limits(make_facts: MakeFacts) -> None:
+    limits = fed(make_facts, [2.0] * 19 + [4.0], skip_growth=7.0, clip_growth=1.5, window=20).observe(
+        make_facts(20, grad_norm=2.0)
+    )
+    assert (limits.limits.norm, limits.limits.clip) == (pytest.approx(14.0), pytest.approx(3.0))
+
+
+def test_noisier_gradients_get_more_room(make_facts: MakeFacts) -> None:
+    quiet, noisy = (
+        fed(make_facts, noisy_norms(60, sigma=sigma)).observe(make_facts(60, grad_norm=0.5)).limits.norm
+        for sigma in (0.1, 0.8)
+    )
+    assert 2.0 < quiet < 3.0
+    assert noisy > 10.0
+
+
+def test_a_fall_is_followed_so_that_a_tenfold_norm_stays_over_the_limit(make_facts: MakeFacts) -> None:
+    norms = [4.0 * 0.95**step for step in range(60)]
+    monitor, limits = GradientMonitor(3), []
+    for step, norm in enumerate(norms):
+        limits.append(monitor.observe(make_facts(step, grad_norm=norm)).limits.norm)
+    armed = [step for step in range(60) if step >= 34]
+    assert all(norms[step] < limits[step - 2] < 10 * norms[step] for step in armed)
+
+
+def test_a_steady_rise_is_let_through(make_facts: MakeFacts) -> None:
+    norms = [0.1 * 1.1**step for step in range(60)]
+    monitor, limits = GradientMonitor(3), []
+    for step, norm in enumerate(norms):
+        limits.append(monitor.observe(make_facts(step, grad_norm=norm)).limits.norm)
+    assert all(norms[step] < limits[step - 2] for step in range(34, 60))
+
+
+def test_a_norm_over_its_limit_is_told_as_skipped(make_facts: MakeFacts) -> None:
+    monitor = fed(make_facts, [1.0] * 40)
+    verdict = monitor.observe(make_facts(40, grad_norm=12.5, applied=False, limits=Limits(norm=5.0)))
+    assert (verdict.code, verdict.healthy, verdict.proposal) == ("gradient.skip", False, Continue())
+    for part in ("12.5", "limit of 5", "median 1", "window 1040"):
+        assert part in verdict.text
+    assert verdict.evidence["window"] == 1040
+    json.dumps(verdict.evidence, allow_nan=False)
+
+
+def test_skips_for_the_norm_and_for_nan_are_one_row_and_the_rollback_names_the_key(make_facts: MakeFacts) -> None:
+    monitor = fed(make_facts, [1.0] * 40)
+    over = {"grad_norm": 50.0, "applied": False, "limits": Limits(norm=5.0)}
+    steps = [
+        make_facts(40, **over),
+        make_facts(41, applied=False, grad_norm=math.nan, loss=math.nan),
+        make_facts(42, applied=False, bad_data=BAD_LABEL),  # the data monitor's
+        make_facts(
+            43, applied=False, loss=9.0, grad_norm=50.0, limits=Limits(loss=3.0, norm=5.0)
+        ),  # the loss monitor's
+        make_facts(44, **over),
+    ]
+    verdicts = [monitor.observe(facts) for facts in steps]
+    codes = ["gradient.skip", "nonfinite.skip", "gradient.ok", "gradient.ok", "gradient.skip"]
+    assert [verdict.code for verdict in verdicts] == codes
+    assert not any(verdict.text for verdict in verdicts[2:4])
+    assert [verdict.proposal for verdict in verdicts[:4]] == [Continue()] * 4
+    proposal = verdicts[4].proposal
+    assert isinstance(proposal, Rollback)
+    assert proposal.bad == (1040, 1041, 1044)
+    assert "guard.skip_growth (5)" in proposal.reason
+
+
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        pytest.param({"grad_norm": math.nan, "loss": math.nan}, id="NaN"),
+        pytest.param({"grad_norm": math.inf, "loss_scale": 8192.0}, id="fp16 overflow"),
+        pytest.param({"grad_norm": 1e4, "limits": Limits(norm=5.0)}, id="over its limit"),
+        pytest.param({"grad_norm": 1e4, "loss": 90.0, "limits": Limits(loss=5.0)}, id="loss over its limit"),
+        pytest.param({"grad_norm": 1e4, "bad_data": BAD_LABEL}, id="bad data"),
+    ],
+)
+def test_a_skipped_step_changes_no_later_limit_and_causes_no_later_word(
+    make_facts: MakeFacts, skipped: dict[str, object]
+) -> None:
+    plain, hit = fed(make_facts, noisy_norms(50)), fed(make_facts, noisy_norms(50))
+    hit.observe(make_facts(50, applied=False, **skipped))
+    for step, norm in enumerate(noisy_norms(50, seed=1), start=51):
+        assert hit.observe(make_facts(step, grad_norm=norm)) == plain.observe(make_facts(step, grad_norm=norm))
+
+
+@pytest.mark.parametrize("odd", [0.0, math.nan, math.inf])
+def test_an_applied_norm_without_a_logarithm_is_left_out(make_facts: MakeFacts, odd: float) -> None:
+    plain, hit = fed(make_facts, noisy_norms(50)), fed(make_facts, noisy_norms(50))
+    hit.observe(make_facts(50, grad_norm=odd))
+    assert hit.state_dict() == plain.state_dict()
+
+
+def test_gradual_tenfold_growth_within_100_steps_is_reported(make_facts: MakeFacts) -> None:
+    monitor = GradientMonitor(3)
+    norms = [1.0] * 100 + [10 ** (step / 85) for step in range(100)]
+    told = [v.step for i, n in enumerate(norms) if (v := monitor.observe(make_facts(i, grad_norm=n))).text]
+    assert len(told) == 1
+    assert 10 <= norms[told[0]] < 13
+
+
+@pytest.mark.parametrize("cut", [3, 43, 47, 50])
+def test_a_restored_monitor_says_the_same(make_facts: MakeFacts, cut: int) -> None:
+    norms = [1.0 + 0.1 * (i % 7) for i in range(44)] + [40.0, 50.0] + [math.nan] * 4 + [1.0, 15.0]
+    trace = [
+        make_facts(i, grad_norm=n, applied=math.isfinite(n), loss_scale=2.0 ** (38 - i)) for i, n in enumerate(norms)
+    ]
+    trace[46] = make_facts(46, grad_norm=60.0, applied=False, limits=Limits(norm=5.0))
     live = GradientMonitor(3)
     for facts in trace[:cut]:
         live.observe(facts)
@@ -95,3 +224,5 @@ def test_a_restored_monitor_says_the_same(make_facts: MakeFacts, cut: int) -> No
     verdicts = [live.observe(facts) for facts in trace[cut:]]
     assert [resumed.observe(facts) for facts in trace[cut:]] == verdicts
     assert any(verdict.text for verdict in verdicts)
+    if cut >= 32:
+        assert verdicts[0].limits.norm < math.inf, "armed at once"

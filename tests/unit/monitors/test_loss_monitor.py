@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from harness.core.facts import Continue, Rollback, StepFacts
+from harness.core.facts import NON_FINITE_INPUT, Continue, Limits, Rollback, StepFacts
 from harness.monitors.loss import LossMonitor
 
 MakeFacts = Callable[..., StepFacts]
@@ -46,6 +46,62 @@ def test_the_threshold_is_the_median_and_mad_of_log_losses(make_facts: MakeFacts
         # Rising order has no falling trend to take out: the plain formula holds.
         monitor.load_state_dict({"logs": sorted(logs.tolist()), "spiking": []})
         assert monitor.observe(make_facts(64, loss=edge * factor)).code == code
+
+
+def test_limits_come_with_every_verdict_from_the_32nd_loss_on(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
+    given = [monitor.observe(make_facts(step, loss=2.0)).limits for step in range(40)]
+    assert given[:31] == [Limits()] * 31
+    assert given[31:] == [Limits(loss=pytest.approx(2.0 * math.exp(0.12)))] * 9  # type: ignore[arg-type]
+    others = [
+        make_facts(40, applied=False, loss=math.nan),
+        make_facts(41, applied=False, loss=0.0, bad_data=NON_FINITE_INPUT),
+        make_facts(42, applied=False, grad_norm=1e9, limits=Limits(norm=1.0)),
+        make_facts(43, loss=30.0),
+        make_facts(44, applied=False, loss=30.0, limits=Limits(loss=3.0)),
+    ]
+    assert [monitor.observe(facts).limits for facts in others] == [given[-1]] * 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_limit_keeps_a_clean_run_and_stops_a_tenfold_loss(make_facts: MakeFacts, seed: int) -> None:
+    monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
+    losses = falling_losses(500, seed)
+    limits = [monitor.observe(make_facts(step, loss=loss)).limits.loss for step, loss in enumerate(losses)]
+    assert all(losses[step] < limits[step - 2] < 10 * losses[step] for step in range(34, 500))
+
+
+def test_a_loss_over_its_limit_is_told_as_skipped_and_enters_nothing(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
+    for step in range(40):
+        monitor.observe(make_facts(step, loss=2.0))
+    logs = monitor.state_dict()["logs"]
+    verdict = monitor.observe(make_facts(40, loss=20.0, applied=False, limits=Limits(loss=2.25)))
+    assert (verdict.code, verdict.healthy, verdict.proposal) == ("loss.skip", False, Continue())
+    assert verdict.text.startswith("update skipped")
+    assert "loss 20 against 2 " in verdict.text
+    assert "window 1040" in verdict.text
+    assert monitor.state_dict()["logs"] == logs
+    json.dumps(verdict.evidence, allow_nan=False)
+
+
+def test_skipped_and_applied_spikes_are_one_row_and_the_rollback_names_the_key(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=3)
+    for step in range(40):
+        monitor.observe(make_facts(step, loss=2.0))
+    steps = [
+        make_facts(40, loss=30.0),
+        make_facts(41, loss=30.0, applied=False, limits=Limits(loss=2.25)),
+        make_facts(42, loss=math.nan, applied=False),
+        make_facts(43, loss=30.0, applied=False, limits=Limits(loss=2.25)),
+    ]
+    verdicts = [monitor.observe(facts) for facts in steps]
+    assert [verdict.code for verdict in verdicts] == ["loss.spike", "loss.skip", "loss.ok", "loss.skip"]
+    assert [verdict.proposal for verdict in verdicts[:3]] == [Continue()] * 3
+    proposal = verdicts[3].proposal
+    assert isinstance(proposal, Rollback)
+    assert proposal.bad == (1040, 1041, 1043)
+    assert "guard.spike_sigma (12)" in proposal.reason
 
 
 def test_a_silent_window_does_not_turn_noise_into_a_spike(make_facts: MakeFacts) -> None:

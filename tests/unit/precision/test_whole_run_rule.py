@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from harness.core.facts import StepFacts, Switch
+from harness.core.facts import BAD_LABEL, Limits, StepFacts, Switch
 from harness.precision.whole_run import WholeRunFallback
 
 
@@ -65,3 +67,12 @@ def test_a_state_saved_in_between_decides_the_same(cut: int) -> None:
     resumed.load_state_dict(json.loads(json.dumps(again.state_dict(), allow_nan=False)))
     assert [resumed.observe(seen) for seen in trace[cut:]] == expected[cut:]
     assert any(isinstance(verdict.proposal, Switch) for verdict in expected)
+
+
+@pytest.mark.parametrize("fields", [{"bad_data": BAD_LABEL}, {"grad_norm": 50.0, "limits": Limits(norm=8.0)}])
+def test_skips_for_data_or_a_spike_do_not_count(fields: dict[str, Any]) -> None:
+    trace = [replace(facts(step, False, 512.0), **fields) for step in range(6)]
+    assert proposals(WholeRunFallback(3, "bf16"), trace) == []
+    overflow = [replace(facts(step, False, 512.0), limits=Limits(norm=8.0)) for step in range(6, 9)]
+    ((step, _),) = proposals(WholeRunFallback(3, "bf16"), [*trace, *overflow])
+    assert step == 8, "an infinite norm is no spike"

@@ -114,6 +114,19 @@ def test_events_text_and_validation_always_come_out(stream: io.StringIO) -> None
     assert "validation after step 50: 1.3863 nats = 2.0000 bits per byte" in text
 
 
+def test_the_first_alert_of_each_code_says_how_to_learn_more() -> None:
+    stream = io.StringIO()
+    console = Console(100, stream=stream)
+    told = ["step 3: loss.spike: loss 9", "step 4: loss.spike: loss 8", "step 4: fp8.dead: x", "rolled back: to step 3"]
+    for text in told:
+        console.event(text)
+    first, second, other, plain = stream.getvalue().splitlines()
+    assert first == "! step 3: loss.spike: loss 9 [harness explain loss.spike]"
+    assert second == "! step 4: loss.spike: loss 8"
+    assert other.endswith("[harness explain fp8.dead]")
+    assert plain == "! rolled back: to step 3"
+
+
 def test_a_terminal_shows_every_figure_live() -> None:
     stream = Terminal()
     console = Console(300, stream=stream)

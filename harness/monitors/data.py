@@ -1,0 +1,105 @@
+"""Which samples were unfit to train on, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from harness.core.batch_check import name_faults
+from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
+from harness.core.protocols import Batches, Meta
+
+NAMED_IN_TEXT = 3
+NAMED_IN_EVIDENCE = 32
+Policy = Literal["auto", "skip", "fail"]
+_CODES = ((BAD_LABEL, "data.label"), (NON_FINITE_INPUT, "data.nonfinite"), (NO_LABEL, "data.empty"))
+_KINDS = {
+    BAD_LABEL: "labels or tokens out of range",
+    NON_FINITE_INPUT: "values that are not finite",
+    NO_LABEL: "micro-batches without a label",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """samples: bad ones, in reading order. texts: what is wrong with each, or with a whole micro-batch."""
+
+    samples: list[int]
+    texts: list[str]
+
+
+class DataMonitor:
+    """Names the samples behind `facts.bad_data` by reading the window again: all of it, on every rank alike.
+
+    policy: what bad samples lead to. skip: only their window's update is lost, as the step itself saw to. fail: the run
+    halts. auto: labels and tokens out of range halt it, since they tell of a broken data set, the rest is skipped.
+    vocab_size: tokens are in [0, vocab_size); None: unknown.
+
+    Verdicts, all unhealthy: `data.label`, `data.nonfinite`, `data.empty` (the worst of a step gives the code, the text
+    has all of them), else `data.ok`. The monitor keeps nothing.
+    """
+
+    def __init__(self, batches: Batches, vocab_size: int | None, policy: Policy) -> None:
+        self.batches = batches
+        self.vocab_size = vocab_size
+        self.policy: Policy = policy
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic, as the data source is."""
+        if not facts.bad_data:
+            return Verdict("data.ok", facts.step)
+        kinds = [bit for bit, _ in _CODES if facts.bad_data & bit]
+        code = next(code for bit, code in _CODES if bit == kinds[0])
+        found = self._read_again(facts)
+        what = "; ".join(found.texts[:NAMED_IN_TEXT])
+        if len(found.texts) > NAMED_IN_TEXT:
+            what += f"; and {len(found.texts) - NAMED_IN_TEXT} more"
+        if not found.texts:
+            told = ", ".join(_KINDS[bit] for bit in kinds)
+            what = f"{told}, but not when read again: the data source or a rank's memory gives other values each time"
+        text = f"update skipped, weights unchanged: window {facts.window} of {self.batches.name}: {what}"
+        evidence: dict[str, Any] = {
+            "window": facts.window,
+            "samples": found.samples[:NAMED_IN_EVIDENCE],
+            "found": found.texts[:NAMED_IN_EVIDENCE],
+            "count": len(found.texts),
+        }
+        fails = self.policy == "fail" or (self.policy == "auto" and facts.bad_data & BAD_LABEL)
+        proposal = Halt(_reason(facts.window, what)) if fails else Continue()
+        return Verdict(code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence)
+
+    def _read_again(self, facts: StepFacts) -> _Found:
+        window = self.batches.window(facts.step - 1, facts.window)
+        numbers = [int(number) for number in window.samples]
+        found = _Found([], [])
+        first = 0
+        for inputs, targets in self.batches.micro_batches(window, rank=0, world_size=1):
+            rows = numbers[first : first + len(inputs)]
+            for fault in name_faults(inputs, targets, self.vocab_size):
+                bad = rows if fault.row is None else rows[fault.row : fault.row + 1]
+                found.samples.extend(number for number in bad if number not in found.samples)
+                found.texts.append(f"{_samples(bad)}: {fault.text}")
+            first += len(inputs)
+        return found
+
+    def state_dict(self) -> Meta:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+def _samples(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:NAMED_IN_TEXT]))
+    rest = len(numbers) - NAMED_IN_TEXT
+    return f"sample{'s' if len(numbers) > 1 else ''} {shown}{f' and {rest} more' if rest > 0 else ''}"
+
+
+def _reason(window: int, what: str) -> str:
+    return (
+        f"window {window} is unfit to train on: {what}. Repair the data or leave these samples out, check that the "
+        "tokeniser fits the model's vocab_size, or pass over such windows with data.bad=skip, in a new run: "
+        "--name NEW --resume runs/<run>/checkpoints/step-<N>"
+    )

@@ -1,0 +1,77 @@
+"""Ranks that no longer agree, and ranks that hold the others up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from harness.core.facts import Rollback, StepFacts, Verdict
+from harness.core.protocols import Meta
+
+NAMED_IN_TEXT = 3
+NAMED_IN_EVIDENCE = 32
+
+
+class RanksMonitor:
+    """Judges `facts.diverged` and `facts.forward_seconds`.
+
+    ratio: the slowest rank's forward passes over the fastest one's that make a slow step. window: steps looked back on.
+    share: of slow steps in a full window that is reported; the report is repeated once half of it was good.
+
+    Verdicts: `ranks.diverged` (unhealthy; proposes a rollback to a state that every rank reads from the same file),
+    `ranks.straggler` (healthy, once per streak), else `ranks.ok`.
+    """
+
+    def __init__(self, ratio: float = 1.5, window: int = 50, share: float = 0.8) -> None:
+        self.ratio, self.share = ratio, share
+        self._ratios: deque[float] = deque(maxlen=window)
+        self._slow = False
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic."""
+        slow = self._straggler(facts)
+        if facts.diverged:
+            return _diverged(facts)
+        return slow or Verdict("ranks.ok", facts.step)
+
+    def _straggler(self, facts: StepFacts) -> Verdict | None:
+        fastest, slowest = facts.forward_seconds
+        if not fastest > 0:
+            return None
+        self._ratios.append(slowest / fastest)
+        slow = sum(ratio > self.ratio for ratio in self._ratios)
+        length = self._ratios.maxlen or 0
+        if self._slow:
+            self._slow = slow > self.share / 2 * length
+            return None
+        self._slow = len(self._ratios) == length and slow >= self.share * length
+        if not self._slow:
+            return None
+        usual = sorted(self._ratios)[length // 2]
+        text = (
+            f"in {slow} of the last {length} steps the slowest rank's forward passes took over {self.ratio:g} times "
+            f"the fastest one's (median {usual:.2f} times, now {slowest:.3g} s against {fastest:.3g} s): "
+            "every step waits for it"
+        )
+        evidence = {"slow_steps": slow, "steps": length, "median_ratio": usual, "fastest": fastest, "slowest": slowest}
+        return Verdict("ranks.straggler", facts.step, text, evidence=evidence)
+
+    def state_dict(self) -> Meta:
+        """Empty: wall times are of the machines that this process runs on, and a resume may be on others."""
+        return {}
+
+    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+def _diverged(facts: StepFacts) -> Verdict:
+    names = ", ".join(facts.diverged[:NAMED_IN_TEXT])
+    rest = len(facts.diverged) - NAMED_IN_TEXT
+    more = f" and {rest} more" if rest > 0 else ""
+    count = len(facts.diverged)
+    text = f"{count} parameter{'s are' if count > 1 else ' is'} not the same on all ranks, bit for bit: {names}{more}"
+    evidence = {"parameters": list(facts.diverged[:NAMED_IN_EVIDENCE]), "count": count}
+    return Verdict(
+        "ranks.diverged", facts.step, text, healthy=False, proposal=Rollback(text, from_disk=True), evidence=evidence
+    )

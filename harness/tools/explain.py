@@ -1,0 +1,101 @@
+"""`harness explain`: what a code or a symptom means and what to do, or what happened in a run. Starts without torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.core.alerts import Entry, catalogue
+from harness.core.errors import ExitCode
+
+_ITEM = re.compile(r"(?:[-*]|\d+\.) ")
+
+
+def explain(subject: str | None, console: Console) -> int:
+    """Explain a code, a symptom or a run folder; without one, list what can be explained. The exit code.
+
+    Raises ConfigError, with the near match, if there is no such code, symptom or run.
+    """
+    if subject is None:
+        _list(console)
+    elif "/" in subject or Path(subject).is_dir():
+        _explain_run(Path(subject), console)
+    else:
+        _explain_entry(catalogue().find(subject), console)
+    return int(ExitCode.DONE)
+
+
+def plain(markdown: str) -> list[str]:
+    """Markdown as lines to print: paragraphs and list items joined to one line each, code kept as it is, marks gone."""
+    lines: list[str] = []
+    fenced, joining = False, False
+    for line in markdown.splitlines():
+        if line.startswith("```"):
+            fenced, joining = not fenced, False
+        elif fenced:
+            lines.append(f"    {line}")
+        elif not line.strip() or line.startswith("|"):
+            lines.append(line)
+            joining = False
+        elif joining and not _ITEM.match(line):
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+            joining = True
+    if lines:
+        lines[0] = lines[0][:1].upper() + lines[0][1:]
+    return [line if line.startswith("    ") else line.replace("`", "").replace("**", "") for line in lines]
+
+
+def _list(console: Console) -> None:
+    known = catalogue()
+    for heading, symptoms in (("Codes", False), ("Symptoms", True)):
+        table = Table.grid(padding=(0, 2))
+        for entry in known.entries:
+            if entry.is_symptom == symptoms:
+                for name in entry.names:
+                    table.add_row(Text(name, style="bold"), Text(entry.title if symptoms else entry.line))
+        console.print(Text(f"{heading}, each explained by: harness explain NAME"))
+        console.print(table)
+        console.print()
+
+
+def _explain_entry(entry: Entry, console: Console) -> None:
+    console.print(Text(entry.title, style="bold"))
+    for label, markdown in entry.fields.items():
+        console.print()
+        console.print(Text(label, style="bold"))
+        for line in plain(markdown):
+            console.print(Text(line), soft_wrap=line.startswith("    "))
+
+
+def _explain_run(run_dir: Path, console: Console) -> None:
+    """Every code once, in the order in which they came up; then what to do about each, the worst first."""
+    from harness.tools.postmortem import HALTED, command_line, distinct, next_steps, post_mortem
+    from harness.tools.record import Record
+
+    record, known = Record.read(run_dir), catalogue()
+    found = distinct(record.events)
+    console.print(
+        Text("What happened, each code where it first came up", style="bold") if found else Text("No events.")
+    )
+    for each in found:
+        console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
+        if each.last_text != each.text:
+            console.print(Text(f"    the last, step {each.last}: {each.last_text}"))
+    alerts = [code for code in known.ranking if any(each.code == code for each in found)]
+    for code in alerts:
+        console.print()
+        console.print(Text(f"What to do about {code}", style="bold"))
+        for line in plain(known.find(code).fields.get("What to do", "")):
+            console.print(Text(line), soft_wrap=line.startswith("    "))
+    if record.outcome.get("status") == HALTED:
+        console.print(post_mortem(record), crop=False)
+    else:
+        for label, command in next_steps(record):
+            if label != "in order":
+                console.print(command_line(label, command), crop=False)

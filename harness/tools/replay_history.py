@@ -1,0 +1,144 @@
+"""What the journal and the run folder tell of a step: on which branch it ran, from which state it can be reached."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.checkpoint.flight import FOLDER, Record, base_store, nearest, read_records
+from harness.checkpoint.incidents import load_incidents
+from harness.checkpoint.store import Store
+from harness.core.config import RunConfig
+from harness.core.errors import ConfigError, Problem
+from harness.core.facts import StepFacts
+from harness.core.state import Incidents
+from harness.tracking.position import JOURNAL
+from harness.tracking.rows import read_rows
+
+_COMPARED = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/loss_scale": "loss_scale"}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first figure of a re-run that is not, bit for bit, the journal's."""
+
+    step: int
+    metric: str
+    journal: float
+    here: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """One rollback: decided in `attempt`, back to `to_step`, passing over the windows in `passed_over`."""
+
+    attempt: int
+    to_step: int
+    passed_over: tuple[int, ...]
+
+
+@dataclass
+class History:
+    """A run's journal and records. metrics: by (step, attempt). steps: train.steps, which a resume may change, then."""
+
+    folder: Path
+    records: dict[int, Record]
+    incidents: Incidents
+    metrics: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
+    steps: dict[tuple[int, int], int] = field(default_factory=dict)
+    rollbacks: list[Rollback] = field(default_factory=list)
+    started_from: int | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> History:
+        """Of the run in `folder`. Raises CheckpointError if its incidents cannot be read."""
+        records = {record.step: record for record in read_records(folder)}
+        history = cls(folder, records, load_incidents(folder))
+        told: dict[int, Rollback] = {}
+        steps: int | None = None
+        for row in read_rows(folder / JOURNAL):
+            if row["kind"] == "metrics" and "train/loss" in row["metrics"]:
+                history.metrics[row["step"], row["attempt"]] = row["metrics"]
+                if steps is not None:
+                    history.steps[row["step"], row["attempt"]] = steps
+            elif row["kind"] == "run":
+                steps = row.get("params", {}).get("train.steps", steps)
+            elif row["kind"] == "event" and row["code"] == "guard.rollback":
+                passed = tuple(row.get("passed_over", ()))
+                told[row["attempt"]] = Rollback(row["attempt"], row["to_step"], passed)
+            elif row["kind"] == "event" and row["code"] == "run.started_from":
+                history.started_from = row["step"]
+        history.rollbacks = [told[attempt] for attempt in sorted(told)]
+        return history
+
+    def attempt_of(self, step: int) -> int:
+        """The attempt in which `step` went bad, else the last one that ran it. Raises ConfigError if none did."""
+        if step in self.records:
+            return self.records[step].attempt
+        attempts = [attempt for each, attempt in self.metrics if each == step]
+        if not attempts:
+            last = max((each for each, _ in self.metrics), default=0)
+            what = f"step {step} has no record, and the journal does not have it: its steps are 1 to {last}"
+            recorded = ", ".join(map(str, sorted(self.records))) or "none"
+            fix = f"give --step one of the steps with a record ({recorded}), or another that the run has done"
+            raise ConfigError(Problem(what, str(self.folder / FOLDER), fix=fix))
+        return max(attempts)
+
+    def incidents_of(self, step: int) -> Incidents:
+        """What earlier rollbacks meant for the attempt in which `step` is replayed."""
+        if step in self.records:
+            return copy.deepcopy(self.records[step].incidents)
+        attempt, now = self.attempt_of(step), self.incidents
+        later = {window for each in self.rollbacks if each.attempt >= attempt for window in each.passed_over}
+        back: list[int] = []
+        for each in self.rollbacks:
+            if each.attempt < attempt:
+                back = [*(min(earlier, each.to_step) for earlier in back), each.to_step]
+        skipped = [window for window in now.skipped_windows if window not in later]
+        return Incidents(attempt=attempt, skipped_windows=skipped, returned_to=back)
+
+    def config_of(self, step: int, config: RunConfig) -> RunConfig:
+        """The config under which `step` ran: the learning rate's schedule depends on train.steps."""
+        steps = self.steps.get((step, self.attempt_of(step)), config.train.steps)
+        return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+    def row(self, step: int, attempt: int) -> Mapping[str, float] | None:
+        """The journal's figures of `step` on the branch of `attempt`."""
+        attempts = [each for number, each in self.metrics if number == step and each <= attempt]
+        return self.metrics[step, max(attempts)] if attempts else None
+
+    def difference(self, facts: StepFacts, attempt: int) -> Difference | None:
+        """Where the journal has other figures; None if every bit agrees, or it has no row."""
+        row = self.row(facts.step, attempt)
+        for metric, name in _COMPARED.items():
+            here: float = getattr(facts, name)
+            if row is not None and metric in row and not same(row[metric], here):
+                return Difference(facts.step, metric, row[metric], here)
+        return None
+
+    def bases(self, step: int) -> Iterator[tuple[int, Store]]:
+        """Checkpoints on the branch of `step` that lie before it, the best to start from first; not verified."""
+        attempt = self.attempt_of(step)
+        current = Store(self.folder / "checkpoints", readonly=True)
+        found = [(each, self.incidents.attempt, current) for each in current.steps()]
+        for record in self.records.values():
+            store = base_store(self.folder, record.step)
+            found += [(each, record.attempt, store) for each in store.steps()]
+        usable = [(base, store) for base, of, store in found if base < step and self._shared(base, of, attempt)]
+        while usable:
+            best = nearest([base for base, _ in usable], step)
+            yield from (each for each in usable if each[0] == best)
+            usable = [each for each in usable if each[0] != best]
+
+    def _shared(self, step: int, one: int, other: int) -> bool:
+        """Whether attempts `one` and `other` have the state after `step` in common."""
+        between = range(min(one, other), max(one, other))
+        return all(step <= rollback.to_step for rollback in self.rollbacks if rollback.attempt in between)
+
+
+def same(a: float, b: float) -> bool:
+    """Bit for bit, but for which NaN."""
+    return a == b or (math.isnan(a) and math.isnan(b))

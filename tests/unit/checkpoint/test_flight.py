@@ -1,0 +1,143 @@
+"""The flight recorder: what it keeps of bad steps, for how long, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint.flight import (
+    KEEP,
+    FlightRecorder,
+    Surroundings,
+    base_store,
+    limits_of,
+    nearest,
+    read_records,
+    record_folder,
+)
+from harness.checkpoint.store import Store
+from harness.core.facts import Limits, StepFacts
+from harness.core.state import Incidents
+
+HERE = Surroundings("fp8_hybrid", 2, "ddp", "cpu")
+
+
+def facts(step: int) -> StepFacts:
+    return StepFacts(
+        step=step, window=step + 1, loss=math.nan, grad_norm=math.inf, lr=1e-3, loss_scale=2.0, applied=False,
+        applied_steps=step - 1, tokens=4, seconds=0.1, demoted=("a.b",), limits=Limits(norm=3.5), bad_data=2,
+    )  # fmt: skip
+
+
+class Folder:
+    """A run with checkpoints at `steps`, and its recorder."""
+
+    def __init__(self, root: Path, *steps: int) -> None:
+        self.root = root
+        self.store = Store(root / "checkpoints")
+        for step in steps:
+            self.store.save(step, {"model": {"w": torch.full((8,), float(step))}}, {"step": step})
+        self.recorder = FlightRecorder(root, self.store, HERE)
+
+    def keep(self, step: int, attempt: int = 1) -> bool:
+        return self.recorder.keep(facts(step), [5, 9], ["nonfinite.skip"], Incidents(attempt, [3]))
+
+    def recorded(self) -> list[int]:
+        return [record.step for record in read_records(self.root)]
+
+
+def test_a_record_says_what_a_re_run_needs(tmp_path: Path) -> None:
+    run = Folder(tmp_path, 10, 20)
+    assert run.keep(25)
+    (record,) = read_records(tmp_path)
+    assert (record.step, record.base, record.window, record.samples) == (25, 20, 26, (5, 9))
+    assert (record.loss, record.grad_norm, record.loss_scale, record.bad_data) == ("nan", "inf", 2.0, 2)
+    assert limits_of(record) == Limits(norm=3.5)
+    assert (record.codes, record.demoted, record.applied) == (("nonfinite.skip",), ("a.b",), False)
+    assert record.incidents == Incidents(1, [3])
+    assert (record.world_size, record.engine, record.recipe, record.device) == (2, "ddp", "fp8_hybrid", "cpu")
+    assert (record.threads, record.torch_version) == (torch.get_num_threads(), torch.__version__)
+
+
+def test_the_base_costs_no_space_and_outlives_retention(tmp_path: Path) -> None:
+    run = Folder(tmp_path, 10, 20)
+    original = run.store.path(20) / "model.safetensors"
+    run.keep(25)
+    run.keep(26)
+    linked = base_store(tmp_path, 25).path(20) / "model.safetensors"
+    assert os.stat(linked).st_ino == os.stat(original).st_ino
+    assert os.stat(original).st_nlink == 3, "consecutive bad steps share one base"
+    run.store.remove(20)
+    assert not original.exists()
+    tensors, meta = base_store(tmp_path, 25).load(20)
+    assert meta == {"step": 20}
+    assert tensors["model"]["w"].tolist() == [20.0] * 8
+
+
+def test_without_hard_links_the_base_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("not supported")
+
+    run = Folder(tmp_path, 10)
+    monkeypatch.setattr(os, "link", refuse)
+    run.keep(25)
+    assert base_store(tmp_path, 25).verify(10) == []
+    assert os.stat(run.store.path(10) / "model.safetensors").st_nlink == 1
+
+
+def test_of_a_streak_the_first_and_the_last_are_kept(tmp_path: Path) -> None:
+    run = Folder(tmp_path, 10)
+    assert [run.keep(step) for step in (12, 13, 14, 15)] == [True, False, False, False]
+    assert run.recorded() == [12, 15]
+    assert run.keep(40)
+    assert run.recorded() == [12, 15, 40]
+    assert run.keep(41, attempt=2), "another attempt, another streak"
+    assert run.recorded() == [15, 40, 41]
+
+
+def test_the_newest_records_are_kept(tmp_path: Path) -> None:
+    run = Folder(tmp_path)
+    for step in (30, 40, 50, 60):
+        run.keep(step)
+    assert run.recorded() == [40, 50, 60]
+    run.keep(35, attempt=2)
+    assert run.recorded() == [35, 50, 60], "newest means in time, also after a rollback"
+    assert len(run.recorded()) == KEEP
+    assert sorted(os.listdir(tmp_path / "flight")) == ["step-00000035", "step-00000050", "step-00000060"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "step", "base"), [([], 7, 0), ([10], 10, 0), ([10], 11, 10), ([5, 10], 11, 5), ([5, 10], 12, 10)]
+)
+def test_the_base_leaves_a_step_before_the_bad_one_if_it_can(steps: list[int], step: int, base: int) -> None:
+    assert nearest(steps, step) == base
+
+
+def test_without_a_checkpoint_the_base_is_the_initial_state(tmp_path: Path) -> None:
+    run = Folder(tmp_path)
+    run.keep(4)
+    assert read_records(tmp_path)[0].base == 0
+    assert base_store(tmp_path, 4).steps() == []
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing_and_raises(tmp_path: Path) -> None:
+    run = Folder(tmp_path, 10)
+    run.keep(12)
+    (tmp_path / "flight" / ".tmp-step-00000020").write_text("in the way")
+    with pytest.raises(OSError, match="exists"):
+        run.keep(20)
+    assert run.recorded() == [12]
+
+
+def test_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
+    run = Folder(tmp_path, 10)
+    run.keep(12)
+    run.keep(20)
+    path = record_folder(tmp_path, 12) / "record.json"
+    for text in ("", "[1]", "{}", path.read_text().replace('"base"', '"vase"')):
+        path.write_text(text)
+        assert run.recorded() == [20]

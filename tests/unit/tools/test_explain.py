@@ -1,0 +1,263 @@
+"""`harness explain`: codes, symptoms and runs, at once and without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness.checkpoint.marks import add_mark
+from harness.core.alerts import catalogue, parse, slug
+from harness.core.errors import ConfigError
+from harness.tools.explain import explain, plain
+from harness.tools.postmortem import cause, distinct, go_on, post_mortem, streaks
+from harness.tools.record import Record
+from harness.tools.summary import summary
+from harness.tracking.journal import Journal
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = """
+| [`b.two`](#btwo) | no | bad |
+| `a.one` | yes | fine |
+
+## a.one, a.other
+**What**: the first thing. More of it.
+**Why**: see [`b.two`](#btwo).
+
+```python
+# a comment, no heading
+```
+
+## b.two
+**What**: the second.
+
+## Words
+### c.three
+**What**: still a code.
+
+## Symptoms
+### Loss that, well, *falls*
+**How**: slowly.
+"""
+
+
+def printed(subject: str | None, width: int = 100) -> str:
+    stream = io.StringIO()
+    assert explain(subject, Console(file=stream, width=width)) == 0
+    return stream.getvalue()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-X", "importtime", "-m", "harness.cli", "explain", *arguments]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_sections_become_entries() -> None:
+    known = parse(TEXT)
+    assert [entry.names for entry in known.entries] == [
+        ("a.one", "a.other"), ("b.two",), ("c.three",), ("loss-that-well-falls",)
+    ]  # fmt: skip
+    first = known.find("a.other")
+    assert first.line == "The first thing"
+    assert first.fields["Why"].startswith("see `b.two`.")
+    assert "# a comment, no heading" in first.fields["Why"]
+    assert [entry.is_symptom for entry in known.entries] == [False, False, False, True]
+    assert known.ranking == ("b.two", "a.one")
+    assert known.worst(["a.one", "c.three", "b.two"]) == "b.two"
+    assert known.worst(["c.three"]) is None
+    assert slug("NaN after hours") == "nan-after-hours"
+
+
+def test_a_code_has_what_where_why_and_what_to_do() -> None:
+    text = printed("loss.spike")
+    assert text.startswith("loss.spike\n")
+    assert [line for line in text.splitlines() if line in ("What", "Where", "Why", "What to do")] == [
+        "What", "Where", "Why", "What to do"
+    ]  # fmt: skip
+    assert "guard.spike_sigma" in text
+    assert "`" not in text
+    assert "**" not in text
+
+
+def test_every_code_and_symptom_is_listed_and_found() -> None:
+    text = printed(None, width=200)
+    for entry in catalogue().entries:
+        for name in entry.names:
+            assert any(line.startswith(f"{name} ") for line in text.splitlines()), name
+            assert printed(name).startswith(entry.title)
+
+
+def test_code_keeps_its_lines_and_prose_loses_them() -> None:
+    text = "one\ntwo `three`\n- item\n  goes on\n- another\n\n```python\nx = 1\ny = [2](3)\n```\nlast"
+    assert plain(text) == ["One two three", "- item goes on", "- another", "", "    x = 1", "    y = [2](3)", "last"]
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("los.spike", "loss.spike"), ("nan-after-hour", "nan-after-hours")])
+def test_a_near_miss_is_told(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f'did you mean "{meant}"'):
+        explain(typed, Console(file=io.StringIO()))
+
+
+def test_the_command_starts_without_torch_and_refuses_what_it_does_not_know() -> None:
+    began = time.monotonic()
+    done = command("nonfinite.skip")
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("nonfinite.skip\n")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "harness.core.alerts" in imported
+    assert not imported & {"torch", "numpy", "mlflow"}
+    assert seconds < 5, "half a second on a quiet machine"
+    wrong = command("nonfinite.skp")
+    assert wrong.returncode == 2
+    assert 'did you mean "nonfinite.skip"?' in wrong.stderr
+
+
+def make_run(run_dir: Path, status: str, learned: bool = True) -> Path:
+    with Journal(run_dir / "journal.jsonl") as journal:
+        journal.note("run", tags={}, params={"train.lr": 2e-3}, data={})
+        if learned:
+            journal.metrics(2, {"train/step_applied": 1.0})
+        journal.event(3, "gradient.growth", text="gradient norm 40")
+        for step in (5, 6, 7):
+            journal.event(step, "nonfinite.skip", text=f"update skipped: window {step}", window=step)
+        journal.event(7, "guard.rollback", reason="3 in a row", to_step=4, passed_over=[4, 5])
+        journal.attempt = 2
+        journal.event(6, "precision.switched", demote=["blocks.0.up"], promote=[], lowered="")
+        journal.event(8, "loss.spike", text="loss 9 against 2, window 9", window=9)
+        if status == "halted":
+            journal.event(9, "guard.halt", reason="the loss spiked and the budget is spent")
+    outcome = {"status": status, "reason": "the loss spiked and the budget is spent", "step": 9}
+    (run_dir / "outcome.json").write_text(json.dumps(outcome))
+    return run_dir
+
+
+def with_checkpoints(run_dir: Path, *steps: int) -> None:
+    for step in steps:
+        (run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        add_mark(run_dir / "checkpoints", step)
+
+
+def test_a_run_is_told_in_order_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "r", "done")
+    text = printed("runs/r")
+    lines = text.splitlines()
+    assert lines[1:7] == [
+        "step 3: gradient.growth: gradient norm 40",
+        "steps 5-7: nonfinite.skip x 3 (windows 5, 6, 7): update skipped: window 5",
+        "    the last, step 7: update skipped: window 7",
+        "step 7: guard.rollback: 3 in a row; back to step 4, windows passed over: 4, 5",
+        "step 6: precision.switched: blocks.0.up to BF16",
+        "step 8: loss.spike: loss 9 against 2, window 9",
+    ]
+    worst_first = [line for line in lines if line.startswith("What to do about")]
+    assert worst_first == [f"What to do about {code}" for code in ("nonfinite.skip", "loss.spike", "gradient.growth")]
+    assert lines[-1].endswith("harness explain loss.spike"), "of the last attempt: what was cured before is no cause"
+    assert "Post-mortem" not in text
+
+
+def test_streaks_join_neighbours_and_distinct_names_each_once(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "r", "done")
+    events = [
+        *Record.read(run_dir).events,
+        {"code": "nonfinite.skip", "step": 20, "attempt": 2, "text": "again", "window": 5},
+    ]
+    assert [(each.steps, each.times) for each in streaks(events)][-2:] == [
+        ("step 8", "loss.spike"), ("step 20", "nonfinite.skip")
+    ]  # fmt: skip
+    skips = next(each for each in distinct(events) if each.code == "nonfinite.skip")
+    assert (skips.first, skips.last, skips.count) == (5, 20, 4)
+    assert skips.windows == (5, 6, 7, 5)
+    assert (skips.text, skips.last_text) == ("update skipped: window 5", "again")
+
+
+def test_a_halted_run_ends_with_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run_dir = make_run(tmp_path / "runs" / "a-run-with-a-name-that-is-longer-than-a-line-of-eighty-columns", "halted")
+    with_checkpoints(run_dir, 4, 6)
+    for step in (5, 8):
+        (run_dir / "flight" / f"step-{step:08d}").mkdir(parents=True)
+        (run_dir / "flight" / f"step-{step:08d}" / "record.json").write_text("{}")
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(post_mortem(Record.read(run_dir)), crop=False)
+    text = stream.getvalue()
+    name = run_dir.name
+    assert "halted at step 9: the loss spiked" in text
+    many = replace(distinct(Record.read(run_dir).events)[1], count=20, windows=tuple(range(20)))
+    assert many.times.endswith("(windows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more)")
+    assert text.index("nonfinite.skip x 3") < text.index("guard.rollback") < text.index("loss.spike: loss 9")
+    commands = [line.strip() for line in text.splitlines() if "harness " in line]
+    assert commands[0].endswith(
+        f"harness train --config runs/{name}/config.yaml --name {name}-2 "
+        f"--resume runs/{name}/checkpoints/step-00000006 train.lr=0.001"
+    ), "on one line, to be copied"
+    assert commands[1].endswith("harness explain loss.spike")
+    assert commands[2].endswith(f"harness explain runs/{name}")
+    assert commands[3].endswith(f"harness replay runs/{name} --step 5  (kept too: 8)")
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(summary(run_dir), crop=False)
+    assert stream.getvalue().endswith(text)
+    assert "Post-mortem" in printed(str(run_dir))
+
+
+def test_without_a_good_checkpoint_the_run_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run_dir = make_run(tmp_path / "runs" / "r", "halted")
+    with_checkpoints(run_dir, 4)
+    (run_dir / "checkpoints" / "step-00000004").rmdir()
+    (tmp_path / "runs" / "r-2").mkdir()
+    line = go_on(Record.read(run_dir))
+    assert line.endswith("--name r-3 train.lr=0.001")
+    assert "--resume" not in line
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert go_on(Record.read(run_dir)) == f"{line}  (under this run's launcher)"
+
+
+def test_a_run_that_never_learned_anything_is_tried_in_fp32(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "r", "halted", learned=False)
+    assert go_on(Record.read(run_dir)).endswith("--name r-2 --recipe fp32")
+
+
+def test_bad_data_is_no_reason_to_change_the_learning_rate(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "r", "halted")
+    with Journal(run_dir / "journal.jsonl", attempt=2) as journal:
+        journal.event(9, "data.label", text="window 8: label 900")
+    record = Record.read(run_dir)
+    assert cause(record) == "data.label"
+    assert "train.lr" not in go_on(record)
+
+
+@pytest.mark.parametrize(("bits", "steps", "poor"), [(3.9, 60, True), (3.7, 60, False), (3.9, 40, False)])
+def test_a_calm_run_that_learned_nothing_is_told(tmp_path: Path, bits: float, steps: int, poor: bool) -> None:
+    with Journal(tmp_path / "r" / "journal.jsonl") as journal:
+        journal.note("run", tags={}, params={}, data={"unigram_bits_per_byte": 4.0})
+        for step in range(1, steps + 1):
+            journal.metrics(step, {"train/step_applied": 1.0})
+        journal.metrics(steps, {"val/loss": bits * math.log(2)})
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(summary(tmp_path / "r"), crop=False)
+    assert ("little more is learned than how often each byte occurs" in stream.getvalue()) == poor
+    assert stream.getvalue().strip().endswith("explain loss-that-plateaus") == poor
+
+
+def test_a_run_without_events(tmp_path: Path) -> None:
+    Journal(tmp_path / "r" / "journal.jsonl").close()
+    assert printed(str(tmp_path / "r")) == "No events.\n"
+    assert cause(Record.read(tmp_path / "r")) is None
+
+
+def test_text_with_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
+    with Journal(tmp_path / "r" / "journal.jsonl") as journal:
+        journal.event(1, "run.failed", text="ValueError: [bold] of [1, 2]")
+    assert "ValueError: [bold] of [1, 2]" in printed(str(tmp_path / "r"))
