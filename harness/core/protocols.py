@@ -76,7 +76,7 @@ class Engine(Protocol):
         agree: fp32 [n], MAX-reduced over ranks in place, in one collective, before the update. Element 0 is this
         rank's "bad" flag (0.0 or 1.0); the engine raises it when the gradient norm is not finite or over
         `limits.norm`, and the update is applied only if it is 0.0 on every rank. Gradients are clipped to the lesser
-        of the engine's own limit and `limits.clip`. (DeepSpeed with ZeRO keeps to its own limit, and to no norm.)
+        of the engine's own limit and `limits.clip`.
         measure: under a loss scale, measure the gradients' shares too (`Update.zeros`, `near_limit`).
         """
         ...

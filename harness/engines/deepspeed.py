@@ -1,12 +1,14 @@
 """DeepSpeed at ZeRO 0, 1 and 2 behind the same interface as plain torch.
 
-What differs: DeepSpeed reads its gradient norm on the host, so a step costs a few host reads; a skipped step at ZeRO 1
-and 2 reports an infinite gradient norm. Parameters stay fp32 (bf16 and FP8 rungs use its torch_autocast section); its
-fp16 section at ZeRO-1 is the one exception, and there DeepSpeed owns the loss scale.
+What differs: DeepSpeed reads its gradient norm on the host, so a step costs a few host reads, and at ZeRO 1 and 2 the
+norm is computed twice: before its step, which cannot be held back afterwards, and in it. Parameters stay fp32 (bf16 and
+FP8 rungs use its torch_autocast section); its fp16 section at ZeRO-1 is the one exception, and there DeepSpeed owns the
+loss scale.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -94,6 +96,7 @@ class DeepSpeedEngine(Ranks):
         self._model = model
         self._schedule = schedule
         self._sharded = zero_stage > 0
+        self._max_grad_norm = max_grad_norm
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._optimizer = optimizer
         self.lr_factor = 1.0
@@ -137,33 +140,42 @@ class DeepSpeedEngine(Ranks):
         bad flag is turned into an infinite gradient, which DeepSpeed's own overflow check then drops on every rank.
         It owns the scaled gradients: `measure` has no effect.
         """
-        agree[0] = (agree[0] != 0).float()
         lr = self._set_lr()
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
         if self._sharded:
-            self.max_(agree)
-            if agree[0].item():
-                self._poison()
-            self._engine.step()
-            skipped = not self._engine.was_step_applied()
-            agree[0] = float(skipped)
-            norm = torch.as_tensor(
-                float("inf") if skipped else self._engine.get_global_grad_norm(),
-                dtype=torch.float32,
-                device=self.device,
-            )
+            norm = self._sharded_norm() / loss_scale
         else:
             norm = grad_norm(param for group in self._members for param in group).to(self.device)
-            agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm) | (norm > limits.norm)).float()
-            self.max_(agree)
-            if agree[0].item():
-                self._engine.zero_grad()
-            else:
-                self._engine.step()
+        agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm) | (norm > limits.norm)).float()
+        self.max_(agree)
+        bad = bool(agree[0].item())
+        if self._sharded:
+            self._engine.optimizer.clip_grad = min(self._max_grad_norm, limits.clip)
+            if bad:
+                self._poison()
+            self._engine.step()
+            bad = not self._engine.was_step_applied()
+        elif bad:
+            self._engine.zero_grad()
+        else:
+            self._clip(norm, limits.clip)
+            self._engine.step()
+        agree[0] = float(bad)
         skip = agree[0].clone()
         self._applied += 1.0 - skip
         unknown = torch.full_like(norm, float("nan"))
         return Update(norm, skip, loss_scale, lr, self._applied.clone(), unknown, unknown)
+
+    def _sharded_norm(self) -> Tensor:
+        """L2 norm of the averaged, still scaled gradients, float32 0-d, the same on every rank."""
+        norm = torch.as_tensor(self._engine.optimizer.scaled_global_norm(), dtype=torch.float32, device=self.device)
+        return torch.where(norm < 0, torch.inf, norm)  # -1 is DeepSpeed's word for a norm that is not finite
+
+    def _clip(self, norm: Tensor, limit: float) -> None:
+        """Clip to `limit`; DeepSpeed's own limit follows in its step."""
+        if math.isfinite(limit):
+            gradients = [param.grad for group in self._members for param in group if param.grad is not None]
+            torch._foreach_mul_(gradients, torch.clamp(limit / norm, max=1.0))
 
     def _set_lr(self) -> Tensor:
         lr = self._schedule(int(self._applied.item())) * self.lr_factor

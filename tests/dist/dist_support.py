@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from harness.core.protocols import Engine
+from harness.core.facts import Limits
+from harness.core.protocols import NO_LIMITS, Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES, MICRO = 8, 2
@@ -52,7 +53,9 @@ def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def train(engine: Engine, step: int, poison: float = 1.0, flag: float = 0.0) -> dict[str, Any]:
+def train(
+    engine: Engine, step: int, poison: float = 1.0, flag: float = 0.0, limits: Limits = NO_LIMITS
+) -> dict[str, Any]:
     """One step on this rank's share of the same SAMPLES samples; the fault, if any, is on the last rank alone."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
@@ -64,7 +67,7 @@ def train(engine: Engine, step: int, poison: float = 1.0, flag: float = 0.0) -> 
             loss = engine.module(inputs[index, here], targets[index, here]) / MICRO
             engine.backward(loss * poison if faulty and index == 0 else loss)
     agree = torch.tensor([flag if faulty else 0.0, float(engine.rank), -math.inf if faulty else math.inf])
-    update = engine.step(agree)
+    update = engine.step(agree, limits)
     return {
         "norm": update.grad_norm.item(),
         "skipped": update.skipped.item(),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from harness.core.config import TrainConfig
 from harness.core.errors import ConfigError
+from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.torch_engine import TorchEngine
@@ -50,10 +51,10 @@ class Net(nn.Module):
         return (self.out(hidden).float() * self.scale - targets).square().mean()
 
 
-def make(stage: int | None, optimizer: str, precision: str) -> Engine:
+def make(stage: int | None, optimizer: str, precision: str, decay: float = 0.1) -> Engine:
     """A fresh engine: DeepSpeed's at a ZeRO stage, or plain torch's for None."""
     model = Net()
-    built = build_optimizer(model, TrainConfig.model_validate({"optimizer": optimizer}), CPU)
+    built = build_optimizer(model, TrainConfig.model_validate({"optimizer": optimizer, "weight_decay": decay}), CPU)
     if stage is None:
         return TorchEngine(model, built, SCHEDULE, 0.3, device=CPU, timeout_seconds=60)
     return DeepSpeedEngine(
@@ -131,6 +132,23 @@ def scenario(stage: int, optimizer: str, precision: str) -> dict[str, Any]:
     return result
 
 
+def limited(stage: int, precision: str = "fp32") -> dict[str, Any]:
+    """A spike on one rank under a limit, then a step that is clipped harder than usual, and one that is not."""
+    engine = make(stage, "sgd", precision)
+    usual = train(engine, 0)["norm"]
+    before = save(engine)
+    result: dict[str, Any] = {"usual": usual}
+    result["spike"] = train(engine, 1, poison=1000.0, limits=Limits(norm=20 * usual))
+    result["untouched"] = equal(before, save(engine))
+    for name, clip in (("clipped", 0.03), ("unclipped", math.inf)):
+        engine = make(stage, "sgd", precision, decay=0.0)
+        start = save(engine)["model"][0]
+        result[f"{name} step"] = train(engine, 0, limits=Limits(clip=clip))
+        end = save(engine)["model"][0]
+        result[name] = torch.cat([(end[key] - start[key]).flatten() for key in start]).norm().item()
+    return result
+
+
 def uneven_counters() -> str:
     """What ZeRO says to a checkpoint whose parameters have taken different numbers of steps."""
     engine = make(1, "adamw", "fp32")
@@ -146,6 +164,7 @@ def uneven_counters() -> str:
 def rank_main(folder: Path) -> None:
     results: dict[str, Any] = {name: scenario(*case) for name, case in zip(IDS, SCENARIOS, strict=True)}
     results["uneven"] = uneven_counters()
+    results["limited"] = [limited(stage) for stage in (0, 1, 2)]
     engine = make(2, "adamw", "fp32")
     results["broadcast"] = engine.broadcast({"from": engine.rank})
     rank = engine.rank
@@ -157,6 +176,17 @@ def rank_main(folder: Path) -> None:
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Any]]:
     return run_ranks(__file__, tmp_path_factory.mktemp("deepspeed"), request.param)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_limits_on_the_gradient_norm(ranks: list[Mapping[str, Any]], stage: int) -> None:
+    for result in (rank["limited"][stage] for rank in ranks):
+        assert result["spike"]["norm"] > 20 * result["usual"], "the fault fired, and its norm is told"
+        assert result["spike"]["skipped"] == 1.0
+        assert result["untouched"]
+        assert result["unclipped step"]["norm"] > 0.3, "over the engine's own limit"
+        assert result["clipped"] == pytest.approx(0.1 * result["unclipped"], rel=1e-3)
+        assert [result[f"{name} step"]["skipped"] for name in ("clipped", "unclipped")] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", IDS)
