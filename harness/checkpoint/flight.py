@@ -8,7 +8,6 @@ newest three records are kept; of consecutive bad steps the first and the last.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -48,7 +47,7 @@ class Record:
     window: int
     samples: tuple[int, ...]
     incidents: Incidents
-    limits: tuple[float | None, float | None, float | None]
+    limits: tuple[float | None, ...]
     applied: bool
     loss: float | str
     grad_norm: float | str
@@ -98,11 +97,10 @@ class FlightRecorder:
         What stands from an earlier attempt at the same step is replaced.
         """
         base = nearest(self._store.steps(), facts.step)
-        limits = facts.limits
         record = Record(
             step=facts.step, base=base, window=facts.window, samples=tuple(int(sample) for sample in samples),
             incidents=incidents,
-            limits=(_or_none(limits.loss), _or_none(limits.norm), _or_none(limits.clip)), applied=facts.applied,
+            limits=tuple(facts.limits.as_json()), applied=facts.applied,
             loss=jsonable(facts.loss), grad_norm=jsonable(facts.grad_norm), loss_scale=jsonable(facts.loss_scale),
             bad_data=facts.bad_data, codes=tuple(codes), demoted=facts.demoted, lowered=facts.lowered,
             **asdict(self.surroundings),
@@ -169,7 +167,7 @@ def read_records(run_dir: Path) -> list[Record]:
 
 def limits_of(record: Record) -> Limits:
     """The limits in force in the recorded step."""
-    return Limits(*(math.inf if value is None else value for value in record.limits))
+    return Limits.from_json(record.limits)
 
 
 def _read(path: Path) -> Record | None:
@@ -186,10 +184,6 @@ def _read(path: Path) -> Record | None:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _or_none(limit: float) -> float | None:
-    return limit if math.isfinite(limit) else None
 
 
 def _link(source: Path, target: Path) -> None:

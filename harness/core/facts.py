@@ -6,7 +6,7 @@ Torch-free, so that every decision can be tested, replayed and rendered without 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,15 @@ class Limits:
     def and_also(self, other: Limits) -> Limits:
         """The stricter of both, limit by limit."""
         return Limits(min(self.loss, other.loss), min(self.norm, other.norm), min(self.clip, other.clip))
+
+    def as_json(self) -> list[float | None]:
+        """[loss, norm, clip], None for infinity, which JSON does not have."""
+        return [limit if math.isfinite(limit) else None for limit in (self.loss, self.norm, self.clip)]
+
+    @classmethod
+    def from_json(cls, limits: Sequence[float | None]) -> Limits:
+        """What `as_json` gave."""
+        return cls(*(math.inf if limit is None else limit for limit in limits))
 
 
 NON_FINITE_INPUT, BAD_LABEL, NO_LABEL = 1, 2, 4

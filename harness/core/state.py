@@ -6,10 +6,9 @@ bit-exact resume test. Incidents (skipped windows, budgets, attempt) live outsid
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -119,7 +118,7 @@ class TrainState:
             "closer_look": [self.closer_look.first, self.closer_look.last],
             "budgets": budgets,
             "switches": [list(switch) for switch in self.switches],
-            "limits": {str(step): [_or_none(value) for value in astuple(each)] for step, each in self.limits.items()},
+            "limits": {str(step): limits.as_json() for step, limits in self.limits.items()},
             "parts": {},
         }
         for name, part in self.parts.items():
@@ -147,12 +146,4 @@ class TrainState:
         self.step = int(meta["step"])
         self.closer_look = CloserLook(*meta["closer_look"])
         self.switches = [(step, demote, promote, lower) for step, demote, promote, lower in meta["switches"]]
-        self.limits = {
-            int(step): Limits(*(math.inf if value is None else value for value in values))
-            for step, values in meta["limits"].items()
-        }
-
-
-def _or_none(limit: float) -> float | None:
-    """JSON has no infinity."""
-    return limit if math.isfinite(limit) else None
+        self.limits = {int(step): Limits.from_json(values) for step, values in meta["limits"].items()}
