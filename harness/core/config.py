@@ -73,6 +73,7 @@ class TrackingConfig(Strict):
     mlflow: bool = Field(default=True, description="ship the journal to MLflow")
     experiment: str = Field(default="hopper-harness", min_length=1, description="MLflow experiment name")
     fp8_every: Positive = Field(default=10, description="steps between rows of per-slot FP8 statistics")
+    report: bool = Field(default=True, description="draw the plots and report.html at the end of the run")
     drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
 
 

@@ -191,23 +191,28 @@ def _drive(run: Run, journal: Journal) -> Outcome:
 
 def _finish(run: Run, plan: Plan, outcome: Outcome, journal: Journal) -> None:
     """Outcome, effective precision, plots and report; told to MLflow through the journal."""
-    from harness.tools import report
-
     write_outcome(run.folder, outcome)
     layers = effective_layers(run, plan)
     described = _describe(layers)
     write_plan(run.folder, {**plan.as_dict(), "effective": described, "effective_layers": layers})
     journal.note("run", tags={"precision.effective": described, "outcome": outcome.status}, params={}, data={})
     journal.flush()
+    if run.config.tracking.report:
+        _report(run, journal)
+    for name in ("config.yaml", "plan.json", "outcome.json"):
+        journal.note("artifact", path=name)
+    journal.note("end", status=outcome.status)
+
+
+def _report(run: Run, journal: Journal) -> None:
+    from harness.tools import report
+
     try:
         for path in report.write(run.folder):
             journal.note("artifact", path=str(path.relative_to(run.folder)))
     except (OSError, ValueError) as error:  # the training is done and saved: a picture must not fail it
         journal.event(run.state.step, "report.failed", text=str(error))
         run.screen.event(f"no report: {error}; try again with harness report {run.folder}")
-    for name in ("config.yaml", "plan.json", "outcome.json"):
-        journal.note("artifact", path=name)
-    journal.note("end", status=outcome.status)
 
 
 def effective_layers(run: Run, plan: Plan) -> dict[str, str]:

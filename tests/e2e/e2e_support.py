@@ -28,8 +28,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(*arguments: str, launcher: Sequence[str] = (sys.executable,)) -> list[str]:
-    """`<launcher> launch/train.py --config tiny` on the small text, without MLflow unless an argument turns it on."""
-    fixed = ["--config", "tiny", f"data.path={TEXT}", "tracking.mlflow=false"]
+    """`<launcher> launch/train.py --config tiny` on the small text; MLflow and the report only if an argument asks."""
+    fixed = ["--config", "tiny", f"data.path={TEXT}", "tracking.mlflow=false", "tracking.report=false"]
     return [*map(str, launcher), str(TRAIN), *fixed, *arguments]
 
 

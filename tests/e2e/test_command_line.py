@@ -133,7 +133,7 @@ def test_a_gpu_hidden_from_torch_is_never_a_silent_cpu_run(tmp_path: Path) -> No
 
 
 def test_what_a_finished_run_leaves_behind(tmp_path: Path) -> None:
-    done = train(tmp_path, "--name", "r", "train.steps=8", "tracking.fp8_every=2")
+    done = train(tmp_path, "--name", "r", "train.steps=8", "tracking.fp8_every=2", "tracking.report=true")
     assert done.returncode == 0, done.stdout
     run = tmp_path / "runs" / "r"
     for name in (

@@ -97,6 +97,7 @@ def test_a_fault_that_stays_halts_within_budget(tmp_path: Path) -> None:
     assert "halted" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_the_guard_nothing_rolls_back(tmp_path: Path) -> None:
     run, done = run_faulty(tmp_path, "nan_from", "{first: 6}", "train.steps=20", "guard.enabled=false")
     assert done.returncode == 0, done.stdout
@@ -143,6 +144,7 @@ def test_a_layer_that_keeps_saturating_goes_to_bf16_and_comes_back(tmp_path: Pat
     assert plan["effective_layers"]["gpt.blocks.0.mlp.down"] == "fp8"
 
 
+@pytest.mark.slow
 def test_with_fallback_off_the_same_layer_stays_clipped(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, {"enabled": False})
     run, done = run_faulty(

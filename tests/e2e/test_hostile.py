@@ -118,7 +118,7 @@ def test_models_that_cannot_be_used_are_named(tmp_path: Path, target: str, expec
 def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(tmp_path: Path) -> None:
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "plots").write_text("in the way")
-    done = train(tmp_path, "--name", "r", "train.steps=2")
+    done = train(tmp_path, "--name", "r", "train.steps=2", "tracking.report=true")
     assert done.returncode == 0, done.stdout
     assert "harness report" in done.stdout
 
@@ -138,6 +138,7 @@ def test_a_resume_path_that_is_no_checkpoint_is_refused_before_anything_is_writt
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_kill_after_a_rollback_to_memory_resumes_on_the_same_branch(tmp_path: Path) -> None:
     """The disk has only older checkpoints: the steps up to the snapshot run once more, at their own learning rate."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from e2e_support import metrics, start, train, wait_for_step
 
-ARGUMENTS = ("--name", "r", "train.steps=24", "checkpoint.every=6", "tracking.mlflow=true")
+ARGUMENTS = ("--name", "r", "train.steps=24", "checkpoint.every=6", "tracking.mlflow=true", "tracking.report=true")
 SLOTS = [
     f"blocks.{block:02d}.{layer}.{role}"
     for block in range(2)

@@ -63,6 +63,7 @@ def test_a_rollback_to_before_the_fall_does_not_bring_fp16_back(tmp_path: Path) 
     assert len(events(run, "precision.lowered")) == 1
 
 
+@pytest.mark.slow
 def test_without_the_fallback_the_same_run_breaks(tmp_path: Path) -> None:
     recipe = yaml.safe_load(find("recipes", "fp16_scaler").read_text()) | {"fallback": {"failed_steps": None}}
     (tmp_path / "stubborn.yaml").write_text(yaml.safe_dump(recipe))

@@ -52,6 +52,7 @@ def test_gradients_near_the_limit_are_reported_and_no_underflow_is(tmp_path: Pat
     assert not events(run, "gradient.underflow")
 
 
+@pytest.mark.slow
 def test_without_the_guard_nothing_is_measured_or_said(tmp_path: Path) -> None:
     run = run_fp16(tmp_path, "fading", "guard.enabled=false", first=13, factor=0.1)
     assert len(metrics(run)) == 24

@@ -37,7 +37,7 @@ def same(one: Path, other: Path, *names: str) -> bool:
 @pytest.mark.parametrize(
     ("target", "times", "code"),
     [
-        ("gradient", 10.0, "gradient.skip"),
+        pytest.param("gradient", 10.0, "gradient.skip", marks=pytest.mark.slow),
         pytest.param("gradient", 100.0, "gradient.skip", marks=pytest.mark.slow),
         ("gradient", 1000.0, "gradient.skip"),
         ("loss", 10.0, "loss.skip"),
@@ -61,6 +61,7 @@ def test_a_spike_is_told_and_skipped_and_leaves_no_trace(tmp_path: Path, target:
     assert not same(after, where / "checkpoints" / "step-00000061", "model.safetensors", "fp8.safetensors")
 
 
+@pytest.mark.slow
 def test_without_the_guard_the_spike_is_applied(tmp_path: Path) -> None:
     where, done = run(
         tmp_path, "gradient", "first: 60, last: 61, times: 1000.0", "train.steps=62", "guard.enabled=false"
