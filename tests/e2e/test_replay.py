@@ -138,6 +138,7 @@ def test_what_only_fp16_cannot_hold_is_told_as_numerics(tmp_path: Path, monkeypa
     assert answer["finding_in_float32"] is None
 
 
+@pytest.mark.slow
 def test_another_loss_than_the_journals_is_not_reproducible(
     backward_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

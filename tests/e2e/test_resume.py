@@ -122,6 +122,7 @@ def test_the_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
     assert f"process {first.pid}" in second.stdout
 
 
+@pytest.mark.slow
 def test_the_default_name_finds_its_own_run_and_then_the_next(tmp_path: Path) -> None:
     few = ("train.steps=2", "--recipe", "fp32")
     for expected in ("tiny-fp32", "tiny-fp32-2"):

@@ -52,6 +52,7 @@ def test_fp16_that_overflows_for_good_goes_on_in_bf16_and_stays_there_after_a_re
     assert len(events(run, "precision.lowered")) == 1
 
 
+@pytest.mark.slow
 def test_a_rollback_to_before_the_fall_does_not_bring_fp16_back(tmp_path: Path) -> None:
     saves = ["checkpoint.every=3", "checkpoint.healthy_steps=3", "guard.max_consecutive_skips=5"]
     run = run_loud(tmp_path, 18, "fp16_scaler", *saves, nan_first=10)
