@@ -1,6 +1,7 @@
 """Checkpoints as MLflow models of type "checkpoint", kept outside of MLflow: to be found by metric, tag or step.
 
-    mlflow.search_logged_models(filter_string="metrics.`checkpoint/val_loss` < 2 AND tags.good = 'true'")
+    mlflow.set_experiment("hopper-harness")
+    mlflow.search_logged_models(filter_string="metrics.`checkpoint/train_loss` < 2 AND tags.good = 'true'")
 
 Their tags say where the files are and whether they may be gone back to; the files themselves stay in the run folder.
 """

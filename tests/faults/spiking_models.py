@@ -9,7 +9,7 @@ from harness.models.gpt import GPT, build
 
 
 class Spiking(nn.Module):
-    """A GPT. gradient: the gradient's factor in a spike; the loss stays what it is. loss: the loss's factor."""
+    """A GPT. gradient, loss: the factors of each in a spike; one does not move the other."""
 
     def __init__(self, first: int, last: int, gradient: float, loss: float) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Spiking(nn.Module):
         self.forwards += 1
         if not self.first <= self.forwards < self.last:
             return loss
-        return loss * self.loss + (loss - loss.detach()) * (self.gradient - 1.0)
+        return loss + loss.detach() * (self.loss - 1.0) + (loss - loss.detach()) * (self.gradient - 1.0)
 
 
 def gradient(first: int, last: int, times: float) -> Spiking:
@@ -32,5 +32,5 @@ def gradient(first: int, last: int, times: float) -> Spiking:
 
 
 def loss(first: int, last: int, times: float) -> Spiking:
-    """The loss is `times` what it should be, and so is its gradient."""
+    """The loss is `times` what it should be, the gradient is right."""
     return Spiking(first, last, 1.0, times)
