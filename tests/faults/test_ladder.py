@@ -81,6 +81,7 @@ def test_spikes_in_a_row_roll_back_from_memory_and_the_run_goes_on(tmp_path: Pat
     (rollback,) = events(where, "guard.rollback")
     assert (rollback["source"], rollback["to_step"]) == ("memory", 60), "70's snapshot had not earned it"
     assert rollback["passed_over"] == [71, 72, 73]
+    assert json.loads((where / "incidents.json").read_text())["skipped_windows"] == [71, 72, 73]
     before, after = (dict(metrics(where, attempt=attempt)) for attempt in (1, 2))
     lr_before, lr_after = (dict(metrics(where, "train/lr", attempt=attempt)) for attempt in (1, 2))
     assert min(after) == 61
