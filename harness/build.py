@@ -144,7 +144,7 @@ def build_run(
     loss_scale = build_loss_scale(plan, recipe, place.device)
     if text := too_high(model, config.train):
         journal.event(0, "train.lr_high", text=text)
-        console.event(f"train.lr_high: {text} [harness explain train.lr_high]")
+        console.event(f"train.lr_high: {text}")
     backend = build_backend(plan, recipe, model, place.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = Task(model, config.model.target)
@@ -197,7 +197,7 @@ def build_run(
 def _flight(config: RunConfig, folder: Path, place: Place, engine: Engine, store: Store) -> FlightRecorder | None:
     if engine.rank != 0:
         return None
-    card = place.facts.devices[place.device.index or 0].name if place.device.type == "cuda" else "cpu"
+    card = place.facts.card(place.device.index) if place.device.type == "cuda" else "cpu"
     return FlightRecorder(folder, store, Surroundings(config.recipe, engine.world_size, engine.name, card))
 
 

@@ -7,16 +7,23 @@ from collections import deque
 from collections.abc import Sequence
 
 from harness.core.errors import ExitCode
-from harness.core.facts import Action, Continue, Halt, Limits, Outcome, Rollback, StepFacts, Switch, Verdict
+from harness.core.facts import (
+    SWITCH_DELAY,
+    Action,
+    Continue,
+    Halt,
+    Limits,
+    Outcome,
+    Rollback,
+    StepFacts,
+    Switch,
+    Verdict,
+)
 from harness.core.protocols import NO_LIMITS
 from harness.evaluate import evaluate
 from harness.record import step_metrics
 from harness.run import Flight, Run
 from harness.step import PendingFacts, to_host, train_step
-
-# A switch, or a limit, takes effect this many steps after its evidence, whether or not the lag was drained in between:
-# a run that was stopped and resumed must switch at the same step as one that was not.
-SWITCH_DELAY = 2
 
 
 def run(r: Run) -> Outcome:
@@ -45,7 +52,7 @@ def run(r: Run) -> Outcome:
             known["val_loss"] = _validate(r)
         if r.state.step >= total or stopping or _every(r.config.checkpoint.every, r.state.step):
             r.recovery.save(known)
-        if _every(r.config.guard.snapshot_every, r.state.step):
+        if _snapshot_due(r):
             r.recovery.snapshot()
     if r.state.step < total:
         reason = r.stop.reason or "another rank was asked to stop"
@@ -74,8 +81,12 @@ def _every(period: int, step: int) -> bool:
 def _boundary(r: Run) -> bool:
     """Whether something follows this step that must not see an unjudged one: a save, a validation, the end."""
     step, config = r.state.step, r.config
-    periods = (config.checkpoint.every, config.train.eval_every, config.guard.snapshot_every)
-    return step >= config.train.steps or any(_every(period, step) for period in periods)
+    periodic = _every(config.checkpoint.every, step) or _every(config.train.eval_every, step)
+    return periodic or _snapshot_due(r) or step >= config.train.steps
+
+
+def _snapshot_due(r: Run) -> bool:
+    return r.recovery.memory is not None and _every(r.config.guard.snapshot_every, r.state.step)
 
 
 def judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:

@@ -60,7 +60,7 @@ class Recovery:
         """Step of the newest checkpoint that verifies; damaged ones are set aside."""
         return self.engine.broadcast(self.store.newest_valid() if self.engine.rank == 0 else None)
 
-    def load(self, step: int) -> None:
+    def load(self, step: int) -> Meta:
         """Restore the TrainState of `step`, as a resume. Collective.
 
         Steps after the checkpoint run again and spend their budgets again, so those are taken from the checkpoint,
@@ -76,6 +76,7 @@ class Recovery:
             self._fall_at_once()
         if self.engine.rank == 0:
             self.good.saved(step)
+        return meta
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Commit the state; a failed write is an event, not the end: the older checkpoints stand. Collective.
@@ -132,13 +133,13 @@ class Recovery:
         incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})
         incidents.returned_to = [*(min(earlier, target) for earlier in incidents.returned_to), target]
         incidents.return_to = target
-        saved = self.store.steps()
         if self.engine.rank == 0:
             self.tracker.flush()
             self.keep_incidents(incidents)
+            later = [each for each in self.store.steps() if each > target]
             finish_rollback(incidents, self.store, self.keep_incidents)
+            self._note("rolled back", later)
         incidents.return_to = 0
-        self._note("rolled back", [later for later in saved if later > target])
         self.good.rolled_back(target)
         self.engine.barrier()
         if self.memory is not None and from_memory:

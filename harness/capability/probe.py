@@ -71,6 +71,10 @@ class MachineFacts:
         """The user hid every GPU: training on the CPU is what was asked for."""
         return self.cuda_visible_devices in ("", "-1")
 
+    def card(self, index: int | None) -> str:
+        """The name of a GPU; index: torch's, None for the first."""
+        return self.devices[index or 0].name
+
 
 def probe(folder: Path | None = None) -> MachineFacts:
     """Look at this machine (imports torch, which takes about a second). folder: where disk space is measured."""

@@ -21,6 +21,7 @@ import torch
 from harness.checkpoint.store import Store
 from harness.core.atomic import write_json
 from harness.core.facts import Limits, StepFacts, jsonable
+from harness.core.naming import step_name
 from harness.core.state import Incidents
 
 FOLDER = "flight"
@@ -105,7 +106,7 @@ class FlightRecorder:
             bad_data=facts.bad_data, codes=tuple(codes), demoted=facts.demoted, lowered=facts.lowered,
             **asdict(self.surroundings),
         )  # fmt: skip
-        final = self.folder / _name(facts.step)
+        final = self.folder / step_name(facts.step)
         temporary = self.folder / f".tmp-{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -133,7 +134,7 @@ class FlightRecorder:
         return begins
 
     def _remove(self, step: int) -> None:
-        shutil.rmtree(self.folder / _name(step), ignore_errors=True)
+        shutil.rmtree(self.folder / step_name(step), ignore_errors=True)
 
 
 def nearest(steps: Sequence[int], step: int) -> int:
@@ -147,7 +148,7 @@ def nearest(steps: Sequence[int], step: int) -> int:
 
 def record_folder(run_dir: Path, step: int) -> Path:
     """Where the record of `step` is, or would be."""
-    return run_dir / FOLDER / _name(step)
+    return run_dir / FOLDER / step_name(step)
 
 
 def base_store(run_dir: Path, step: int) -> Store:
@@ -180,10 +181,6 @@ def _read(path: Path) -> Record | None:
         return Record(**{**values, "incidents": Incidents(**values["incidents"])})
     except (OSError, ValueError, AttributeError, TypeError):
         return None
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def _link(source: Path, target: Path) -> None:

@@ -26,8 +26,8 @@ class Snapshots:
 
     A snapshot is good once `healthy_steps` healthy steps in a row have followed it. Buffers are allocated once (pinned,
     for tensors of a GPU, whose copy then does not hold up the host) and reused: fresh ones cost several times the
-    copy. One snapshot serves one rollback: if the run breaks again before
-    another has become good, going back to the same state would not help, and the disk has older ones.
+    copy. One snapshot serves one rollback: if the run breaks again before another has become good, going back to the
+    same state would not help, and the disk has older ones.
 
     Every rank holds its own and, as all see the same verdicts, all agree on which is good.
     """

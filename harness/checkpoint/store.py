@@ -34,6 +34,7 @@ from harness.checkpoint.manifest import (
 )
 from harness.core.atomic import dump_json, sync_folder, write_json
 from harness.core.errors import CheckpointError, MisuseError, Problem
+from harness.core.naming import step_name
 from harness.core.protocols import Meta, TensorDict, Tensors
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -68,7 +69,7 @@ class Store:
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
-        return self.root / f"step-{step:08d}"
+        return self.root / step_name(step)
 
     def steps(self) -> list[int]:
         """Steps of committed checkpoints, oldest first; not verified."""

@@ -80,6 +80,12 @@ class MisuseError(HarnessError, RuntimeError):
     exit_code = ExitCode.USAGE
 
 
+def some(items: Sequence[object], most: int) -> str:
+    """The first `most` of `items`, and how many more there are: `a, b and 3 more`."""
+    rest = len(items) - most
+    return ", ".join(map(str, items[:most])) + (f" and {rest} more" if rest > 0 else "")
+
+
 def near_match(name: str, known: Sequence[str]) -> str:
     """A hint such as `did you mean "margin"?`, else the list of what is known."""
     close = get_close_matches(name, known, n=1, cutoff=0.6)

@@ -16,6 +16,10 @@ import numpy.typing as npt
 ROLES = ("input", "weight", "grad_output")
 """The quantised tensors of a layer, in the order of its slots `<layer>.<role>`."""
 
+SWITCH_DELAY = 2
+"""A switch, or a limit, takes effect this many steps after its evidence, whether or not the lag was drained in between:
+a run that was stopped and resumed must switch at the same step as one that was not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:

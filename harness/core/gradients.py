@@ -79,21 +79,6 @@ def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])).float()
 
 
-@torch.no_grad()
-def layer_norms(model: nn.Module) -> tuple[Tensor, tuple[str, ...]]:
-    """Norm of the gradient of each module that owns parameters, and the modules' names in the model's order.
-
-    fp32 [n] on the gradients' device, as accurate as `l2_norm`; 0 where there is no gradient. A shared parameter
-    counts for its first owner. For hunting: several times the cost of `grad_norm`.
-    """
-    owners: dict[str, list[Tensor]] = {}
-    for name, param in model.named_parameters():
-        owners.setdefault(name.rpartition(".")[0], []).extend([] if param.grad is None else [param.grad])
-    norms = [l2_norm(gradients) for gradients in owners.values()]
-    device = next((gradients[0].device for gradients in owners.values() if gradients), torch.device("cpu"))
-    return torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(0), tuple(owners)
-
-
 def by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """The tensors in groups that one fused operation can take."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

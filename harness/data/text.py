@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.core.errors import DataError, Problem
+from harness.core.errors import DataError, Problem, some
 
 MAX_BYTES = 1 << 30
 """Most bytes of text a run takes: all of it is held in memory once, while the snapshot is written."""
@@ -165,7 +165,5 @@ def _too_large(source: str) -> Problem:
 def _nothing_left(source: str, skipped: list[Skipped]) -> Problem:
     if len(skipped) == 1:
         return Problem("has no text to train on", _where(source), why=str(skipped[0]), fix=_FIX_FILE)
-    listed = ", ".join(str(skip) for skip in skipped[:_NAMED])
-    more = f" and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
-    why = f"skipped {listed}{more}" if skipped else "it has no visible files"
+    why = f"skipped {some(skipped, _NAMED)}" if skipped else "it has no visible files"
     return Problem("has no text to train on", _where(source), why=why, fix=_FIX_FILE)

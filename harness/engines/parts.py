@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.core.errors import CheckpointError, Problem
+from harness.core.errors import CheckpointError, Problem, some
 from harness.core.protocols import Meta, TensorDict
 
 SCALAR_STATE = "step"
@@ -45,9 +45,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named(names: set[str]) -> str:
-    shown = sorted(names)
-    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-    return ", ".join(shown[:8]) + more
+    return some(sorted(names), 8)
 
 
 def require_same(part: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.core.batch_check import name_faults
+from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
 from harness.core.protocols import Batches, Meta
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
 Policy = Literal["auto", "skip", "fail"]
-_CODES = ((BAD_LABEL, "data.label"), (NON_FINITE_INPUT, "data.nonfinite"), (NO_LABEL, "data.empty"))
+# From the worst to the least: code and words.
 _KINDS = {
-    BAD_LABEL: "labels or tokens out of range",
-    NON_FINITE_INPUT: "values that are not finite",
-    NO_LABEL: "micro-batches without a label",
+    BAD_LABEL: ("data.label", "labels or tokens out of range"),
+    NON_FINITE_INPUT: ("data.nonfinite", "values that are not finite"),
+    NO_LABEL: ("data.empty", "micro-batches without a label"),
 }
 
 
@@ -49,14 +50,14 @@ class DataMonitor:
         """The verdict on one step. Deterministic, as the data source is."""
         if not facts.bad_data:
             return Verdict("data.ok", facts.step)
-        kinds = [bit for bit, _ in _CODES if facts.bad_data & bit]
-        code = next(code for bit, code in _CODES if bit == kinds[0])
+        kinds = [kind for bit, kind in _KINDS.items() if facts.bad_data & bit]
+        code, _ = kinds[0]
         found = self._read_again(facts)
         what = "; ".join(found.texts[:NAMED_IN_TEXT])
         if len(found.texts) > NAMED_IN_TEXT:
             what += f"; and {len(found.texts) - NAMED_IN_TEXT} more"
         if not found.texts:
-            told = ", ".join(_KINDS[bit] for bit in kinds)
+            told = ", ".join(words for _, words in kinds)
             what = f"{told}, but not when read again: the data source or a rank's memory gives other values each time"
         text = f"update skipped, weights unchanged: window {facts.window} of {self.batches.name}: {what}"
         evidence: dict[str, Any] = {
@@ -92,9 +93,7 @@ class DataMonitor:
 
 
 def _samples(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:NAMED_IN_TEXT]))
-    rest = len(numbers) - NAMED_IN_TEXT
-    return f"sample{'s' if len(numbers) > 1 else ''} {shown}{f' and {rest} more' if rest > 0 else ''}"
+    return f"sample{'s' if len(numbers) > 1 else ''} {some(numbers, NAMED_IN_TEXT)}"
 
 
 def _reason(window: int, what: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.errors import some
 from harness.core.facts import SlotStats, StepFacts, Verdict
 from harness.core.protocols import Meta
 
@@ -50,7 +51,7 @@ class Fp8Monitor:
         return Verdict(
             "fp8.dead",
             facts.step,
-            f"{len(names)} FP8 tensors were all zero for {self.dead_after} steps: {_some(names)}",
+            f"{len(names)} FP8 tensors were all zero for {self.dead_after} steps: {some(names, NAMED_IN_TEXT)}",
             evidence={"slots": names, "steps": self.dead_after},
         )
 
@@ -80,15 +81,10 @@ class Fp8Monitor:
 
 def _scrubbed(step: int, slots: SlotStats) -> Verdict:
     infinite = [slots.names[index] for index in np.flatnonzero(~np.isfinite(slots.amax))]
-    where = f": {_some(infinite)}" if infinite else ""
+    where = f": {some(infinite, NAMED_IN_TEXT)}" if infinite else ""
     return Verdict(
         "fp8.scrubbed",
         step,
         f"{slots.scrubbed} infinite amax values were taken out of the histories, scales kept{where}",
         evidence={"scrubbed": slots.scrubbed, "slots": infinite},
     )
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - NAMED_IN_TEXT
-    return ", ".join(names[:NAMED_IN_TEXT]) + (f" and {rest} more" if rest > 0 else "")

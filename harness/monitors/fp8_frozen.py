@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.errors import some
 from harness.core.facts import StepFacts, Verdict, jsonable
 from harness.core.protocols import Meta
 
@@ -71,11 +72,10 @@ class Fp8FrozenMonitor:
         return self._frozen(facts.step, np.flatnonzero(frozen).tolist(), ratio)
 
     def _frozen(self, step: int, places: list[int], ratio: npt.NDArray[np.float32]) -> Verdict:
-        told = [f"{self._names[place]} ({ratio[place]:.3g} times what fits)" for place in places[:NAMED_IN_TEXT]]
-        more = f" and {len(places) - NAMED_IN_TEXT} more" if len(places) > NAMED_IN_TEXT else ""
+        told = [f"{self._names[place]} ({ratio[place]:.3g} times what fits)" for place in places]
         text = (
             f"{len(places)} FP8 scales have not moved for {self.updates} updates although they do not fit their "
-            f"tensors: {', '.join(told)}{more}"
+            f"tensors: {some(told, NAMED_IN_TEXT)}"
         )
         figures = {self._names[place]: jsonable(float(ratio[place])) for place in places}
         return Verdict("fp8.frozen", step, text, evidence={"slots": figures, "updates": self.updates})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.errors import some
 from harness.core.facts import ROLES, SlotStats, StepFacts, Verdict, jsonable
 from harness.core.protocols import Meta
 
@@ -84,9 +85,8 @@ class Fp8StormMonitor:
     ) -> tuple[str, dict[str, Any]]:
         worst = sorted(np.flatnonzero(over).tolist(), key=lambda place: (-values[place], place))
         count = len(worst)
-        shown = ", ".join(f"{names[place]} {values[place]:.3g}" for place in worst[:NAMED_IN_TEXT])
-        more = f" and {count - NAMED_IN_TEXT} more" if count > NAMED_IN_TEXT else ""
-        text = f"{count} of {judged} FP8 tensors {what}, {self.steps} times in a row: {shown}{more}"
+        shown = some([f"{names[place]} {values[place]:.3g}" for place in worst], NAMED_IN_TEXT)
+        text = f"{count} of {judged} FP8 tensors {what}, {self.steps} times in a row: {shown}"
         figures = {names[place]: jsonable(float(values[place])) for place in worst[:NAMED_IN_EVIDENCE]}
         return text, {"slots": figures, "count": count, "of": judged}
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from harness.core.errors import some
 from harness.core.facts import Rollback, StepFacts, Verdict
 from harness.core.protocols import Meta
 
@@ -66,11 +67,9 @@ class RanksMonitor:
 
 
 def _diverged(facts: StepFacts) -> Verdict:
-    names = ", ".join(facts.diverged[:NAMED_IN_TEXT])
-    rest = len(facts.diverged) - NAMED_IN_TEXT
-    more = f" and {rest} more" if rest > 0 else ""
+    names = some(facts.diverged, NAMED_IN_TEXT)
     count = len(facts.diverged)
-    text = f"{count} parameter{'s are' if count > 1 else ' is'} not the same on all ranks, bit for bit: {names}{more}"
+    text = f"{count} parameter{'s are' if count > 1 else ' is'} not the same on all ranks, bit for bit: {names}"
     evidence = {"parameters": list(facts.diverged[:NAMED_IN_EVIDENCE]), "count": count}
     return Verdict(
         "ranks.diverged", facts.step, text, healthy=False, proposal=Rollback(text, from_disk=True), evidence=evidence

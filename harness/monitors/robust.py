@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from harness.core.facts import StepFacts
+from harness.core.facts import SWITCH_DELAY, StepFacts
 
 ARMED_AFTER = 32
 """Applied steps before a limit is given. Earlier, loss and norm move too fast for their own past to say anything."""
-AHEAD = 2
+AHEAD = SWITCH_DELAY
 """Steps between the last value known and the step that its limit is for."""
 MAD_TO_SIGMA = 1.4826
 """1 / Phi^-1(3/4): makes the median absolute deviation of a normal sample an estimate of its standard deviation."""
@@ -63,6 +63,6 @@ def why_skipped(facts: StepFacts) -> Literal["", "data", "nonfinite", "loss", "n
         return "data"
     if facts.applied:
         return ""
-    if facts.over_limits and math.isfinite(facts.loss) and math.isfinite(facts.grad_norm):
+    if facts.over_limits:
         return "loss" if facts.loss > facts.limits.loss else "norm"
     return "nonfinite"

@@ -22,8 +22,9 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
     """
     if train.optimizer != "adamw":
         return ""
-    matrices = [param for param in model.parameters() if param.requires_grad and param.ndim >= 2]
-    sizes = [size for param in matrices if (size := param.float().square().mean().sqrt().item()) > 0]
+    matrices: list[torch.Tensor] = [param for param in model.parameters() if param.requires_grad and param.ndim >= 2]
+    norms = torch.stack(torch._foreach_norm(matrices)).tolist() if matrices else []
+    sizes = [norm / param.numel() ** 0.5 for norm, param in zip(norms, matrices, strict=True) if norm > 0]
     usual = median(sizes) if sizes else 0.0
     if not train.lr > HIGH * usual > 0:
         return ""

@@ -70,7 +70,7 @@ def probe_layers(
         times, note = times_of(shapes, tokens, recipe, plan.rung, facts, device)
         ratios = [times[shape][1] / times[shape][0] if shape in times else 0.0 for shape in shapes]
     agreed = max_over_ranks(torch.tensor(ratios, dtype=torch.float32, device=device)).tolist()
-    card = _card(facts, device)
+    card = facts.card(device.index)
     return keep_out(plan, recipe, slower(dict(zip(shapes, agreed, strict=True)), card, tokens), note)
 
 
@@ -113,7 +113,7 @@ def times_of(
             failure += _write(path, known)
     found = {shape: known[name] for shape in shapes if (name := _name(shape, tokens)) in known}
     fresh = sum(shape in found for shape in missing)
-    note = f"layers.probe on {_card(facts, device)}: {fresh} sizes timed, {len(found) - fresh} from {path}"
+    note = f"layers.probe on {facts.card(device.index)}: {fresh} sizes timed, {len(found) - fresh} from {path}"
     return found, note + damage + failure
 
 
@@ -121,12 +121,15 @@ def cache_file(recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.de
     """Where times are remembered: a file for each card, torch, backend version and `fp8` section."""
     library = facts.libraries.get(rung.backend)
     own = library.version if library else harness_version()
-    key = (_card(facts, device), facts.torch_version, facts.torch_cuda, rung.name, own, recipe.fp8.model_dump_json())
+    key = (
+        facts.card(device.index),
+        facts.torch_version,
+        facts.torch_cuda,
+        rung.name,
+        own,
+        recipe.fp8.model_dump_json(),
+    )
     return cache_dir() / f"shape_times-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
-
-
-def _card(facts: MachineFacts, device: torch.device) -> str:
-    return facts.devices[device.index or 0].name
 
 
 def _name(shape: Shape, tokens: int) -> str:

@@ -18,6 +18,8 @@ from rich.text import Text
 
 from harness.checkpoint.marks import read_marks
 from harness.core.alerts import catalogue
+from harness.core.errors import some
+from harness.core.naming import step_name
 from harness.tools.record import Record
 from harness.tools.shell import short, tool
 
@@ -59,9 +61,8 @@ class Streak:
         """`loss.skip`, `nonfinite.skip x 3 (windows 4, 5, 9)`: the same windows in two attempts point to the data."""
         if self.count == 1:
             return self.code
-        shown = ", ".join(map(str, self.windows[:MOST_WINDOWS]))
-        more = f" and {len(self.windows) - MOST_WINDOWS} more" if len(self.windows) > MOST_WINDOWS else ""
-        return f"{self.code} x {self.count}" + (f" (windows {shown}{more})" if shown else "")
+        shown = some(self.windows, MOST_WINDOWS)
+        return f"{self.code} x {self.count}" + (f" (windows {shown})" if shown else "")
 
 
 def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
@@ -196,7 +197,7 @@ def go_on(record: Record) -> str:
 
 def _good(run_dir: Path) -> Path | None:
     """The newest checkpoint that earned its mark and is still there; `--resume` verifies its hashes."""
-    folders = [run_dir / "checkpoints" / f"step-{step:08d}" for step in read_marks(run_dir / "checkpoints")]
+    folders = [run_dir / "checkpoints" / step_name(step) for step in read_marks(run_dir / "checkpoints")]
     return next((folder for folder in reversed(folders) if folder.is_dir()), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from harness.core.errors import some
 from harness.monitors.nonfinite import LOSS, Finding
 from harness.tools.replay_answer import DATA, Answer, Sample
 
@@ -80,9 +81,8 @@ def _without_origin(answer: Answer) -> list[str]:
 def _gradients(answer: Answer) -> list[str]:
     bad = [each for each in answer.gradients if each.bad]
     if bad:
-        named = ", ".join(each.parameter for each in bad[:SHOWN])
-        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        return [f"gradients not finite in the end: {len(bad)} of {len(answer.gradients)} parameters: {named}{more}"]
+        named = some([each.parameter for each in bad], SHOWN)
+        return [f"gradients not finite in the end: {len(bad)} of {len(answer.gradients)} parameters: {named}"]
     if not answer.bad(answer.here) or answer.here.bad_data:
         return []
     found = ["gradient norms, largest growth against the step before first:"]

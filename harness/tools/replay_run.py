@@ -133,8 +133,7 @@ class Rebuilt:
         """Go to the checkpoint of `step`, with the budgets that were spent by then. Raises CheckpointError."""
         recovery, incidents = self.run.recovery, self.run.state.incidents
         recovery.store = store
-        recovery.load(step)
-        _, meta = store.load(step)
+        meta = recovery.load(step)
         incidents.skips, incidents.switches = meta["budgets"]["skips"], meta["budgets"]["switches"]
         loop.stay_lowered(self.run)
 

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.core.errors import some
 from harness.tools.postmortem import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tools.record import SWITCHED, Record, bare
 from harness.tools.shell import short, tool
@@ -57,7 +58,7 @@ def fp8_proof(record: Record) -> str:
     logged = [names.get(slot, slot) for slot in sorted(expected)]
     silent = [slot for slot in logged if not any(v > 0 for v in record.series.get(f"fp8_amax/{slot}", {}).values())]
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
-    return f"{text}; none seen by: {_named(silent)}" if silent else text
+    return f"{text}; none seen by: {some(silent, MAX_NAMED)}" if silent else text
 
 
 def counts(record: Record) -> dict[str, int]:
@@ -109,7 +110,7 @@ def _steps(record: Record) -> str:
     found = counts(record)
     demoted = sorted({span[0] for span in record.demotions()})
     text = f"{found['steps']}: {found['applied']} applied, {found['skipped']} skipped; rollbacks {found['rollbacks']}; "
-    return text + f"demotions {found['demotions']}" + (f" ({_named(demoted)})" if demoted else "")
+    return text + f"demotions {found['demotions']}" + (f" ({some(demoted, MAX_NAMED)})" if demoted else "")
 
 
 def _speed(record: Record) -> str:
@@ -137,8 +138,3 @@ def _mlflow(run_dir: Path) -> str:
     if uri.startswith(("http://", "https://")):
         return f"delivered to {uri}"
     return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}"
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -16,6 +16,8 @@ from mlflow.entities import LoggedModelStatus, Metric, Run
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
+from harness.core.naming import step_name
+
 # A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
 _UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 
@@ -59,7 +61,7 @@ class CheckpointModels:
     def _create(self, step: int) -> str:
         model = self._client.create_logged_model(
             self._run.experiment_id,
-            name=_name(step),
+            name=step_name(step),
             source_run_id=self._run.run_id,
             tags={MLFLOW_MODEL_IS_EXTERNAL: "true"},
             model_type="checkpoint",
@@ -70,13 +72,9 @@ class CheckpointModels:
 
     def _find(self, step: int) -> str | None:
         if step not in self._ids:
-            mine = f"name = '{_name(step)}' AND source_run_id = '{self._run.run_id}'"
+            mine = f"name = '{step_name(step)}' AND source_run_id = '{self._run.run_id}'"
             found = self._client.search_logged_models([self._run.experiment_id], filter_string=mine, max_results=1)
             if not found:
                 return None
             self._ids[step] = found[0].model_id
         return self._ids[step]
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"

@@ -26,7 +26,7 @@ LINES_PER_RUN = 30
 REFRESH_SECONDS = 0.25
 SMOOTHING = 0.1
 PLAIN_WIDTH = 120
-_ALERT = re.compile(r"step \d+: ([a-z0-9]+\.[a-z_]+): ")
+_ALERT = re.compile(r"(?:step \d+: )?([a-z0-9]+\.[a-z_]+): ")
 
 
 class Console:

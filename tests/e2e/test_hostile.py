@@ -61,23 +61,34 @@ def prepare(folder: Path) -> str:
     return f"data.path={folder / 'text.txt'}"
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_kill_inside_a_rollback_changes_nothing(tmp_path: Path, before: bool) -> None:
-    undisturbed, killed = tmp_path / "a", tmp_path / "b"
-    for folder in (undisturbed, killed):
-        folder.mkdir()
+def prepare_two(folder: Path) -> tuple[Path, Path, str]:
+    """Two folders to run the same in, one of them undisturbed, and the argument that names their text."""
+    undisturbed, killed = folder / "a", folder / "b"
+    for each in (undisturbed, killed):
+        each.mkdir()
     text = prepare(undisturbed)
     for name in ("mine.py", "text.txt"):
         shutil.copy(undisturbed / name, killed)
+    return undisturbed, killed, text
+
+
+def die_in_rollback(folder: Path, before: bool, *arguments: str) -> None:
+    """Run in `folder` until KILLER strikes, before or after the rollback's second half."""
+    (folder / "killer.py").write_text(KILLER.format(root=str(ROOT), before=before))
+    line = command(*arguments)
+    line[1] = str(folder / "killer.py")
+    died = subprocess.run(line, cwd=folder, env=environment(), capture_output=True, check=False, timeout=120)
+    assert died.returncode == -signal.SIGKILL, "the kill must fire"
+
+
+@pytest.mark.faults(2)
+@pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_kill_inside_a_rollback_changes_nothing(tmp_path: Path, before: bool) -> None:
+    undisturbed, killed, text = prepare_two(tmp_path)
     seed = "train.seed=3"
     assert train(undisturbed, *ROLLBACK, text, seed).returncode == 0
     assert len(events(undisturbed / "runs" / "r", "guard.rollback")) == 1, "the fault must fire exactly once"
-    (killed / "killer.py").write_text(KILLER.format(root=str(ROOT), before=before))
-    line = command(*ROLLBACK, text, seed)
-    line[1] = str(killed / "killer.py")
-    died = subprocess.run(line, cwd=killed, env=environment(), capture_output=True, check=False, timeout=120)
-    assert died.returncode == -signal.SIGKILL, "the kill must fire"
+    die_in_rollback(killed, before, *ROLLBACK, text, seed)
     done = train(killed, *ROLLBACK, text, seed)
     assert done.returncode == 0, done.stdout
     a, b = undisturbed / "runs" / "r", killed / "runs" / "r"
@@ -139,15 +150,10 @@ def test_a_resume_path_that_is_no_checkpoint_is_refused_before_anything_is_writt
 
 
 @pytest.mark.slow
-@pytest.mark.faults
+@pytest.mark.faults(2)
 def test_a_kill_after_a_rollback_to_memory_resumes_on_the_same_branch(tmp_path: Path) -> None:
     """The disk has only older checkpoints: the steps up to the snapshot run once more, at their own learning rate."""
-    undisturbed, killed = tmp_path / "a", tmp_path / "b"
-    for folder in (undisturbed, killed):
-        folder.mkdir()
-    text = prepare(undisturbed)
-    for name in ("mine.py", "text.txt"):
-        shutil.copy(undisturbed / name, killed)
+    undisturbed, killed, text = prepare_two(tmp_path)
     arguments = (
         *ROLLBACK, text, "train.seed=3", "checkpoint.every=100", "guard.snapshot_every=4",
         "guard.rollback_lr_factor=0.5",
@@ -157,11 +163,7 @@ def test_a_kill_after_a_rollback_to_memory_resumes_on_the_same_branch(tmp_path: 
     a, b = undisturbed / "runs" / "r", killed / "runs" / "r"
     (rollback,) = events(a, "guard.rollback")
     assert rollback["source"] == "memory"
-    (killed / "killer.py").write_text(KILLER.format(root=str(ROOT), before=False))
-    line = command(*arguments)
-    line[1] = str(killed / "killer.py")
-    died = subprocess.run(line, cwd=killed, env=environment(), capture_output=True, check=False, timeout=120)
-    assert died.returncode == -signal.SIGKILL, "the kill must fire"
+    die_in_rollback(killed, False, *arguments)
     done = train(killed, *arguments)
     assert done.returncode == 0, done.stdout
     target = rollback["to_step"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from harness.core.config import TrainConfig
-from harness.core.gradients import grad_health, grad_norm, l2_norm, layer_norms
+from harness.core.gradients import grad_health, grad_norm, l2_norm
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
@@ -169,26 +169,6 @@ def test_what_fp16_rounds_away_are_zeros_in_fp32_gradients_and_a_scale_saves_it(
     assert lost > 0.2
     saved = grad_health(fp16_gradients(1e-5, 65536.0), scaled=True).zeros.item()
     assert saved < 0.005 < lost
-
-
-def test_norms_layer_by_layer() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"in": nn.Linear(200, 300), "frozen": nn.Linear(4, 4), "out": nn.Linear(300, 200)})
-    model["tied"] = nn.Linear(200, 300)
-    model["tied"].weight = model["in"].weight  # type: ignore[union-attr, assignment]
-    (model["out"](model["tied"](model["in"](torch.randn(3, 200))[:, :200])).sum()).backward()
-    norms, names = layer_norms(model)
-    assert names == ("in", "frozen", "out", "tied")
-    assert norms.dtype == torch.float32
-    expected = []
-    seen: set[nn.Parameter] = set()
-    for name in names:
-        own = [p for p in model[name].parameters() if p not in seen]
-        seen.update(own)
-        expected.append(exact_norm([p.grad for p in own if p.grad is not None]))
-    assert norms.tolist() == pytest.approx(expected, rel=1e-6)
-    assert norms[1] == 0.0
-    assert min(expected[0], expected[2], expected[3]) > 0.0
 
 
 @pytest.mark.parametrize(("scale", "measure"), [(65536.0, True), (65536.0, False), (None, True)])
