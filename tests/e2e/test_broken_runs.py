@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from e2e_support import ROOT, TEXT, environment, events, metrics, train
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(8, 11, 16)
 
 # What people write: a loss with exp in the precision that autocast left, and a model that cannot take some bytes.
 MODELS = """

@@ -27,7 +27,7 @@ from harness.loop import SWITCH_DELAY
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tools.train import Request, train
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(16)
 
 STEPS = 150
 LOSES = {"growing": 0.1, "hot": 0.03, "storm": 0.015}

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from harness.core.resources import find
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(11, 13)
 
 
 def run_faulty(folder: Path, target: str, args: str, *arguments: str) -> tuple[Path, Any]:

@@ -28,7 +28,7 @@ def series(folder: Path, key: str) -> list[tuple[int, float]]:
     return query(folder, "select step, value from metrics where key = ? order by step, timestamp", key)
 
 
-@pytest.mark.faults
+@pytest.mark.faults(18)
 def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     process = start(tmp_path, *ARGUMENTS)
@@ -70,7 +70,7 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.faults
+@pytest.mark.faults(18)
 def test_a_tracking_server_that_refuses_costs_nothing_and_can_be_synced_later(tmp_path: Path) -> None:
     short = ("--name", "r", "train.steps=6", "tracking.mlflow=true", "tracking.drain_seconds=1")
     done = train(tmp_path, *short, MLFLOW_TRACKING_URI="http://127.0.0.1:9")

@@ -124,7 +124,7 @@ def test_deepspeed_combinations_that_are_broken_name_the_alternative(tmp_path: P
 
 
 @pytest.mark.dist
-@pytest.mark.faults
+@pytest.mark.faults(6)
 @pytest.mark.parametrize("kind", [pytest.param(torchrun, marks=pytest.mark.slow), deepspeed])
 def test_sigterm_to_the_launcher_saves(tmp_path: Path, kind: object) -> None:
     run = tmp_path / "runs" / "r"

@@ -28,7 +28,7 @@ from harness.precision.recipe import load_recipe
 from harness.tools.replay import replay
 from harness.tools.replay_run import rebuild
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(10)
 
 BAD = 8
 """The step whose window has the marked sample; the checkpoint before it is of step 5."""

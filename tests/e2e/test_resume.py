@@ -39,7 +39,7 @@ def same_final_state(run: Path, other: Path) -> None:
             assert a[key].tobytes() == value.tobytes(), (name, key)
 
 
-@pytest.mark.faults
+@pytest.mark.faults(1)
 def test_kill_minus_nine_at_three_steps(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     generator = random.Random(os.environ.get("HARNESS_TEST_SEED", "7"))
@@ -57,7 +57,7 @@ def test_kill_minus_nine_at_three_steps(undisturbed: Path, tmp_path: Path) -> No
     same_final_state(run, undisturbed)
 
 
-@pytest.mark.faults
+@pytest.mark.faults(6)
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_exits_75(undisturbed: Path, tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "runs" / "r"
@@ -93,6 +93,7 @@ def test_a_longer_run_resumes_and_other_changes_are_refused_by_name(tmp_path: Pa
     assert "has finished" in again.stdout
 
 
+@pytest.mark.faults(4)
 def test_a_damaged_newest_checkpoint_is_set_aside(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     stopped = start(tmp_path, *ARGUMENTS)
@@ -112,6 +113,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(undisturbed: Path, tmp_path: P
     assert metrics(run) == metrics(undisturbed)
 
 
+@pytest.mark.faults(7)
 def test_the_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
     first = start(tmp_path, "--name", "r", "train.steps=2000", "checkpoint.every=0")
     wait_for_step(tmp_path / "runs" / "r", 2, first)

@@ -13,7 +13,7 @@ from e2e_support import ROOT, events, metrics, train
 
 from harness.core.resources import find
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(16)
 
 
 def run_loud(folder: Path, steps: int, recipe: str, *arguments: str, **model: int) -> Path:

@@ -24,7 +24,7 @@ from harness.data.tokens import prepare
 from harness.precision.recipe import load_recipe
 from harness.tools.train import Request, train
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(8, 9)
 
 # A GPT that is given its tokens as floats, as a model of images or signals would be.
 MODEL = """

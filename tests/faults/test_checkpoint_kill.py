@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.faults
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 REFUSED = 3
@@ -71,12 +69,14 @@ def swept(sweeps: dict[str, Any], scenario: str, mode: str, at_least: int) -> li
     return hit
 
 
+@pytest.mark.faults(1)
 def test_a_save_killed_at_any_call_leaves_the_checkpoints_before_it(sweeps: dict[str, Any]) -> None:
     results = swept(sweeps, "save", "kill", at_least=12)
     assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (*ALL, 60)}
     assert any(".tmp-step-00000060" in result["before"] for result in results)
 
 
+@pytest.mark.faults(3)
 @pytest.mark.parametrize("mode", ["full", "once"])
 def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing_behind(sweeps: dict[str, Any], mode: str) -> None:
     results = swept(sweeps, "save", mode, at_least=12)
@@ -87,6 +87,7 @@ def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing_behind(swee
     assert sum(result["exit"] == REFUSED for result in results) >= len(results) - 1
 
 
+@pytest.mark.faults(2)
 def test_a_retention_killed_at_any_call_deletes_only_what_it_may(sweeps: dict[str, Any]) -> None:
     results = swept(sweeps, "prune", "kill", at_least=8)
     assert all({20, 40, 50} <= set(result["valid"]) for result in results)
@@ -98,6 +99,7 @@ def test_a_retention_killed_at_any_call_deletes_only_what_it_may(sweeps: dict[st
     assert all(result["names"][-1] == "step-00000050" and "good.json" in result["names"] for result in results)
 
 
+@pytest.mark.faults(2)
 def test_a_rollback_killed_at_any_call_is_done_or_not_begun(sweeps: dict[str, Any]) -> None:
     results = swept(sweeps, "discard", "kill", at_least=6)
     assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (10, 20)}
@@ -108,6 +110,7 @@ def test_a_rollback_killed_at_any_call_is_done_or_not_begun(sweeps: dict[str, An
         assert sum("step-" in name for name in result["names"]) == 5
 
 
+@pytest.mark.faults(2, 3)
 @pytest.mark.parametrize("mode", ["full", "once"])
 def test_a_rollback_that_the_disk_refuses_is_an_error(sweeps: dict[str, Any], mode: str) -> None:
     results = swept(sweeps, "discard", mode, at_least=6)
@@ -115,6 +118,7 @@ def test_a_rollback_that_the_disk_refuses_is_an_error(sweeps: dict[str, Any], mo
     assert sum(result["exit"] == REFUSED for result in results) >= len(results) - 1
 
 
+@pytest.mark.faults(1, 4)
 @pytest.mark.parametrize("scenario", ["resave", "quarantine"])
 def test_a_repair_killed_at_any_call_overwrites_nothing(sweeps: dict[str, Any], scenario: str) -> None:
     results = swept(sweeps, scenario, "kill", at_least=2)
@@ -123,6 +127,7 @@ def test_a_repair_killed_at_any_call_overwrites_nothing(sweeps: dict[str, Any], 
         assert [name for name in result["names"] if name.startswith("quarantine")] == ["quarantine-step-00000050-1"]
 
 
+@pytest.mark.faults(1, 2)
 def test_random_kills_of_a_process_that_saves_and_prunes(tmp_path: Path) -> None:
     results = drive(None, tmp_path, "random:25")["random:25"]
     assert len(results) == 25
@@ -138,6 +143,7 @@ def test_random_kills_of_a_process_that_saves_and_prunes(tmp_path: Path) -> None
     assert any(".tmp-" in name for result in results for name in result["before"])
 
 
+@pytest.mark.faults(3)
 def test_a_save_over_the_file_size_limit_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
     result = drive(None, tmp_path, "limit:")["limit:"]
     assert result["exit"] == REFUSED

@@ -11,7 +11,7 @@ from e2e_support import ROOT, events, metrics, train
 
 from harness.core.resources import find
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(14)
 
 
 def run_fp16(folder: Path, target: str, *arguments: str, **args: float) -> Path:

@@ -24,7 +24,7 @@ from harness.precision.backends.native import NativeBackend
 from harness.precision.recipe import load_recipe
 from harness.tools.train import Request, train
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(15, 16)
 
 AT = 8
 GUILTY = "blocks.00.mlp.down"

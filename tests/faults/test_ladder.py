@@ -15,7 +15,7 @@ import pytest
 from e2e_support import ROOT, events, metrics, train
 from safetensors.numpy import load_file
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(11, 13, 17)
 
 FIXED = (
     "--name", "r", "train.global_batch=2", "train.micro_batch=2", "train.warmup_steps=10", "train.lr=5e-4",

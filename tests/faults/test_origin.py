@@ -19,7 +19,7 @@ from harness.precision.engine import build_backend
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import load_recipe
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.faults(10)
 CPU = torch.device("cpu")
 VALUES = (math.inf, -math.inf)
 CHOSEN = 2
