@@ -19,7 +19,7 @@ from mlflow.exceptions import MlflowException
 
 from harness.tracking.checkpoint_models import CheckpointModels
 from harness.tracking.position import JOURNAL, Position
-from harness.tracking.rows import METRICS_LINE, decode
+from harness.tracking.rows import METRICS_LINE, decode, read_rows
 
 MAX_METRICS = 1000
 MAX_ENTRIES = 100
@@ -54,6 +54,7 @@ class Sink:
             position.run_id, position.offset = run.info.run_id, 0
             position.save(run_dir)
         self._run_id: str = run.info.run_id
+        self._status: str = run.info.status
         self._models = CheckpointModels(self._client, run)
         self._attempt = 0
         self._counts: Counter[str] = Counter()
@@ -79,6 +80,11 @@ class Sink:
         self._send(metrics)
         self._tag_events(rows)
 
+    def resumed(self) -> None:
+        """A trainer is there, whatever the shipper of the one before it has said last."""
+        if self._status != "RUNNING":
+            self._client.update_run(self._run_id, status="RUNNING")
+
     def lost(self) -> None:
         """The trainer went without an "end" row: killed. A resume sets the run RUNNING again."""
         self._client.set_terminated(self._run_id, "KILLED")
@@ -103,7 +109,14 @@ class Sink:
         created = self._client.search_runs([number], f"tags.`{KEY_TAG}` = '{position.key}'", max_results=1)
         if created:
             return created[0]
-        return self._client.create_run(number, run_name=self._run_dir.name, tags={KEY_TAG: position.key})
+        # The journal's time here too: what is delivered late has not started after its end.
+        first = next(read_rows(self._run_dir / JOURNAL), None)
+        return self._client.create_run(
+            number,
+            start_time=_milliseconds(first) if first else None,
+            run_name=self._run_dir.name,
+            tags={KEY_TAG: position.key},
+        )
 
     def _send(self, metrics: Sequence[Metric]) -> None:
         for first in range(0, len(metrics), MAX_METRICS):

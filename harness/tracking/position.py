@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness.core.atomic import write_json
+from harness.core.untrusted import read_json
 from harness.tracking.rows import finished_size
 
 JOURNAL = "journal.jsonl"
@@ -29,9 +29,12 @@ class Position:
     def load(cls, run_dir: Path) -> Position:
         """The stored position; the beginning if there is none, it is damaged, or the journal does not reach it."""
         try:
-            stored = json.loads((run_dir / POSITION).read_text())
-            position = cls(stored["run_id"], int(stored["offset"]), stored["key"])
+            stored = read_json(run_dir / POSITION)
+            position = cls(stored["run_id"], stored["offset"], stored["key"])
         except (OSError, ValueError, KeyError, TypeError):
+            return cls()
+        texts = isinstance(position.key, str) and isinstance(position.run_id, str | None)
+        if not texts or type(position.offset) is not int or position.offset < 0:
             return cls()
         # After a power cut the journal may be shorter than what was delivered of it. To send a row again is harmless.
         if not _ends_a_row(run_dir / JOURNAL, position.offset):

@@ -1,7 +1,8 @@
 """What a resume has to know: rows that already stand in the journal for steps that are executed again.
 
 After a kill -9 the run starts again at its last checkpoint and repeats a few steps. A repeated row must not stand in
-the journal twice, and one that comes out different must not go unnoticed: a resume promises the same bits.
+the journal twice, and one that comes out different must not go unnoticed: a resume promises the same bits. What
+happened to the process or its disk is no repetition: a run that fails twice at one step has failed twice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Metrics = dict[str, float]
+_NOT_OF_THE_STEP = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +27,25 @@ class Seen:
 
 @dataclass
 class Replay:
-    """Rows by identity: (attempt, step, sorted metric names) or (attempt, step, event code)."""
+    """Rows by identity: (attempt, step, sorted metric names) or (attempt, step, event code).
 
+    latest: time of the last row of all, 0 if there is none.
+    """
+
+    latest: float = 0.0
     _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(default_factory=lambda: defaultdict(list))
     _events: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
     _reported: bool = False
+    _differs: bool = False
 
     @classmethod
     def index(cls, rows: Iterable[Mapping[str, Any]], resume_step: int) -> Replay:
         """Index the rows of steps from `resume_step` on."""
         replay = cls()
         for row in rows:
-            if row.get("step", -1) < resume_step:
+            replay.latest = max(replay.latest, row.get("time", 0.0))
+            # The step before too: a run that had done its last one is validated once more.
+            if row.get("step", -1) < resume_step - 1:
                 continue
             if row["kind"] == "metrics":
                 values = row["metrics"]
@@ -53,14 +62,21 @@ class Replay:
         for place, old in enumerate(standing):
             if _first_difference(old, values) is None:
                 del standing[place]
+                self._differs = False
                 return Seen(same=True)
         name = _first_difference(standing[-1], values)
         assert name is not None
+        self._differs = True
         report, self._reported = not self._reported, True
         return Seen(mismatch={"metric": name, "before": standing[-1][name], "now": values[name]}, report=report)
 
     def event(self, attempt: int, step: int, code: str) -> bool:
-        """True if this event already stands; each standing one is crossed off once."""
+        """True if this event already stands; each standing one is crossed off once.
+
+        Never where the figures of the step, as far as they are known, are others than those that stand.
+        """
+        if self._differs or code.startswith(_NOT_OF_THE_STEP):
+            return False
         identity = (attempt, step, code)
         if not self._events.get(identity):
             return False

@@ -11,6 +11,11 @@ from typing import Any
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TAIL = 64 * 1024
+_HEADS: Mapping[str, Mapping[str, type]] = {
+    "metrics": {"step": int, "attempt": int, "metrics": dict},
+    "event": {"step": int, "attempt": int, "code": str},
+    "end": {"status": str},
+}
 METRICS_LINE = b'{"kind": "metrics"'
 """How a metrics row's line begins: `kind` is every row's first key."""
 
@@ -28,9 +33,9 @@ def decode(line: bytes) -> dict[str, Any] | None:
     """The row in `line`, or None where it is no complete JSON object."""
     try:
         row = json.loads(line)
-    except ValueError:
+        return _restored(row) if isinstance(row, dict) else None
+    except (ValueError, RecursionError):
         return None
-    return _restored(row) if isinstance(row, dict) else None
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -44,9 +49,16 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _is_row(row: Mapping[str, Any]) -> bool:
     """Whether readers can rely on the row's head; what some other program wrote is passed over."""
-    numbers = [row.get(name, 0) for name in ("step", "attempt")]
-    metrics = row.get("metrics") if row.get("kind") == "metrics" else {}
-    return isinstance(row.get("kind"), str) and all(isinstance(n, int) for n in numbers) and isinstance(metrics, dict)
+    kind = row.get("kind")
+    if not isinstance(kind, str) or not all(isinstance(row[name], int) for name in ("step", "attempt") if name in row):
+        return False
+    head = _HEADS.get(kind, {})
+    values = row["metrics"].values() if kind == "metrics" and isinstance(row.get("metrics"), dict) else ()
+    return (
+        isinstance(row.get("time", 0.0), float | int)
+        and all(isinstance(row.get(name), of) for name, of in head.items())
+        and all(isinstance(value, float | int) for value in values)
+    )
 
 
 def finished_size(path: Path) -> int:

@@ -32,9 +32,11 @@ POLL = 0.5
 LONGEST_BACKOFF = 10.0
 CHUNK = 256 * 1024
 NICENESS = 10
+# A client that tries again by itself creates a second run where only the answer was lost; we look for the first.
+FIXED = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+# Seconds enough for a thousand metrics on a busy server: one that is given up goes on all the same, and slows the next.
 DEFAULTS = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 
@@ -143,6 +145,8 @@ class _Follower:
             try:
                 if sink is None:
                     sink = self._connect(position)
+                    if self.pid is not None:
+                        sink.resumed()
                 rows, offset = _read(self.run_dir / JOURNAL, position.offset)
                 if offset != position.offset:
                     sink.deliver(rows)
@@ -207,8 +211,7 @@ def main() -> int:
     parser.add_argument("--from", dest="born", type=int, default=0, help="journal bytes older than the trainer")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without success before giving up")
     options = parser.parse_args()
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(DEFAULTS | dict(os.environ) | FIXED)
     follower = _Follower(options.run_dir, options.experiment, options.pid, options.born, options.patience)
     if follower.pid is not None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

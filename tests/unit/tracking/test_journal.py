@@ -139,6 +139,28 @@ def test_a_replay_that_differs_is_written_and_named(tmp_path: Path, changed: flo
     assert len([row for row in rows if row["kind"] == "metrics" and row["step"] == 6]) == 2, "train and val, once each"
 
 
+def test_what_happened_to_a_process_stands_each_time_and_what_a_step_did_once(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    for resume_step in (None, 5):
+        with Journal(path, resume_step=resume_step) as journal:
+            journal.metrics(5, {"train/loss": 1.0})
+            journal.event(5, "nonfinite.skip")
+            journal.event(5, "checkpoint.failed", text="no room")
+            journal.event(5, "run.failed", text="out of memory")
+    assert codes_of(path) == ["nonfinite.skip", *["checkpoint.failed", "run.failed"] * 2]
+
+
+def test_events_of_a_step_that_comes_out_different_stand_beside_the_old_ones(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    for resume_step, loss in ((None, 1.0), (4, 2.0)):
+        with Journal(path, resume_step=resume_step) as journal:
+            for step in (4, 5):
+                journal.metrics(step, {"train/loss": loss if step == 4 else 3.0})
+                journal.event(step, "loss.spike")
+    spikes = [row["step"] for row in read_rows(path) if row.get("code") == "loss.spike"]
+    assert spikes == [4, 5, 4]
+
+
 def test_other_attempts_and_earlier_steps_are_no_replays(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with Journal(path) as journal:
