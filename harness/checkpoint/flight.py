@@ -7,22 +7,23 @@ newest three records are kept; of consecutive bad steps the first and the last.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from harness.checkpoint.incidents import incidents_from
 from harness.checkpoint.store import Store
 from harness.core.atomic import write_json
 from harness.core.facts import Limits, StepFacts, jsonable
 from harness.core.naming import step_name
 from harness.core.state import Incidents
+from harness.core.untrusted import read_json
 
 FOLDER = "flight"
 KEEP = 3
@@ -30,6 +31,8 @@ KEEP = 3
 
 _RECORD = "record.json"
 _BASE = "base"
+_COUNTS = ("step", "base", "window", "bad_data", "world_size", "threads")
+_WORDS = ("lowered", "recipe", "engine", "torch_version", "device")
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -174,13 +177,27 @@ def limits_of(record: Record) -> Limits:
 def _read(path: Path) -> Record | None:
     names = {each.name for each in fields(Record)}
     try:
-        raw: dict[str, Any] = json.loads(path.read_bytes())
+        raw: dict[str, Any] = read_json(path)
         values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
-        if values.keys() != names:
+        if values.keys() != names or not _sound(values) or path.parent.name != step_name(values["step"]):
             return None
-        return Record(**{**values, "incidents": Incidents(**values["incidents"])})
+        return Record(**{**values, "incidents": incidents_from(raw["incidents"])})
     except (OSError, ValueError, AttributeError, TypeError):
         return None
+
+
+def _sound(values: Mapping[str, Any]) -> bool:
+    """Whether figures are figures: steps name folders, which are deleted when they are old."""
+    counts = [values[name] for name in _COUNTS] + list(values["samples"])
+    figures = [limit for limit in values["limits"] if limit is not None]
+    words = [values[name] for name in _WORDS] + list(values["codes"]) + list(values["demoted"])
+    return (
+        all(type(count) is int and count >= 0 for count in counts)
+        and all(type(figure) in (int, float) for figure in figures)
+        and len(values["limits"]) == len(fields(Limits))
+        and all(isinstance(word, str) for word in words)
+        and min(values["world_size"], values["threads"]) > 0
+    )
 
 
 def _link(source: Path, target: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from harness.checkpoint.failures import failed
 from harness.core.atomic import write_json
 from harness.core.errors import CheckpointError, Problem
 from harness.core.state import Incidents
+from harness.core.untrusted import read_json
 
 _FILE = "incidents.json"
 _LISTS = ("skipped_windows", "returned_to")
@@ -29,24 +29,28 @@ def load_incidents(run_dir: Path) -> Incidents:
     """The run's incidents; new ones if it has none. Raises CheckpointError if they cannot be read as such."""
     path = run_dir / _FILE
     try:
-        raw = json.loads(path.read_bytes())
+        return incidents_from(read_json(path))
     except FileNotFoundError:
         return Incidents()
     except (OSError, ValueError) as error:
         raise CheckpointError(_damaged(path, str(error))) from error
+
+
+def incidents_from(raw: Any) -> Incidents:
+    """Incidents from what JSON says of them. Raises ValueError saying why they cannot be."""
     lists = [raw.get(key) for key in _LISTS] if isinstance(raw, dict) else [None]
     if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(Incidents)}:
-        raise CheckpointError(_damaged(path, "its keys are not those of this version"))
+        raise ValueError("its keys are not those of this version")
     if raw["lowered"] not in _PRECISIONS:
-        raise CheckpointError(_damaged(path, f"lowered is none of {', '.join(map(repr, _PRECISIONS))}"))
+        raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
     counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered")]
     if not all(_is_count(value) for value in [*raw["skipped_windows"], *raw["returned_to"], *counts]):
-        raise CheckpointError(_damaged(path, "a value is not a whole number of at least 0"))
+        raise ValueError("a value is not a whole number from 0 to 2^63")
     return Incidents(**raw)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _damaged(path: Path, why: str) -> Problem:

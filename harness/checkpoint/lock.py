@@ -30,7 +30,8 @@ class RunLock:
         descriptor: int | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            # Not through a link: what it leads to would be cut off.
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, dump_json(_self()), 0)
@@ -73,5 +74,5 @@ def _owner(descriptor: int | None) -> str:
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0)) if descriptor is not None else {}
         return f"process {owner['pid']} on {owner['host']} since {owner['started']}"
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return "owner not known"

@@ -7,7 +7,6 @@ itself: it is accepted only if it is exactly the bytes that its own content seri
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
@@ -17,6 +16,7 @@ from typing import Any
 
 from harness.core.atomic import dump_json
 from harness.core.errors import Problem
+from harness.core.untrusted import MAX_LARGE, parse_json, read_bounded, read_json
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -25,6 +25,9 @@ TENSORS = ".safetensors"
 _FORMAT = 1
 _MAX_MANIFEST = 1 << 20
 _MAX_HEADER = 100 << 20
+# torch: dimensions of a tensor, and what fits into one.
+_MAX_RANK = 64
+_MAX_LENGTH = 1 << 63
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9]+)?")
 _FIX = "use another checkpoint of this run: a plain resume picks the newest whole one by itself"
 
@@ -44,22 +47,26 @@ def file_entry(path: Path) -> dict[str, Any]:
         return {"bytes": stream.tell(), "sha256": digest.hexdigest()}
 
 
-def manifest_bytes(step: int, files: Mapping[str, Mapping[str, Any]], versions: Mapping[str, str]) -> bytes:
-    """The manifest of a checkpoint, sealed with the SHA-256 of its own content."""
-    return _seal({"format": _FORMAT, "step": step, "files": files, "versions": versions})
+def manifest_bytes(
+    step: int,
+    files: Mapping[str, Mapping[str, Any]],
+    versions: Mapping[str, str],
+    metrics: Mapping[str, float] | None = None,
+) -> bytes:
+    """The manifest of a checkpoint, sealed with the SHA-256 of its own content. metrics: finite numbers."""
+    content = {"format": _FORMAT, "step": step, "files": files, "versions": versions, "metrics": metrics or {}}
+    return _seal(content)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest in `folder`. Raises ValueError or OSError saying why it cannot be trusted."""
     path = folder / MANIFEST
     _check_regular(path)
-    if path.stat().st_size > _MAX_MANIFEST:
-        raise ValueError(f"is larger than {_MAX_MANIFEST} bytes")
-    raw = path.read_bytes()
+    raw = read_bounded(path, _MAX_MANIFEST)
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
         sealed = _seal({key: value for key, value in content.items() if key != "sha256"})
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise ValueError("is not a manifest") from error
     if raw != sealed:
         raise ValueError("differs from its own SHA-256")
@@ -107,10 +114,29 @@ def _check_file(path: Path, entry: Any) -> None:
     if file_entry(path)["sha256"] != entry.get("sha256"):
         raise ValueError("differs from its SHA-256")
     if path.name.endswith(TENSORS):
-        with path.open("rb") as stream:
-            header = int.from_bytes(stream.read(8), "little")
-        if header > min(_MAX_HEADER, size - 8):
-            raise ValueError(f"claims a header of {header} bytes")
+        _check_header(path, size)
+    elif path.name == STATE and not isinstance(read_json(path, MAX_LARGE), dict):
+        raise ValueError("holds no state")
+
+
+def _check_header(path: Path, size: int) -> None:
+    """What safetensors itself lets pass: endless headers, a name twice (the last one counts), shapes beyond torch's.
+
+    Offsets, data types and sizes are checked by safetensors when it loads the file.
+    """
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(_MAX_HEADER, size - 8):
+            raise ValueError(f"claims a header of {length} bytes")
+        header = parse_json(stream.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("has no header")
+    for name, entry in header.items():
+        shape = [] if name == "__metadata__" else entry.get("shape") if isinstance(entry, dict) else None
+        if not isinstance(shape, list) or len(shape) > _MAX_RANK:
+            raise ValueError(f"has no shape for {name[:80]!r}")
+        if not all(type(length) is int and 0 <= length < _MAX_LENGTH for length in shape):
+            raise ValueError(f"has an impossible shape for {name[:80]!r}")
 
 
 def _check_regular(path: Path) -> None:

@@ -6,10 +6,10 @@ empty list: goodness is earned again within a few steps.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from harness.core.atomic import write_json
+from harness.core.untrusted import read_json
 
 _FILE = "good.json"
 _KEPT = 64
@@ -18,8 +18,8 @@ _KEPT = 64
 def read_marks(root: Path) -> list[int]:
     """Steps marked good, oldest first; checkpoints deleted since may be among them."""
     try:
-        good = json.loads((root / _FILE).read_bytes())["good"]
-        return sorted({int(step) for step in good})
+        good = read_json(root / _FILE)["good"]
+        return sorted({step for step in good if type(step) is int and step >= 0})
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

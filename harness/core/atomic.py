@@ -23,12 +23,12 @@ def sync_folder(folder: Path) -> None:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not.
 
-    One writer at a time: the temporary name `.<name>.tmp` is fixed, so a killed writer's leftover is overwritten by
-    the next one. Raises OSError.
+    One writer at a time: the temporary name `.<name>.tmp` is fixed, so a killed writer's leftover is replaced by the
+    next one. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as stream:
+        with _new(temporary) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -37,6 +37,15 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _new(path: Path) -> BinaryIO:
+    """A file of its own at `path`: what is there may be a link or a pipe, if somebody else has made the folder."""
+    try:
+        return path.open("xb")
+    except FileExistsError:
+        path.unlink()
+        return path.open("xb")
 
 
 def dump_json(value: Any) -> bytes:

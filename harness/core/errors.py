@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
+
+CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Characters that have no place in text. Terminals obey some of them, C libraries end a name at others, and half of a
+surrogate pair cannot be printed."""
 
 
 class ExitCode(IntEnum):
@@ -34,7 +39,8 @@ class Problem:
             lines.append(f"    why: {self.why}")
         if self.fix:
             lines.append(f"    fix: {self.fix}")
-        return "\n".join(lines)
+        # Names of files and keys are other people's, and terminals obey some characters.
+        return CONTROL.sub(lambda found: repr(found[0])[1:-1], "\n".join(lines))
 
 
 class HarnessError(Exception):
@@ -72,6 +78,10 @@ class MachineError(HarnessError, RuntimeError):
     """This machine cannot run the plan (no usable GPU, no compiler, too little disk)."""
 
     exit_code = ExitCode.MACHINE
+
+
+class LostRankError(HarnessError, RuntimeError):
+    """Another rank was killed, froze or failed, so that this one cannot go on."""
 
 
 class MisuseError(HarnessError, RuntimeError):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from harness.core.errors import ConfigError, Problem, near_match
 
+# Characters of a path in a message.
+_SHOWN = 300
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -31,14 +33,13 @@ def find(kind: str, name_or_path: str) -> Path:
     match if there is no such file.
     """
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
-        path = Path(name_or_path).expanduser()
-        if path.is_file():
+        path = _home(name_or_path)
+        if _is_file(path):
             return path
-        raise ConfigError(
-            Problem("no such file", str(path), fix=f"check the path, or use a shipped name: {', '.join(shipped(kind))}")
-        )
+        fix = f"check the path, or use a shipped name: {', '.join(shipped(kind))}"
+        raise ConfigError(Problem("no such file", str(path)[:_SHOWN], fix=fix))
     path = resource_dir(kind) / f"{name_or_path}.yaml"
-    if path.is_file():
+    if _is_file(path):
         return path
     singular = kind.removesuffix("s")
     known = shipped(kind)
@@ -46,5 +47,21 @@ def find(kind: str, name_or_path: str) -> Path:
     if hint.startswith("did"):
         hint += f" (known: {', '.join(known)})"
     raise ConfigError(
-        Problem(f'no {singular} "{name_or_path}"', f"--{singular}", fix=f"{hint}; or give a path to a .yaml file")
+        Problem(
+            f'no {singular} "{name_or_path[:_SHOWN]}"', f"--{singular}", fix=f"{hint}; or give a path to a .yaml file"
+        )
     )
+
+
+def _home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # ~ of a user who does not exist
+        return Path(path)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a loop of links, a folder that may not be entered
+        return False

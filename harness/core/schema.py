@@ -11,6 +11,10 @@ from harness.core.errors import ConfigError, Problem, near_match
 
 T = TypeVar("T", bound=BaseModel)
 
+# Of problems, and of a key's characters: whoever wrote the file may have written thousands.
+_MOST = 20
+_KEY = 80
+
 
 class Strict(BaseModel):
     """Base of every section: unknown keys refused, no coercion of types, values frozen once validated."""
@@ -19,11 +23,17 @@ class Strict(BaseModel):
 
 
 def validate(model: type[T], data: Mapping[str, Any], source: str) -> T:
-    """`data` as `model`. Raises ConfigError with one Problem for every key that is wrong, prefixed by `source`."""
+    """`data` as `model`. Raises ConfigError with one Problem for every key that is wrong, prefixed by `source`; of
+    very many, the first ones.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError([_problem(model, item, source) for item in error.errors()]) from error
+        items = error.errors(include_url=False)
+        problems = [_problem(model, item, source) for item in items[:_MOST]]
+        if len(items) > _MOST:
+            problems.append(Problem(f"{len(items) - _MOST} more keys are wrong", source, fix="correct these first"))
+        raise ConfigError(problems) from error
 
 
 def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Problem:
@@ -31,20 +41,27 @@ def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Pr
     where = f"{source}: {_dotted(path)}" if path else source
     if item["type"] == "extra_forbidden":
         known = _known_keys(model, path[:-1])
-        return Problem(f'unknown key "{path[-1]}"', where, fix=near_match(str(path[-1]), known))
+        return Problem(f'unknown key "{_short(path[-1])}"', where, fix=near_match(_short(path[-1]), known))
     if item["type"] == "missing":
         return Problem("missing", where, fix="add this key")
     given = item.get("input")
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "literal_error" and isinstance(given, str):
         expected = [part.strip("' ") for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")]
-        return Problem(f"{given!r} is not one of {', '.join(expected)}", where, fix=near_match(given, expected))
+        return Problem(
+            f"{_short(given)!r} is not one of {', '.join(expected)}", where, fix=near_match(_short(given), expected)
+        )
     return Problem(f"{message} (given: {given!r})"[:400], where, fix="correct the value")
 
 
 def _dotted(path: Sequence[str | int]) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{_short(part)}" for part in path]
     return "".join(parts).lstrip(".")
+
+
+def _short(part: str | int) -> str:
+    text = str(part)
+    return text if len(text) <= _KEY else f"{text[:_KEY]}..."
 
 
 def _known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:

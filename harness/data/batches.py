@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.facts import Window
+from harness.data.token_file import TokenFile
 from harness.data.tokens import TokenData
 from harness.data.windows import sample_numbers
 
@@ -67,7 +68,7 @@ class TokenBatches:
         """This rank's (inputs, targets), each int64 [micro_batch, context] on the CPU: micro-batches `rank`,
         `rank + world_size`, ... of the window, so that the window's samples do not depend on the number of ranks.
 
-        Raises ConfigError if they do not divide evenly.
+        Raises ConfigError if they do not divide evenly, DataError if the snapshot cannot be read any longer.
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
@@ -104,7 +105,7 @@ class TokenBatches:
             "skipped": _readable(info["skipped"]),
         }
 
-    def _batch(self, tokens: npt.NDArray[np.uint8], samples: npt.NDArray[np.int64]) -> Batch:
+    def _batch(self, tokens: TokenFile | npt.NDArray[np.uint8], samples: npt.NDArray[np.int64]) -> Batch:
         context = self.tokens_per_sample
         rows = tokens[samples[:, None] * context + np.arange(context + 1)]
         batch = torch.from_numpy(rows.astype(np.int64))

@@ -8,14 +8,19 @@ import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from harness.core.errors import DataError, Problem, some
 
 MAX_BYTES = 1 << 30
 """Most bytes of text a run takes: all of it is held in memory once, while the snapshot is written."""
 
+BadFiles = Literal["auto", "skip", "fail"]
+"""What to do about files of a folder that are no text."""
+
 _CHUNK = 1 << 20
 _NAMED = 20
+_INSIDE = "link within the folder"
 _FIX_FILE = "give a UTF-8 text file or a folder of them; convert others with: iconv -t utf-8"
 
 
@@ -47,23 +52,28 @@ class Text:
     skipped: tuple[Skipped, ...] = ()
 
 
-def read_text(path: Path) -> Text:
+def read_text(path: Path, bad: BadFiles = "auto") -> Text:
     """The text at `path`: one UTF-8 file, or every UTF-8 file of a folder, recursively, sorted by relative path.
 
-    In a folder, hidden files and folders are ignored; empty and binary files (NUL bytes, not UTF-8) are skipped and
-    listed, and links within the folder too, since their targets are read in their own place. Raises DataError with a
-    Problem for every file that is missing, unreadable or a link out of the folder; when nothing is left; and when
-    there is more text than MAX_BYTES.
+    In a folder, hidden files and folders are ignored, and links within it are skipped and listed, since their targets
+    are read in their own place. Empty and binary files (NUL bytes, not UTF-8) are bad, and so are unreadable ones and
+    links out of the folder. bad: "skip": skip and list them all; "fail": a Problem for each of them; "auto": skip the
+    first two, a Problem for each of the others. Raises DataError with these; when nothing is left; and when there is
+    more text than MAX_BYTES.
     """
-    path = path.expanduser()
-    if path.is_dir():
+    try:
+        path = path.expanduser()
+        folder = path.is_dir()
         root = path.resolve()
-        return read_files(str(path), root, _walk(root))
-    text = read_files(str(path), path.resolve().parent, [path.resolve()])
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataError(_unreadable(path, error)) from error
+    if folder:
+        return read_files(str(path), root, _walk(root), bad)
+    text = read_files(str(path), root.parent, [root])
     return Text(text.source, text.documents)
 
 
-def read_files(source: str, root: Path, paths: Iterable[Path]) -> Text:
+def read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "auto") -> Text:
     """The text of `paths`, named relative to `root`. Raises DataError as `read_text` does."""
     documents: list[Document] = []
     skipped: list[Skipped] = []
@@ -74,9 +84,13 @@ def read_files(source: str, root: Path, paths: Iterable[Path]) -> Text:
         try:
             content = _read_file(path, root)
         except DataError as error:
-            problems += error.problems
-            continue
+            if bad != "skip":
+                problems += error.problems
+                continue
+            content = error.problems[0].what
         if isinstance(content, str):
+            if bad == "fail" and content != _INSIDE:
+                problems.append(Problem(f"no text: {content}", _where(path), fix=f"{_FIX_FILE}; or set data.bad=skip"))
             skipped.append(Skipped(name, content))
             continue
         total += len(content)
@@ -87,7 +101,8 @@ def read_files(source: str, root: Path, paths: Iterable[Path]) -> Text:
     if not documents and not problems:
         problems.append(_nothing_left(source, skipped))
     if problems:
-        raise DataError(problems)
+        more = [Problem(f"{len(problems) - _NAMED} more like these", source)] if len(problems) > _NAMED else []
+        raise DataError([*problems[:_NAMED], *more])
     return Text(
         source,
         tuple(sorted(documents, key=lambda document: document.name)),
@@ -96,18 +111,13 @@ def read_files(source: str, root: Path, paths: Iterable[Path]) -> Text:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Files and links below `root`, hidden ones left out. Raises DataError for folders that cannot be listed."""
-    problems: list[Problem] = []
-
-    def unlistable(error: OSError) -> None:
-        problems.append(_unreadable(Path(error.filename), error))
-
-    for folder, folders, files in os.walk(root, onerror=unlistable):
+    """Files and links below `root`, hidden ones left out; at last the folders that cannot be listed."""
+    closed: list[Path] = []
+    for folder, folders, files in os.walk(root, onerror=lambda error: closed.append(Path(error.filename))):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if Path(folder, name).is_symlink()]
         yield from (Path(folder, name) for name in sorted([*files, *links]) if not name.startswith("."))
-    if problems:
-        raise DataError(problems)
+    yield from closed
 
 
 def _read_file(path: Path, root: Path) -> bytes | str:
@@ -116,11 +126,13 @@ def _read_file(path: Path, root: Path) -> bytes | str:
         if path.is_symlink():
             target = path.resolve(strict=True)
             if target.is_relative_to(root):
-                return "link within the folder"
+                return _INSIDE
             raise DataError(
                 Problem(f"is a link out of the folder, to {target}", _where(path), fix="copy the file there instead")
             )
         status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            os.listdir(path)  # raises what made the walk stop there
         # Opening a pipe would wait for ever, and a huge file would take the memory before it could be counted.
         if not stat.S_ISREG(status.st_mode):
             return "not a regular file"
@@ -153,7 +165,9 @@ def _where(path: Path | str) -> str:
 def _unreadable(path: Path, error: Exception) -> Problem:
     if isinstance(error, FileNotFoundError) and not path.is_symlink():
         return Problem("no such file or folder", _where(path), fix="check the path")
-    reason = error.strerror if isinstance(error, OSError) else "a link that leads to itself"
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    if isinstance(error, RuntimeError):
+        reason = "a link that leads to itself"
     fix = "remove the link, or mend it" if path.is_symlink() else "make it readable for this user, or leave it out"
     return Problem(f"cannot be read: {reason}", _where(path), fix=fix)
 

@@ -8,7 +8,7 @@ is no snapshot.
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.atomic import atomic_file, write_json
+from harness.core.atomic import atomic_file, dump_json
 from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
+from harness.core.untrusted import MAX_LARGE, read_json
 from harness.data.corpus import standard_library
 from harness.data.split import split_documents
 from harness.data.text import Document, Text, read_text
+from harness.data.token_file import FIX, TokenFile
 
 VOCAB = 256
 """Number of token ids: one per byte value."""
@@ -30,18 +32,19 @@ VOCAB = 256
 _FORMAT = 1
 _SEPARATOR = b"\n"
 _CHUNK = 1 << 22
+_LISTED = {"files": "split", "skipped": "reason"}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """A run's tokens. train, val: uint8, one token per byte, mapped read-only from the snapshot.
+    """A run's tokens. train, val: uint8, one token per byte, read from the snapshot when they are wanted.
 
     info: the contents of `corpus.json`: source, files (name, split, bytes), skipped files, sha256 of each split and
     of both in a row, unigram_bits_per_byte.
     """
 
-    train: npt.NDArray[np.uint8]
-    val: npt.NDArray[np.uint8]
+    train: TokenFile | npt.NDArray[np.uint8]
+    val: TokenFile | npt.NDArray[np.uint8]
     info: Mapping[str, Any]
 
     @property
@@ -65,7 +68,7 @@ def prepare(config: DataConfig, run_dir: Path, global_batch: int = 1) -> TokenDa
     """
     folder = run_dir / "data"
     if not (folder / "corpus.json").exists():
-        text = read_text(Path(config.path)) if config.path else standard_library()
+        text = read_text(Path(config.path), config.bad) if config.path else standard_library()
         train, val = split_documents(text.documents, config.val_fraction)
         _check_length(text.source, _size(train), _size(val), config, global_batch)
         try:
@@ -111,7 +114,12 @@ def _write(folder: Path, text: Text, train: Sequence[Document], val: Sequence[Do
     info["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in text.skipped]
     info["sha256"] = overall.hexdigest()
     info["unigram_bits_per_byte"] = unigram_entropy(counts)
-    write_json(folder / "corpus.json", info)
+    described = dump_json(info)
+    if len(described) > MAX_LARGE:
+        fix = "join small files into larger ones"
+        raise DataError(Problem(f"{len(info['files'])} files are too many", text.source, fix=fix))
+    with atomic_file(folder / "corpus.json") as stream:
+        stream.write(described)
 
 
 def _chunks(documents: Sequence[Document]) -> Iterator[bytes]:
@@ -126,48 +134,53 @@ def _chunks(documents: Sequence[Document]) -> Iterator[bytes]:
 def _open(folder: Path) -> TokenData:
     """The snapshot in `folder`. Raises DataError naming each file of it that does not match its hash."""
     try:
-        info = json.loads((folder / "corpus.json").read_bytes())
-        expected = {split: (int(info[split]["bytes"]), str(info[split]["sha256"])) for split in ("train", "val")}
-        damaged = info["format"] != _FORMAT or not isinstance(info["unigram_bits_per_byte"], float)
-    except (OSError, ValueError, TypeError, KeyError):
-        damaged, info, expected = True, {}, {}
-    if damaged:
-        raise DataError(_damaged(folder / "corpus.json", "it cannot be read as the snapshot's description"))
-    splits: dict[str, npt.NDArray[np.uint8]] = {}
+        info = read_json(folder / "corpus.json", MAX_LARGE)
+        expected = _expected(info)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"it cannot be read as the snapshot's description: {type(error).__name__}: {error}"
+        raise DataError(_damaged(folder / "corpus.json", why[:300])) from error
+    splits: dict[str, TokenFile] = {}
     problems: list[Problem] = []
     overall = hashlib.sha256()
     for split, (size, sha256) in expected.items():
         path = folder / f"{split}.bin"
-        try:
-            actual = path.stat().st_size
-            if actual != size:
-                problems.append(_damaged(path, f"{actual} bytes, {size} expected"))
-                continue
-            splits[split] = np.memmap(path, dtype=np.uint8, mode="r")
-        except OSError as error:
-            problems.append(_damaged(path, f"{error.strerror}"))
-            continue
         digest = hashlib.sha256()
-        for start in range(0, size, _CHUNK):
-            chunk = splits[split][start : start + _CHUNK].tobytes()
-            digest.update(chunk)
-            overall.update(chunk)
-        if digest.hexdigest() != sha256:
-            problems.append(_damaged(path, "its SHA-256 differs from the one in corpus.json"))
-    if not problems and overall.hexdigest() != info.get("sha256"):
+        try:
+            splits[split] = TokenFile(path, size)
+            for chunk in splits[split].chunks():
+                digest.update(chunk)
+                overall.update(chunk)
+        except DataError as error:
+            problems += error.problems
+        except (OSError, ValueError) as error:
+            problems.append(_damaged(path, getattr(error, "strerror", None) or str(error)))
+        else:
+            if digest.hexdigest() != sha256:
+                problems.append(_damaged(path, "its SHA-256 differs from the one in corpus.json"))
+    if not problems and overall.hexdigest() != info["sha256"]:
         problems.append(_damaged(folder / "corpus.json", "its overall SHA-256 is not that of the two files"))
     if problems:
         raise DataError(problems)
     return TokenData(splits["train"], splits["val"], info)
 
 
+def _expected(info: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """(bytes, SHA-256) of each split. Raises ValueError, TypeError or KeyError if `info` is not what it should be."""
+    entropy = info["unigram_bits_per_byte"]
+    named = [(entry["name"], entry[key]) for part, key in _LISTED.items() for entry in info[part]]
+    texts = [info["source"], info["sha256"], *(text for pair in named for text in pair)]
+    if info["format"] != _FORMAT or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it is of another format")
+    if not isinstance(entropy, float) or not math.isfinite(entropy):
+        raise ValueError("unigram_bits_per_byte is no number")
+    expected = {split: (info[split]["bytes"], info[split]["sha256"]) for split in ("train", "val")}
+    if not all(type(size) is int and size >= 0 for size, _ in expected.values()):
+        raise ValueError("a size is no whole number")
+    return expected
+
+
 def _damaged(path: Path, why: str) -> Problem:
-    return Problem(
-        "the run's copy of its text is damaged",
-        str(path),
-        why=why,
-        fix="restore the data folder from another copy of this run, or start a new run with another --name",
-    )
+    return Problem("the run's copy of its text is damaged", str(path), why=why, fix=FIX)
 
 
 def _size(documents: Sequence[Document]) -> int:

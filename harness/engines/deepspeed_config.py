@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from harness.core.config import merge
 from harness.core.errors import ConfigError, Problem
 from harness.core.resources import resource_dir
+from harness.core.untrusted import read_json
 
 Precision = Literal["fp8", "bf16", "fp16", "fp32"]
 _MAX_BYTES = 256 * 1024
@@ -168,15 +168,12 @@ def build_config(
 def _read_json(name_or_path: str) -> dict[str, Any]:
     bare = "/" not in name_or_path and not name_or_path.endswith(".json")
     shipped = resource_dir("configs") / "deepspeed"
-    path = shipped / f"{name_or_path}.json" if bare else Path(name_or_path).expanduser()
     try:
-        raw = path.read_bytes()
-        if len(raw) > _MAX_BYTES:
-            raise ValueError(f"{len(raw)} bytes, more than {_MAX_BYTES}")
-        data = json.loads(raw)
+        path = shipped / f"{name_or_path}.json" if bare else Path(name_or_path).expanduser()
+        data = read_json(path, _MAX_BYTES)
         if not isinstance(data, dict):
             raise TypeError(f"holds a {type(data).__name__}, not an object")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         known = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
         raise ConfigError(
             Problem(

@@ -25,6 +25,11 @@ def build_model(config: ModelConfig) -> nn.Module:
     """Import the target and call it. Raises ConfigError if it is missing, fails, or returns no Module."""
     module_name, _, function_name = config.target.partition(":")
     where = f"model.target {config.target!r}"
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        # Such as os:system. A config names code to run; this much of it can never be a model.
+        raise ConfigError(
+            Problem("is of Python's own library, which has no models", where, fix="name your own function")
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # console scripts do not have the working folder on their path
     try:

@@ -25,6 +25,7 @@ from harness.capability.tier import Tier, tier_of
 from harness.core.atomic import write_json
 from harness.core.collectives import max_over_ranks, world_rank
 from harness.core.errors import ConfigError, Problem
+from harness.core.untrusted import read_json
 from harness.core.user_cache import cache_dir
 from harness.core.version import harness_version
 from harness.precision.plan import Plan
@@ -138,8 +139,13 @@ def _name(shape: Shape, tokens: int) -> str:
 
 def _reasons_in(plan: Mapping[str, Any]) -> dict[Shape, str]:
     """Sizes that a written plan kept out for their time."""
-    rows = [row for row in plan.get("layers", ()) if str(row["reason"]).startswith(_SLOWER)]
-    return {(row["shape"][0], row["shape"][1]): row["reason"] for row in rows}
+    found: dict[Shape, str] = {}
+    layers = plan.get("layers")
+    for row in layers if isinstance(layers, list | tuple) else ():
+        match row:
+            case {"reason": str(reason), "shape": [int(out), int(into)]} if reason.startswith(_SLOWER):
+                found[out, into] = reason
+    return found
 
 
 def _read(path: Path) -> tuple[dict[str, Seconds], str]:
@@ -147,7 +153,7 @@ def _read(path: Path) -> tuple[dict[str, Seconds], str]:
     if not path.exists():
         return {}, ""
     try:
-        known = {name: (float(bf16), float(fp8)) for name, (bf16, fp8) in json.loads(path.read_text()).items()}
+        known = {name: (float(bf16), float(fp8)) for name, (bf16, fp8) in read_json(path).items()}
         if not all(seconds > 0 for times in known.values() for seconds in times):
             raise ValueError("times must be positive")
     except (OSError, ValueError, TypeError, AttributeError) as error:

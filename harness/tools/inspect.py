@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.core.errors import ExitCode
+from harness.core.untrusted import MAX_LARGE, read_json
 from harness.tools.record import Record, bare
 from harness.tools.summary import account
 
@@ -109,14 +109,15 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, History]:
 
     for checkpoint in sorted(folder.glob("step-*"), reverse=True):
         try:
-            tensors = load_file(checkpoint / "fp8.safetensors")
-            state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-            history, names = tensors["history"], state["parts"]["fp8"]["slots"]
+            if not (checkpoint / "fp8.safetensors").is_file():
+                continue
+            history = load_file(checkpoint / "fp8.safetensors")["history"]
+            names = read_json(checkpoint / "state.json", MAX_LARGE)["parts"]["fp8"]["slots"]
             step = int(checkpoint.name.removeprefix("step-"))
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            # Row 0 is where the next amax is gathered; rows 1 to L-1 run from the oldest update to the newest.
+            return step, {bare(name): _filled(history[1:, place]) for place, name in enumerate(names)}
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError):
             continue
-        # Row 0 is where the next amax is gathered; rows 1 to L-1 run from the oldest update to the newest.
-        return step, {bare(name): _filled(history[1:, place]) for place, name in enumerate(names)}
     return None, {}
 
 

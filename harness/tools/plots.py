@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.atomic import atomic_file
 from harness.core.facts import ROLES
 from harness.tools.record import Record, Series, bare, split_slot
 
@@ -120,7 +121,8 @@ def _figure(width: float, height: float) -> tuple[Any, Axes]:
 
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor="white")
+    with atomic_file(path) as stream:
+        figure.savefig(stream, format="png", facecolor="white")
 
 
 def _finite(series: Series) -> tuple[list[int], list[float]]:

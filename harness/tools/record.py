@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.facts import ROLES
+from harness.core.untrusted import MAX_LARGE, read_json
 from harness.tracking.folder import require_run
 from harness.tracking.position import JOURNAL
 from harness.tracking.rows import read_rows
@@ -20,6 +20,7 @@ from harness.tracking.rows import read_rows
 SWITCHED = "precision.switched"
 SLOT_STATES = ("native", "transformer_engine")
 """Backends that keep an amax history and so can prove that FP8 ran."""
+_OF_A_LAYER = ("module", "precision", "backend")
 Series = dict[int, float]
 Demotions = list[tuple[str, int, int | None]]
 
@@ -74,7 +75,7 @@ class Record:
             if event["code"] == SWITCHED and not _lost(begins, event["attempt"], event["step"])
         ]
         outcome = end | _read_json(run_dir / "outcome.json")
-        return cls(run_dir, series, abandoned, events, switches, run, _read_json(run_dir / "plan.json"), outcome)
+        return cls(run_dir, series, abandoned, events, switches, run, _read_plan(run_dir / "plan.json"), outcome)
 
     def last(self, name: str) -> float | None:
         """The value of the highest step of a metric, None if it was never logged."""
@@ -149,9 +150,24 @@ def _lost(begins: Mapping[int, int], attempt: int, step: int) -> bool:
     return any(later > attempt and begin <= step for later, begin in begins.items())
 
 
+def _read_plan(path: Path) -> dict[str, Any]:
+    """plan.json with the layers that are described as they should be; empty if it is no plan."""
+    plan = _read_json(path)
+    layers = plan.get("layers")
+    if not isinstance(layers, list) or not all(isinstance(plan.get(key), str) for key in ("requested", "resolved")):
+        return {}
+    return plan | {
+        "layers": [
+            layer
+            for layer in layers
+            if isinstance(layer, dict) and all(isinstance(layer.get(key), str) for key in _OF_A_LAYER)
+        ]
+    }
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path, MAX_LARGE)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from harness.core.atomic import atomic_file
 from harness.tools.plots import loss_plot, saturation_plot
 from harness.tools.record import Record
 from harness.tools.summary import account
@@ -42,7 +43,8 @@ def write(run_dir: Path) -> list[Path]:
         if draw(record, path)
     ]
     report = run_dir / "report.html"
-    report.write_text(_page(record, pictures), encoding="utf-8")
+    with atomic_file(report) as stream:
+        stream.write(_page(record, pictures).encode())
     return [*pictures, report]
 
 
