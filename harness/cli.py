@@ -13,7 +13,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from harness.core.errors import HarnessError
+from harness.core.errors import ExitCode, HarnessError, LostRankError
+from harness.core.wrapper import tell_wrapper
+from harness.stop import StoppedEarly, end_at_a_signal, stop_while_starting
 
 # Ranks start some seconds apart on a busy machine.
 _LEAD_SPEAKS_SECONDS = 5.0
@@ -37,7 +39,11 @@ def _guarded(action: Callable[[], int]) -> None:
     except HarnessError as error:
         _tell(error)
         code = int(error.exit_code)
-    except Exception:
+    except StoppedEarly as signal:
+        end_at_a_signal(ExitCode.STOPPED)
+        print(f"{signal}: stopped before training began; the same command starts it again", file=sys.stderr)
+        code = int(ExitCode.STOPPED)
+    except (Exception, KeyboardInterrupt):
         if "RANK" not in os.environ:
             raise
         traceback.print_exc()
@@ -50,7 +56,7 @@ def _guarded(action: Callable[[], int]) -> None:
 def _tell(error: HarnessError) -> None:
     """Print it. What all ranks found, rank 0 says; a launcher ends the others as soon as it is gone."""
     rank = os.environ.get("RANK", "0")
-    if rank != "0":
+    if rank != "0" and not isinstance(error, LostRankError):
         time.sleep(_LEAD_SPEAKS_SECONDS)
     print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
 
@@ -61,6 +67,7 @@ def _end_rank(code: int) -> NoReturn:
     DeepSpeed keeps its process groups in its globals, so their threads still run by then, and one that asks for
     Python's lock aborts the process (or waits for ever): a rank whose work is done would count as failed.
     """
+    tell_wrapper(code)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -80,6 +87,7 @@ def train(
     """Train. Alone: one process; under torchrun: DDP; under deepspeed: DeepSpeed."""
 
     def action() -> int:
+        stop_while_starting()
         from harness.core.config import load_config
         from harness.precision.recipe import load_recipe
 
@@ -216,17 +224,9 @@ def verify(run: RunFolder) -> None:
     """Check every byte of a run's checkpoints against their manifests."""
 
     def action() -> int:
-        from harness.checkpoint.store import Store
-        from harness.tracking.folder import require_run
+        from harness.tools.verify import verify
 
-        store = Store(require_run(run) / "checkpoints", readonly=True)
-        damaged = 0
-        for step in store.steps():
-            problems = store.verify(step)
-            damaged += bool(problems)
-            print(f"{store.path(step)}: {'; '.join(str(problem) for problem in problems) or 'ok'}")
-        print(f"{len(store.steps()) - damaged} of {len(store.steps())} checkpoints verify")
-        return 1 if damaged or not store.steps() else 0
+        return verify(run)
 
     _guarded(action)
 

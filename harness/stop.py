@@ -4,13 +4,71 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _FORCE_AFTER = 3
+
+
+def _parent_of(pid: int) -> int:
+    """Parent of a process, 0 if it cannot be told (the process is gone, or there is no /proc)."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _launchers() -> tuple[int, int]:
+    """Parent, and grandparent if it is the deepspeed launcher (else 0)."""
+    parent = os.getppid()
+    grandparent = _parent_of(parent)
+    return parent, grandparent if "deepspeed" in _command_of(grandparent) else 0
+
+
+# Looked up as early as can be: a launcher may die while its ranks start, and then another process is their parent.
+_PARENT, _GRANDPARENT = _launchers()
+
+
+class StoppedEarly(BaseException):
+    """A signal (its name is the argument) while the run starts. No Exception, which imports may swallow."""
+
+
+class _StartUp:
+    """What signals meant before the run began to start, and the first one that came since."""
+
+    def __init__(self) -> None:
+        self.before: dict[signal.Signals, Any] = {}
+        self.reason = ""
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.reason = self.reason or signal.Signals(number).name
+        raise StoppedEarly(self.reason)
+
+
+_start_up = _StartUp()
+
+
+def stop_while_starting() -> None:
+    """Until `StopRequest.install` a signal raises StoppedEarly in the main thread: there is nothing to save yet."""
+    _start_up.before |= _take_over(_start_up.on_signal)
+
+
+def _take_over(handler: Any) -> dict[signal.Signals, Any]:
+    """Set `handler` for the signals that ask to stop; returns what was set. What nohup ignores stays ignored."""
+    wanted = [each for each in _SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in wanted}
 
 
 class StopRequest:
@@ -25,16 +83,23 @@ class StopRequest:
         self._interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
-        self._parent = os.getppid() if launched else 0
-        grandparent = _parent_of(self._parent) if launched else 0
-        self._grandparent = grandparent if grandparent and "deepspeed" in _command_of(grandparent) else 0
+        self._parent, self._grandparent = (_PARENT, _GRANDPARENT) if launched else (0, 0)
 
     def install(self) -> None:
-        """Take over SIGTERM, SIGINT and SIGUSR1. Call it in the main thread."""
-        self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        """Take over SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Call it in the main thread."""
+        self._before = _take_over(self._on_signal) | _start_up.before
+        self.reason = self.reason or _start_up.reason  # one whose exception something has swallowed
+        _start_up.before, _start_up.reason = {}, ""
 
-    def uninstall(self) -> None:
-        """Signals mean again what they meant before: nothing is left to save."""
+    def uninstall(self, exit_code: int | None = None) -> None:
+        """Nothing is left to save: signals mean again what they meant before.
+
+        With `exit_code`, how the run has ended, they end the process at once and with that code instead: launchers
+        and impatient people signal twice.
+        """
+        if exit_code is not None:
+            end_at_a_signal(exit_code)
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -62,16 +127,12 @@ class StopRequest:
                 raise KeyboardInterrupt
 
 
-def _parent_of(pid: int) -> int:
-    """Parent of a process, 0 if it cannot be told (the process is gone, or there is no /proc)."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+def end_at_a_signal(exit_code: int) -> None:
+    """From now on a signal ends the process at once, with the code that it is about to end with."""
+    _take_over(lambda number, frame: _end_at_once(exit_code))
 
 
-def _command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
+def _end_at_once(exit_code: int) -> None:
+    with suppress(OSError, RuntimeError, ValueError):  # the signal may have come in the middle of a print
+        sys.stdout.flush()
+    os._exit(exit_code)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # torchrun launch/train.py ARGS... (DDP), returning the run's true exit code.
 # Environment: RANKS (default: every GPU, or 1 on a CPU), LAUNCHER_ARGS (default: --standalone; several nodes: see
-# slurm.sbatch). The command itself is printed and can be used alone.
+# slurm.sbatch), OUTCOME_WAIT (seconds that ranks have to finish a step and save when asked to stop; default: 120). The
+# command itself is printed and can be used alone.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . launch/outcome.sh
@@ -11,6 +12,8 @@ command -v torchrun >/dev/null || {
   exit 4
 }
 ranks=${RANKS:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+# After its own 30 s it would kill ranks that are still saving. A frozen rank is killed as much later.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-${OUTCOME_WAIT:-120}}
 # -- first: torchrun would take options of ours that abbreviate one of its own.
 # shellcheck disable=SC2086 # LAUNCHER_ARGS is a list of words
 set -- torchrun ${LAUNCHER_ARGS:---standalone} --nproc_per_node "$ranks" -- launch/train.py "$@"

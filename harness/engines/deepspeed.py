@@ -32,7 +32,8 @@ from harness.engines.deepspeed_config import (
 )
 from harness.engines.deepspeed_parts import ZeroModelPart, ZeroOptimizerPart
 from harness.engines.parts import ModelPart, OptimizerPart
-from harness.engines.process_group import Ranks, join, leave, read_launch
+from harness.engines.peers import lost_rank_named
+from harness.engines.process_group import Ranks, join, leave, limit_every_group, read_launch
 
 
 class DeepSpeedEngine(Ranks):
@@ -118,6 +119,7 @@ class DeepSpeedEngine(Ranks):
                     for item in error.errors()
                 ]
             ) from error
+        limit_every_group(timeout_seconds)
         materialise(optimizer)
         if self._sharded:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # as after a first step
@@ -127,12 +129,14 @@ class DeepSpeedEngine(Ranks):
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch; ZeRO 0 and 1 exchange gradients in the last one only."""
         self._engine.set_gradient_accumulation_boundary(last)
-        yield
+        with lost_rank_named():
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of `loss`; DeepSpeed applies its own loss scale in fp16."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
+    @lost_rank_named()
     def step(self, agree: Tensor, limits: Limits = NO_LIMITS, measure: bool = False) -> Update:
         """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks, world_rank, world_size
 from harness.core.errors import ConfigError, Problem
+from harness.engines.peers import lost_rank_named, meet
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -105,6 +106,16 @@ def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
             world_size=launch.world_size,
             device_id=device if device.type == "cuda" else None,
         )
+        meet()
+
+
+def limit_every_group(timeout_seconds: float) -> None:
+    """Let the groups that a library made for itself give up when ours does: theirs would wait for torch's 30 minutes.
+
+    Torch has no public way to ask for its groups or to change a timeout.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def leave() -> None:
@@ -120,6 +131,7 @@ class Ranks:
         self.device = device
         self.rank, self.world_size = world_rank(), world_size()
 
+    @lost_rank_named()
     def mean(self, values: Tensor) -> Tensor:
         """Mean over ranks of fp32 [n] or 0-d, summed in rank order, so that all ranks get the same bits."""
         return mean_over_ranks(values)
@@ -128,10 +140,12 @@ class Ranks:
         """Maximum over ranks of fp32 [n] or 0-d; infinities are kept, NaN is not defined."""
         return values if self.world_size == 1 else self.max_(values.clone())
 
+    @lost_rank_named()
     def max_(self, values: Tensor) -> Tensor:
         """`max` in place."""
         return max_over_ranks(values)
 
+    @lost_rank_named()
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON-able value; what other ranks pass is ignored."""
         if self.world_size == 1:
@@ -145,6 +159,7 @@ class Ranks:
         dist.broadcast(payload, src=0)
         return json.loads(bytes(payload.cpu().tolist()))
 
+    @lost_rank_named()
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.world_size > 1:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Protocol
 
@@ -17,13 +17,12 @@ from harness.core.gradients import grad_health
 from harness.core.protocols import NO_LIMITS, Meta, Stateful, TensorDict, Update
 from harness.core.update import clip_divisor, gated_step, takes_found_inf
 from harness.engines.parts import ModelPart, OptimizerPart
+from harness.engines.peers import lost_rank_named
 from harness.engines.process_group import Ranks, join, leave, read_launch
 
-# No exchange of buffers at every forward; torch renamed the argument, and warns of the old name.
+# torch renamed the argument, and warns of the old name.
 _ARGUMENTS = signature(DistributedDataParallel).parameters
-_BUFFERS_STAY: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
-}
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
 
 
 class LossScale(Protocol):
@@ -81,13 +80,15 @@ class TorchEngine(Ranks):
                 model,
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                **_BUFFERS_STAY,
+                **_buffers_argument(model),
             )
         self.module: nn.Module = model if self._ddp is None else self._ddp
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch; ranks exchange gradients in the last one only."""
-        return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+        with lost_rank_named(), nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of `loss`, times the loss scale if there is one."""
@@ -130,6 +131,17 @@ class TorchEngine(Ranks):
         """
         self._ddp, self.module = None, self._model
         leave()
+
+
+def _buffers_argument(model: nn.Module) -> dict[str, Any]:
+    """Forward takes rank 0's buffers only if it may write into some that a checkpoint holds, such as BatchNorm's.
+
+    Each rank would go on from its own otherwise: a checkpoint has rank 0's alone, and a resume could not be exact.
+    Other models are spared the exchange.
+    """
+    saved = model.state_dict().keys()
+    kept = any(name in saved and buffer.is_floating_point() for name, buffer in model.named_buffers())
+    return {_SYNC_BUFFERS: kept}
 
 
 def _require_gradients(model: nn.Module) -> None:

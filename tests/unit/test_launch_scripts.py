@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,10 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"]
 # Ends a run the way a rank does.
 RANK = """
-import json, os, sys
-os.makedirs("runs/r", exist_ok=True)
-with open("runs/r/outcome.json", "w") as file:
-    json.dump({"exit_code": int(sys.argv[1])}, file)
+import sys
+from harness.core.wrapper import tell_wrapper
+tell_wrapper(int(sys.argv[1]), overrule=True)
 """
 
 
@@ -28,7 +26,7 @@ def supervise(folder: Path, child: str) -> subprocess.Popen[bytes]:
     """`supervise bash -c CHILD` in a shell of its own, in `folder`."""
     script = f'. "{ROOT}/launch/outcome.sh"; supervise bash -c "$CHILD"'
     (folder / "rank.py").write_text(RANK)
-    environment = {**os.environ, "CHILD": child, "OUTCOME_WAIT": "5"}
+    environment = {**os.environ, "CHILD": child, "OUTCOME_WAIT": "5", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment, start_new_session=True)
 
 
@@ -46,17 +44,28 @@ def test_the_outcome_restores_a_code_that_the_launcher_swallowed(tmp_path: Path)
     assert supervise(tmp_path, f"{rank(0)}; exit 143").wait(20) == 0
 
 
-def test_without_an_outcome_of_this_run_the_launchers_code_stands(tmp_path: Path) -> None:
-    (tmp_path / "runs/old").mkdir(parents=True)
-    (tmp_path / "runs/old/outcome.json").write_text(json.dumps({"exit_code": 75}))
-    time.sleep(0.05)
+def test_without_a_word_from_a_rank_the_launchers_code_stands(tmp_path: Path) -> None:
     assert supervise(tmp_path, "exit 2").wait(20) == 2
     assert supervise(tmp_path, "exit 0").wait(20) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_another_run_that_ends_meanwhile_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    other = "mkdir -p runs/other; echo '{\"exit_code\": 75}' >runs/other/outcome.json"
+    assert supervise(tmp_path, f"{other}; exit 1").wait(20) == 1
+
+
+def test_the_runs_outcome_counts_more_than_what_a_rank_ends_with(tmp_path: Path) -> None:
+    first = rank(3)
+    later = f'"{sys.executable}" -c "from harness.core.wrapper import tell_wrapper; tell_wrapper(1)"'
+    assert supervise(tmp_path, f"{first}; {later}; exit 1").wait(20) == 3
+    assert supervise(tmp_path, f"{later}; {first}; exit 1").wait(20) == 3
+    assert supervise(tmp_path, f"{later}; exit 7").wait(20) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_reaches_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    child = f"trap 'touch got; {rank(75)}; exit 1' {number.name[3:]}; touch up; while :; do sleep 0.05; done"
+    passed_on = "INT" if number == signal.SIGINT else "TERM"
+    child = f"trap 'touch got; {rank(75)}; exit 1' {passed_on}; touch up; while :; do sleep 0.05; done"
     process = supervise(tmp_path, child)
     wait_for(tmp_path / "up")
     process.send_signal(number)
@@ -69,10 +78,9 @@ def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path: Path) -> Non
     late = f"while [ ! -e gone ]; do sleep 0.05; done; sleep 0.5; {rank(75)}; sleep 0.5; touch delivered"
     (tmp_path / "late.sh").write_text(late)
     launcher = "trap 'touch gone; exit 143' TERM; touch up; while :; do sleep 0.05; done"
-    child = f"bash late.sh & {launcher}"
+    child = f"setsid bash late.sh & {launcher}"  # torchrun's ranks have sessions of their own
     process = supervise(tmp_path, child)
     wait_for(tmp_path / "up")
-    assert not (tmp_path / "runs").exists()
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 75
     assert (tmp_path / "gone").exists()

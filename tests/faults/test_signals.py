@@ -1,0 +1,266 @@
+"""Row 6: whatever asks a real run to stop, the step is finished and saved, and a resume goes on to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from e2e_support import ROOT, metrics, wait_for_step
+from launch_support import (
+    ARGUMENTS,
+    START_SECONDS,
+    Launch,
+    at_step,
+    check_stopped,
+    finishes,
+    launch,
+    nothing_left,  # noqa: F401
+    script,
+    steps_done,
+    wait_until,
+)
+
+pytestmark = pytest.mark.faults(6)
+
+SIGNALS = int(os.environ.get("FAULTS_SIGNALS", "5"))
+PER_RUN = 5
+ASKED = (("SIGTERM",), ("SIGINT",), ("SIGUSR1",), ("SIGHUP",), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGTERM"))
+# launch/train.py that sends itself SIGTERM when it begins to import torch, or first calls STAGE of the job.
+STARTING = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+stage = os.environ["STAGE"]
+def fire():
+    open("fired", "a").write(stage + " ")
+    os.kill(os.getpid(), signal.SIGTERM)
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            fire()
+if stage == "import":
+    sys.meta_path.insert(0, Finder)
+else:
+    from harness.tools import train as job
+    real = getattr(job, stage)
+    setattr(job, stage, lambda *given: (fire(), real(*given))[1])
+from harness.cli import train_main
+train_main()
+"""
+# A model that takes longer for its eighth step than torchrun, left to itself, waits for a rank that it asked to stop.
+SLEEPY = """
+import time
+from harness.models.gpt import build
+def sleepy():
+    model, forwards = build(dim=64, layers=1, heads=2, ffn=176, tied=True), []
+    def sleep(*given):
+        forwards.append(1)
+        if model.training and len(forwards) == 15:  # two to a step
+            open("asleep", "w").close()
+            time.sleep(33)
+    model.register_forward_pre_hook(sleep)
+    return model
+"""
+STAGES = ("find_place", "build_plan", "build_data", "write_plan", "open_store", "open_journal", "build_run")
+# The same, with signals from within: WHERE is what is going on when they come, "<signal> <how often>".
+WITHIN = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+where, name, times = os.environ["WHERE"].split()
+def fire(real):
+    def fired(*given, **named):
+        open("fired", "a").write(where + " ")
+        for _ in range(int(times)):
+            os.kill(os.getpid(), getattr(signal, name))
+        return real(*given, **named)
+    return fired
+from harness import loop
+from harness.checkpoint.store import Store
+from harness.tools import report
+from harness.tools import summary
+owner, member = dict(save=(Store, "save"), evaluate=(loop, "evaluate"), write=(report, "write"),
+                     summary=(summary, "summary"), train_step=(loop, "train_step"))[where]
+setattr(owner, member, fire(getattr(owner, member)))
+from harness.cli import train_main
+train_main()
+"""
+
+
+def scripted(folder: Path, script: str, *more: str, **variables: str) -> Launch:
+    (folder / "start.py").write_text(script.format(root=str(ROOT)))
+    return launch(folder, *ARGUMENTS, *more, before=[sys.executable, str(folder / "start.py")], variables=variables)
+
+
+def stopped_while_starting(folder: Path, stage: str) -> None:
+    job = scripted(folder, STARTING, STAGE=stage)
+    assert job.process.wait(timeout=120) == 75, job.output()
+    assert (folder / "fired").read_text().split()[-1] == stage
+    assert "SIGTERM: stopped before training began" in job.output()
+    assert steps_done(job.run) == 0
+    job.ended(5)
+
+
+def test_a_signal_during_the_imports_is_a_clear_end(tmp_path: Path) -> None:
+    stopped_while_starting(tmp_path, "import")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_stage_of_the_start_leaves_a_run_that_starts(tmp_path: Path) -> None:
+    for stage in STAGES:
+        stopped_while_starting(tmp_path, stage)
+    finishes(tmp_path, resumes=False)
+
+
+@pytest.mark.slow
+def test_any_signal_at_any_step_is_one_request(tmp_path: Path, figure: Callable[..., None]) -> None:
+    generator = random.Random(os.environ.get("HARNESS_TEST_SEED", "7"))
+    for begun in range(0, SIGNALS, PER_RUN):
+        folder = tmp_path / str(begun)
+        folder.mkdir()
+        for step in sorted(generator.sample(range(2, 80), min(PER_RUN, SIGNALS - begun))):
+            names = generator.choice(ASKED)
+            job = at_step(folder, step)
+            for name in names:
+                job.process.send_signal(signal.Signals[name])
+            assert job.process.wait(timeout=60) == 75, job.output()
+            assert check_stopped(job.run, names[0]) >= step
+            job.ended(5)
+        finishes(folder)
+    figure(6, "signals to a run at random steps: step finished, saved, resumed bit for bit", (SIGNALS, SIGNALS))
+
+
+@pytest.mark.slow
+def test_signals_during_saves_and_validation_change_nothing(tmp_path: Path) -> None:
+    for where in ("save", "evaluate"):
+        job = scripted(tmp_path, WITHIN, WHERE=f"{where} SIGTERM 1")
+        assert job.process.wait(timeout=120) == 75, job.output()
+        step = check_stopped(job.run, "SIGTERM")
+        # The request came during the first save or validation of this start; the save after it had another signal.
+        assert (tmp_path / "fired").read_text().split().count(where) == (2 if where == "save" else 1)
+        assert step < 30
+        assert not list((job.run / "checkpoints").glob(".tmp-*"))
+    assert metrics(job.run, "val/loss"), "the validation was finished"
+    finishes(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_farewell_leaves_the_exit_code(tmp_path: Path) -> None:
+    job = scripted(tmp_path, WITHIN, "train.max_minutes=0.01", WHERE="summary SIGTERM 1")
+    assert job.process.wait(timeout=120) == 75, job.output()
+    assert (tmp_path / "fired").exists()
+    finishes(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_third_ctrl_c_ends_at_once_and_the_run_resumes(tmp_path: Path) -> None:
+    first = at_step(tmp_path, 12)
+    first.process.send_signal(signal.SIGINT)
+    assert first.process.wait(timeout=60) == 75
+    done = check_stopped(first.run, "SIGINT")
+    job = scripted(tmp_path, WITHIN, WHERE="train_step SIGINT 3")
+    assert job.process.wait(timeout=120) not in (0, 75), job.output()
+    assert (tmp_path / "fired").read_text() == "train_step "
+    outcome = json.loads((job.run / "outcome.json").read_text())
+    assert (outcome["status"], outcome["step"]) == ("failed", done)
+    assert "KeyboardInterrupt" in outcome["reason"]
+    assert steps_done(job.run) == done, "the step was not finished"
+    job.ended(5)
+    finishes(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_report_changes_nothing(tmp_path: Path) -> None:
+    job = scripted(tmp_path, WITHIN, "train.steps=12", "tracking.report=true", WHERE="write SIGTERM 2")
+    assert job.process.wait(timeout=120) == 0, job.output()
+    assert (tmp_path / "fired").exists()
+    assert json.loads((job.run / "outcome.json").read_text())["status"] == "done"
+    assert (job.run / "report.html").stat().st_size > 1000
+
+
+def signalled(folder: Path, kind: str, ranks: int, target: str, name: str, step: int) -> float:
+    """One start of the run in `folder`, stopped by signal `name` to `target`; seconds until all of it had ended."""
+    job = at_step(folder, step, kind=kind, ranks=ranks)
+    os.kill(job.process.pid if target == "launcher" else job.rank(int(target)), signal.Signals[name])
+    seconds = job.ended(60)
+    job.process.wait()
+    if target == "launcher":
+        # torchrun passes SIGINT on; the ranks of a killed launcher notice by themselves.
+        passed_on = {"torchrun": {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT"}, "deepspeed": {}}[kind]
+        check_stopped(job.run, passed_on.get(name, "the launcher is gone"))
+    else:
+        check_stopped(job.run, name if target == "0" else f"rank {target}: {name}")
+    return seconds
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
+def test_signals_to_the_launcher_or_one_rank_stop_all(
+    tmp_path: Path, kind: str, ranks: int, figure: Callable[..., None]
+) -> None:
+    sent = [("launcher", "SIGTERM"), ("launcher", "SIGKILL")]
+    if ranks == 2:
+        sent += [("launcher", "SIGINT"), ("0", "SIGTERM"), ("1", "SIGUSR1")]
+    seconds = [signalled(tmp_path, kind, ranks, *each, step=5 + 15 * number) for number, each in enumerate(sent)]
+    finishes(tmp_path, kind, ranks)
+    what = f"signals to {kind} or one of its ranks, {ranks} rank(s): saved, ended, resumed bit for bit"
+    figure(6, what, (len(sent), len(sent)))
+    figure(
+        6, f"longest from such a signal to the end of every process, {kind}, {ranks} rank(s)", f"{max(seconds):.1f} s"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        *(("torchrun", fault) for fault in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "starting", "launcher killed")),
+        *(("deepspeed", fault) for fault in ("SIGTERM", "SIGINT", "starting", "launcher killed")),
+    ],
+)
+def test_the_launch_scripts_end_with_75(tmp_path: Path, kind: str, fault: str) -> None:
+    job = script(tmp_path, kind)
+    if fault == "starting":
+        wait_until((job.run / "lock").exists, "rank 0 has the lock", START_SECONDS)
+    else:
+        wait_for_step(job.run, 5, job.process, START_SECONDS)
+    if fault == "launcher killed":
+        (launcher,) = (pid for pid in job.processes() if job.parent(pid) == job.process.pid)
+        os.kill(launcher, signal.SIGKILL)
+    else:
+        job.process.send_signal(signal.Signals[fault if fault != "starting" else "SIGTERM"])
+    assert job.process.wait(timeout=90) == 75, job.output()
+    job.ended(5)
+    if fault != "starting":
+        assert json.loads((job.run / "outcome.json").read_text())["status"] == "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_step_or_save_that_takes_longer_than_torchruns_patience_is_finished(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLEEPY)
+    job = script(tmp_path, "torchrun", "model.target=mine:sleepy", "model.args={}", ranks=1)
+    wait_until((tmp_path / "asleep").exists, "the long step", START_SECONDS)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(timeout=90) == 75, job.output()
+    assert check_stopped(job.run, "SIGTERM") in (8, 9), "a step is judged during the next"
+    job.ended(5)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_max_minutes_stops_two_ranks_at_one_step(tmp_path: Path) -> None:
+    job = launch(tmp_path, *ARGUMENTS, "train.steps=100000", "train.max_minutes=0.05", kind="torchrun", ranks=2)
+    job.ended(START_SECONDS)
+    assert job.process.wait() == 1, "torchrun's word for any failure"
+    outcome = json.loads((job.run / "outcome.json").read_text())
+    assert outcome["reason"].endswith("train.max_minutes is over")
+    check_stopped(job.run, outcome["reason"])
