@@ -17,14 +17,16 @@ from harness.capability.tier import check_usable
 from harness.checkpoint.flight import FlightRecorder, Surroundings
 from harness.checkpoint.incidents import load_incidents, save_incidents
 from harness.checkpoint.policy import Goodness, Retention
-from harness.checkpoint.snapshot import Snapshots, room_for_two
+from harness.checkpoint.saver import Saver
+from harness.checkpoint.snapshot import Snapshots
+from harness.checkpoint.staging import Staging, free_memory
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
 from harness.core.fingerprint import RankComparison
 from harness.core.forward_clock import ForwardClock
 from harness.core.protocols import Batches, Engine, Stateful
-from harness.core.state import Incidents, RandomState, TrainState, seed_everything
+from harness.core.state import Incidents, RandomState, TrainState, seed_everything, state_bytes
 from harness.core.version import harness_version
 from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
@@ -162,15 +164,18 @@ def build_run(
     if scaled and loss_scale is not None:
         parts["loss_scale"] = loss_scale
     state = TrainState(parts, incidents)
+    saver = Saver(
+        store, Retention(store, config.checkpoint.keep, config.checkpoint.best).prune, _staging(config, engine, model)
+    )
     recovery = Recovery(
         state=state,
         engine=engine,
         tracker=journal,
         store=store,
-        good=Goodness(store, config.checkpoint.healthy_steps),
-        prune=Retention(store, config.checkpoint.keep).prune,
+        good=Goodness(store, config.checkpoint.healthy_steps, saver.committed),
+        saver=saver,
         keep_incidents=lambda current: save_incidents(folder, current),
-        memory=_build_memory(config, engine, state, journal),
+        memory=_snapshots(config, engine, model, journal),
     )
     return Run(
         config=config,
@@ -233,20 +238,30 @@ def read_incidents(folder: Path, place: Place, store: Store) -> Incidents:
     return incidents
 
 
-def _build_memory(config: RunConfig, engine: Engine, state: TrainState, journal: Journal) -> Snapshots | None:
+def _staging(config: RunConfig, engine: Engine, model: nn.Module) -> Staging | None:
+    """Where a save is copied to, on the rank that saves, if a quarter of the free memory holds it."""
+    size = state_bytes(model)
+    if engine.rank != 0 or not config.checkpoint.background or size > free_memory() / 4:
+        return None
+    staging = Staging(pinned=engine.device.type == "cuda")
+    staging.reserve(size)
+    return staging
+
+
+def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, journal: Journal) -> Snapshots | None:
     """Snapshots in memory, if every rank has room for them."""
     # DeepSpeed's ZeRO would have to gather its partitions for every copy.
     if not (config.guard.enabled and config.guard.snapshot_every) or engine.name == "deepspeed":
         return None
-    model = sum(tensor.numel() * tensor.element_size() for tensor in state.parts["model"].state_dict()[0].values())
-    lacks = torch.tensor(float(not room_for_two(3 * model)), device=engine.device)  # AdamW's two moments come with it
+    size = state_bytes(model)
+    lacks = torch.tensor(float(2 * size > free_memory() / 4), device=engine.device)
     if engine.max(lacks).item():
         text = (
             "no snapshots: two copies of the state would take over a quarter of the free memory; rollbacks use the disk"
         )
-        journal.event(state.step, "snapshot.off", text=text)
+        journal.event(0, "snapshot.off", text=text)
         return None
-    return Snapshots(config.checkpoint.healthy_steps)
+    return Snapshots(config.checkpoint.healthy_steps, size, pinned=engine.device.type == "cuda")
 
 
 def _build_engine(

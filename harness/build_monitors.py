@@ -19,6 +19,7 @@ from harness.monitors.plateau import PlateauMonitor
 from harness.monitors.ranks import RanksMonitor
 from harness.monitors.scaler import ScalerMonitor
 from harness.monitors.underflow import UnderflowMonitor
+from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.fallback import FallbackController
 from harness.precision.plan import pad_numbers
 from harness.precision.recipe import Recipe
@@ -46,7 +47,8 @@ def build_monitors(
         ClippingMonitor(config.train.max_grad_norm, config.train.warmup_steps, guard.clipping_share),
         ParameterMonitor(guard.parameter_growth),
         LossMonitor(guard.spike_window, guard.spike_sigma, guard.spike_steps),
-        ScalerMonitor(),
+        # Only where there is a scale: to a run that comes from fp16 and has none, its being 1 would be a collapse.
+        *([ScalerMonitor()] if isinstance(backend, AutocastBackend) and backend.scales_loss else []),
         DataMonitor(data, vocab_size, config.data.bad),
         RanksMonitor(),
         PlateauMonitor(),

@@ -6,6 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Sequence
 
+from harness.core.collectives import gather_texts
 from harness.core.errors import ExitCode
 from harness.core.facts import (
     SWITCH_DELAY,
@@ -51,15 +52,22 @@ def run(r: Run) -> Outcome:
         if r.state.step >= total or _every(r.config.train.eval_every, r.state.step):
             known["val_loss"] = _validate(r)
         if r.state.step >= total or stopping or _every(r.config.checkpoint.every, r.state.step):
-            r.recovery.save(known)
+            r.recovery.save(known, wait=stopping or r.state.step >= total)
         if _snapshot_due(r):
             r.recovery.snapshot()
     if r.state.step < total:
-        reason = r.stop.reason or "another rank was asked to stop"
+        reason = _reason(r)
         r.tracker.event(r.state.step, "run.stopped", reason=reason)
         return Outcome("stopped", ExitCode.STOPPED, reason, r.state.step)
     val_loss = known["val_loss"] if "val_loss" in known else _validate(r)
     return Outcome("done", ExitCode.DONE, f"{total} steps", r.state.step, val_loss)
+
+
+def _reason(r: Run) -> str:
+    """Why the run was asked to stop, and on which rank if not on the first; the same on every rank."""
+    reasons = gather_texts(r.stop.reason)
+    rank = next((number for number, text in enumerate(reasons) if text), 0)
+    return f"rank {rank}: {reasons[rank]}" if rank else reasons[rank]
 
 
 def next_step(r: Run) -> PendingFacts:
@@ -123,6 +131,7 @@ def _keep_flight(r: Run, flight: Flight, facts: StepFacts, verdicts: Sequence[Ve
     skipped = not facts.applied and "scaler.calibration" not in codes
     if not (skipped or "loss.spike" in codes or isinstance(action, Rollback | Halt)):
         return
+    r.recovery.settle()  # a record keeps the checkpoint to start from, and which one must not depend on the disk
     try:
         samples = r.data.window(facts.step - 1, facts.window).samples
         begins = flight.keep(facts, samples.tolist(), codes, r.state.incidents)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import Rollback
 from harness.core.protocols import CheckpointStore, Engine, Meta, Tensors, Tracker
-from harness.core.state import Incidents, TrainState
+from harness.core.state import Incidents, TrainState, state_hash
 
 
 class Good(Protocol):
     """Which checkpoints have earned to be rolled back to."""
 
     def saved(self, step: int) -> list[int]: ...
+
+    def waiting(self) -> Mapping[str, int]: ...
+
+    def resumed(self, step: int, waiting: Mapping[str, int]) -> list[int]: ...
 
     def observe(self, step: int, healthy: bool) -> list[int]: ...
 
@@ -39,12 +46,43 @@ class Memory(Protocol):
     def clear(self) -> None: ...
 
 
+class Saved(Protocol):
+    """What became of a save; path None: it failed, and `error` says why."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    @property
+    def path(self) -> Path | None: ...
+
+    @property
+    def error(self) -> str: ...
+
+    @property
+    def deleted(self) -> Sequence[int]: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Saver(Protocol):
+    """Commits checkpoints, perhaps while training goes on; used on rank 0."""
+
+    def begin(self, step: int, tensors: Tensors, meta: Meta, metrics: Mapping[str, float]) -> None: ...
+
+    def finished(self) -> Sequence[Saved]: ...
+
+    def wait(self) -> None: ...
+
+
 @dataclass
 class Recovery:
     """Rank 0 decides and writes; every rank saves and loads together.
 
-    keep_incidents writes what a rollback must not undo; prune deletes checkpoints that retention no longer wants.
-    memory: None where no snapshots are taken.
+    keep_incidents writes what a rollback must not undo. memory: None where no snapshots are taken.
     """
 
     state: TrainState
@@ -52,12 +90,13 @@ class Recovery:
     tracker: Tracker
     store: CheckpointStore
     good: Good
-    prune: Callable[[], list[int]]
+    saver: Saver
     keep_incidents: Callable[[Incidents], None]
     memory: Memory | None = None
 
     def newest(self) -> int | None:
         """Step of the newest checkpoint that verifies; damaged ones are set aside."""
+        self.settle()
         return self.engine.broadcast(self.store.newest_valid() if self.engine.rank == 0 else None)
 
     def load(self, step: int) -> Meta:
@@ -66,7 +105,7 @@ class Recovery:
         Steps after the checkpoint run again and spend their budgets again, so those are taken from the checkpoint,
         unless a rollback came in between: what it wrote stands.
         """
-        tensors, meta = self.store.load(step)
+        tensors, meta = self._read(step)
         self.state.load_state_dict(tensors, meta)
         incidents, budgets = self.state.incidents, meta["budgets"]
         if budgets["attempt"] == incidents.attempt:
@@ -75,25 +114,29 @@ class Recovery:
         else:
             self._fall_at_once()
         if self.engine.rank == 0:
-            self.good.saved(step)
+            self.good.resumed(step, meta.get("waiting", {}))
         return meta
 
-    def save(self, metrics: Mapping[str, float]) -> None:
-        """Commit the state; a failed write is an event, not the end: the older checkpoints stand. Collective.
+    def save(self, metrics: Mapping[str, float], *, wait: bool = False) -> None:
+        """Save the state as it is now, perhaps while training goes on; with `wait`, until it is on disk. Collective.
 
-        metrics: what the tracker should know the checkpoint by.
+        A failed write is an event, not the end: the older checkpoints stand. metrics: what the checkpoint is known by.
         """
         tensors, meta = self.state.state_dict()
         if self.engine.rank == 0:
             self.tracker.flush()
-            try:
-                path = self.store.save(self.state.step, tensors, meta)
-                self._note("saved", [self.state.step], path=str(path.resolve()), metrics=dict(metrics))
-                self._note("good", self.good.saved(self.state.step))
-                self._note("deleted", self.prune())
-            except CheckpointError as error:
-                self.tracker.event(self.state.step, "checkpoint.failed", text=str(error))
-        self.engine.barrier()
+            self.saver.begin(self.state.step, tensors, {**meta, "waiting": self.good.waiting()}, metrics)
+            self._mark(self.state.step, lambda: self.good.saved(self.state.step))
+            if wait:
+                self.settle()
+        if wait:
+            self.engine.barrier()
+
+    def settle(self) -> None:
+        """Until what is being saved is on disk, or has failed; on ranks other than 0 there is nothing to wait for."""
+        if self.engine.rank == 0:
+            self.saver.wait()
+            self._tell_saves()
 
     def snapshot(self) -> None:
         """Keep the state in memory. Collective."""
@@ -105,10 +148,7 @@ class Recovery:
         if self.memory is not None:
             self.memory.observe(step, healthy)
         if self.engine.rank == 0:
-            try:
-                self._note("good", self.good.observe(step, healthy))
-            except CheckpointError as error:
-                self.tracker.event(step, "checkpoint.failed", text=str(error))
+            self._mark(step, lambda: self.good.observe(step, healthy))
 
     def rollback(self, step: int, action: Rollback) -> int | None:
         """Go back to the newest good state, in memory or on disk, and pass over the bad windows; its step, or None.
@@ -117,6 +157,7 @@ class Recovery:
         `finish_rollback` completes the rest at the next start, and the steps from the checkpoint to a snapshot run
         once more. The event comes first, as saying it twice is harmless.
         """
+        self.settle()
         incidents = self.state.incidents
         on_disk = self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
         in_memory = self.memory.good if self.memory is not None and not action.from_disk else None
@@ -145,11 +186,57 @@ class Recovery:
         if self.memory is not None and from_memory:
             self.state.load_state_dict(*self.memory.load())
         else:
-            self.state.load_state_dict(*self.store.load(target))
+            self.state.load_state_dict(*self._read(target))
             if self.memory is not None:
                 self.memory.clear()
         self._fall_at_once()
         return target
+
+    def _read(self, step: int) -> tuple[Tensors, Meta]:
+        """The checkpoint of `step`, the same on every rank. Raises CheckpointError on every rank if one cannot."""
+        tensors: Tensors = {}
+        meta: Meta = {}
+        problems: list[Problem] = []
+        try:
+            tensors, meta = self.store.load(step)
+        except CheckpointError as error:
+            problems = list(error.problems)
+        if self.engine.world_size > 1:
+            mine = state_hash(tensors, meta)
+            differs = torch.tensor(float(mine != self.engine.broadcast(mine)), device=self.engine.device)
+            if self.engine.max(differs).item() and not problems:
+                problems = [
+                    Problem(
+                        f"the ranks read different checkpoints of step {step}",
+                        f"rank {self.engine.rank}",
+                        why="each of them verifies, so the run folder is not the same folder on every machine",
+                        fix="put the run folder on a disk that all machines share",
+                    )
+                ]
+        if problems:
+            raise CheckpointError(problems)
+        return tensors, meta
+
+    def _mark(self, step: int, earned: Callable[[], list[int]]) -> None:
+        steps: list[int] = []
+        try:
+            steps = earned()
+        except CheckpointError as error:
+            self.tracker.event(step, "checkpoint.failed", text=str(error))
+        self._tell_saves()  # first that it was saved, then that it is good
+        self._note("good", steps)
+
+    def _tell_saves(self) -> None:
+        for saved in self.saver.finished():
+            if saved.path is None:
+                self.tracker.event(saved.step, "checkpoint.failed", text=saved.error)
+                continue
+            self._note(
+                "saved", [saved.step], path=str(saved.path.resolve()), metrics=saved.metrics, seconds=saved.seconds
+            )
+            if saved.error:  # written, but what was to be deleted could not be
+                self.tracker.event(saved.step, "checkpoint.failed", text=saved.error)
+            self._note("deleted", saved.deleted)
 
     def _note(self, state: str, steps: Iterable[int], **fields: Any) -> None:
         """For the tracker: what became of the checkpoints of `steps`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +16,15 @@ from harness.core.config import RunConfig, changed_keys
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.facts import Outcome
 from harness.core.schema import validate
+from harness.core.untrusted import MAX_LARGE, read_json
+from harness.core.wrapper import tell_wrapper
 from harness.core.yamlfile import read_yaml
 
 RUNS = Path("runs")
-_MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.")
+_SOURCE = "started_from.json"
+# Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
+_MAX_NAME = 200
+_MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
 
 
 def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: str, steps: int) -> Path:
@@ -30,7 +35,8 @@ def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: 
     folder name, or is taken and resume is "never".
     """
     if name is not None:
-        if not name or name.startswith(".") or "/" in name or "\0" in name:
+        plain = name.isprintable() and len(name.encode()) <= _MAX_NAME
+        if not name or name.startswith(".") or "/" in name or not plain:
             raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix="use letters, digits, - and _"))
         folder = RUNS / name
         if resume != "auto" and (folder / "config.yaml").exists():
@@ -65,7 +71,7 @@ def is_finished(folder: Path, steps: int) -> bool:
 def read_outcome(folder: Path) -> dict[str, Any]:
     """outcome.json, or an empty mapping while there is none."""
     try:
-        outcome = json.loads((folder / "outcome.json").read_text())
+        outcome = read_json(folder / "outcome.json")
     except (OSError, ValueError):
         return {}
     return outcome if isinstance(outcome, dict) else {}
@@ -76,11 +82,20 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     loss = outcome.val_loss
     spelled = loss if loss is None or math.isfinite(loss) else str(loss)  # strict JSON has no NaN
     write_json(folder / "outcome.json", {**asdict(outcome), "val_loss": spelled, "exit_code": int(outcome.exit_code)})
+    tell_wrapper(outcome.exit_code, overrule=True)
 
 
 def forget_outcome(folder: Path) -> None:
     """A run that goes on has no outcome: an old one would be taken for the new one's if it is killed."""
     (folder / "outcome.json").unlink(missing_ok=True)
+
+
+def forget_run(folder: Path) -> None:
+    """Take away what a run that never began has left, so that its name is free for the command that was meant."""
+    for name in ("config.yaml", "plan.json", "journal.jsonl", _SOURCE):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("checkpoints", "data"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
@@ -93,7 +108,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
 def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str) -> None:
     """Refuse to resume under another config or recipe. Raises CheckpointError naming every changed key.
 
-    Allowed to change: train.steps, train.max_minutes and checkpoint.*.
+    Allowed to change: train.steps, train.max_minutes, checkpoint.* and engine.timeout_seconds.
     """
     saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
     old, new = saved.model_dump(mode="json"), config.model_dump(mode="json")
@@ -115,13 +130,26 @@ def same_data_order(folder: Path, other: Path) -> bool:
 
     def order(run: Path) -> tuple[Any, ...]:
         config = validate(RunConfig, read_yaml(run / "config.yaml"), str(run / "config.yaml"))
-        corpus = json.loads((run / "data" / "corpus.json").read_text())
+        corpus = read_json(run / "data" / "corpus.json", MAX_LARGE)
         return corpus["sha256"], config.train.seed, config.train.global_batch, config.data.context
 
     try:
         return order(folder) == order(other)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def write_source(folder: Path, source: Path) -> None:
+    """Which checkpoint of another run this one starts from."""
+    write_json(folder / _SOURCE, {"path": str(source.resolve())})
+
+
+def read_source(folder: Path) -> Path | None:
+    """What `write_source` wrote; None for a run that started afresh."""
+    try:
+        return Path(read_json(folder / _SOURCE)["path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
@@ -132,9 +160,10 @@ def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
 def read_plan(folder: Path) -> dict[str, Any]:
     """What plan.json says; empty if it is missing or unreadable."""
     try:
-        return json.loads((folder / "plan.json").read_text())
+        plan = read_json(folder / "plan.json", MAX_LARGE)
     except (OSError, ValueError):
         return {}
+    return plan if isinstance(plan, dict) else {}
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+
 from harness.checkpoint import marks
 from harness.checkpoint.failures import failed
 from harness.checkpoint.store import Store
@@ -12,17 +16,19 @@ _AT_LEAST = 2
 class Goodness:
     """A checkpoint is good once `healthy_steps` healthy steps in a row have followed it.
 
-    An unhealthy step starts the count of every waiting checkpoint again. Marks are on disk; the counts are not: after
-    a resume, call `saved` for the checkpoint that was loaded.
+    An unhealthy step starts the count of every waiting checkpoint again. Marks are on disk, the counts (`waiting`) in
+    the checkpoints: after a resume, call `resumed` with those of the checkpoint that was loaded. committed: asked
+    before a mark is given, whether that checkpoint was written at all; it may wait for the answer.
     """
 
-    def __init__(self, store: Store, healthy_steps: int) -> None:
+    def __init__(self, store: Store, healthy_steps: int, committed: Callable[[int], bool] = lambda step: True) -> None:
         self._store = store
         self._healthy_steps = healthy_steps
+        self._committed = committed
         self._waiting: dict[int, int] = {}
 
     def saved(self, step: int) -> list[int]:
-        """The checkpoint of `step` (taken before that step ran) is on disk and waits to be earned; see `observe`."""
+        """The checkpoint of `step` (taken before that step ran) is on its way and waits to be earned; see `observe`."""
         if step in marks.read_marks(self._store.root):
             return []
         self._waiting[step] = 0
@@ -38,6 +44,17 @@ class Goodness:
                 self._waiting[waiting] = self._waiting[waiting] + 1 if healthy else 0
         return self._promote()
 
+    def waiting(self) -> dict[str, int]:
+        """Healthy steps so far, by step of the checkpoint that waits; JSON-able."""
+        return {str(step): count for step, count in self._waiting.items()}
+
+    def resumed(self, step: int, waiting: Mapping[str, int]) -> list[int]:
+        """The run goes on from the checkpoint of `step`, at whose save `waiting` was as given. Else as `saved`."""
+        marked = marks.read_marks(self._store.root)
+        counts = {int(each): count for each, count in waiting.items() if each.isdecimal() and type(count) is int}
+        self._waiting = {each: count for each, count in counts.items() if each not in marked}
+        return self.saved(step)
+
     def newest_good(self) -> int | None:
         """Step of the newest good checkpoint that is there and verifies."""
         return newest_good(self._store)
@@ -48,6 +65,10 @@ class Goodness:
 
     def _promote(self) -> list[int]:
         earned = [step for step, count in self._waiting.items() if count >= self._healthy_steps]
+        lost = [step for step in earned if not self._committed(step)]
+        for step in lost:
+            del self._waiting[step]
+        earned = [step for step in earned if step not in lost]
         for step in earned:
             try:
                 marks.add_mark(self._store.root, step)
@@ -58,34 +79,60 @@ class Goodness:
 
 
 class Retention:
-    """Keeps the newest `keep` checkpoints (at least 2) and the newest good one."""
+    """Keeps the newest `keep` checkpoints (at least 2), the newest good one, and the best by `metric` (empty: none)."""
 
-    def __init__(self, store: Store, keep: int) -> None:
+    def __init__(self, store: Store, keep: int, metric: str = "") -> None:
         self._store = store
         self._keep = max(keep, _AT_LEAST)
+        self._metric = metric
+        self._whole: dict[int, list[tuple[str, int, int, int, int]]] = {}
 
-    def prune(self) -> list[int]:
-        """Delete older checkpoints and return their steps, oldest first.
+    def prune(self, good_steps: Sequence[int] | None = None) -> list[int]:
+        """Delete older checkpoints and return their steps, oldest first. good_steps: default, those marked on disk.
 
-        Only when the newest verifies, and never so that fewer than two that verify would remain.
-        Raises CheckpointError.
+        Only when the newest verifies, and never so that fewer than two that verify would remain. What has verified
+        once is not read again while its files stay the same. Raises CheckpointError.
         """
         steps = self._store.steps()
         old, kept = steps[: -self._keep], steps[-self._keep :]
-        if not old or self._store.verify(steps[-1]):
+        if not old or not self._verifies(steps[-1]):
             return []
-        good = newest_good(self._store)
-        missing = _AT_LEAST - sum(not self._store.verify(step) for step in kept)
+        marked = marks.read_marks(self._store.root) if good_steps is None else good_steps
+        spared = {self._newest_good(steps, marked), best(self._store, self._metric)}
+        missing = _AT_LEAST - sum(self._verifies(step) for step in kept)
         removed: list[int] = []
         for step in reversed(old):
-            if step == good:
+            if step in spared:
                 continue
             if missing > 0:
-                missing -= not self._store.verify(step)
+                missing -= self._verifies(step)
                 continue
             self._store.remove(step)
             removed.append(step)
         return removed[::-1]
+
+    def _newest_good(self, steps: Sequence[int], marked: Sequence[int]) -> int | None:
+        return next((step for step in sorted(marked, reverse=True) if step in steps and self._verifies(step)), None)
+
+    def _verifies(self, step: int) -> bool:
+        try:
+            files = [(each.name, each.stat(follow_symlinks=False)) for each in os.scandir(self._store.path(step))]
+        except OSError:
+            return False
+        now = sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files)
+        if self._whole.get(step) == now:
+            return True
+        if self._store.verify(step):
+            return False
+        self._whole[step] = now
+        return True
+
+
+def best(store: Store, metric: str) -> int | None:
+    """Step of the checkpoint whose `metric` is the lowest (the newest of equals); None if none has it."""
+    known = [(store.metrics(step).get(metric, math.nan), -step) for step in store.steps()] if metric else []
+    ranked = sorted(pair for pair in known if math.isfinite(pair[0]))
+    return -ranked[0][1] if ranked else None
 
 
 def newest_good(store: Store) -> int | None:

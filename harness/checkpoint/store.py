@@ -7,12 +7,12 @@ a rollback passed over are renamed, never overwritten or deleted.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from harness.core.atomic import dump_json, sync_folder, write_json
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.naming import step_name
 from harness.core.protocols import Meta, TensorDict, Tensors
+from harness.core.untrusted import MAX_LARGE, read_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
@@ -80,10 +81,17 @@ class Store:
         numbers = [int(match[1]) for match in map(_STEP.fullmatch, names) if match]
         return sorted(step for step in set(numbers) if self.path(step).name in names)
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        meta: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
         """Commit the state of `step`: one `<part>.safetensors` per part that has tensors, and `meta` as state.json.
 
-        tensors: by part and name, any dtype, device and layout; shared storage is written once per name. A committed
+        tensors: by part and name, any dtype, device and layout; shared memory is written once per name. metrics: what
+        the checkpoint is known by, in its manifest; those that are not finite are left out. A committed
         checkpoint of this step that verifies is kept as it is; a damaged one is quarantined. Raises CheckpointError,
         with nothing left behind and older checkpoints untouched, if anything cannot be written (training can go on).
         """
@@ -94,7 +102,7 @@ class Store:
             return final
         temporary = self.root / f"{_TMP}{final.name}"
         try:
-            self._write(temporary, step, tensors, meta)
+            self._write(temporary, step, tensors, meta, metrics or {})
             if problems:
                 self._quarantine(step, problems)
             temporary.rename(final)
@@ -108,6 +116,13 @@ class Store:
     def verify(self, step: int) -> list[Problem]:
         """What is wrong with the checkpoint of `step`: every byte is read. Empty if nothing is."""
         return check_folder(self.path(step), step)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What the checkpoint of `step` is known by; empty if its manifest cannot be read. Verifies nothing else."""
+        try:
+            return dict(read_manifest(self.path(step))["metrics"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def load(self, step: int) -> tuple[Tensors, Meta]:
         """(tensors by part and name, on the CPU; meta), after verifying. Raises CheckpointError with every problem.
@@ -124,23 +139,40 @@ class Store:
                 for name in read_manifest(folder)["files"]
                 if name.endswith(TENSORS)
             }
-            meta: Meta = json.loads((folder / STATE).read_bytes())
-        except (OSError, SafetensorError, ValueError) as error:
+            meta: Meta = read_json(folder / STATE, MAX_LARGE)
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise failed("the checkpoint cannot be loaded", folder, error) from error
         return tensors, meta
 
     def newest_valid(self) -> int | None:
-        """Step of the newest checkpoint that verifies; newer ones that do not are quarantined on the way."""
+        """Step of the newest checkpoint that verifies, None if there are none; newer ones are quarantined.
+
+        Raises CheckpointError, and moves nothing, if there are checkpoints and not one verifies: a run that came far
+        must not start over unasked.
+        """
+        damaged: list[tuple[int, list[Problem]]] = []
         for step in reversed(self.steps()):
             problems = self.verify(step)
             if not problems:
+                self._set_aside(damaged)
                 return step
-            if not self._readonly:
-                try:
-                    self._quarantine(step, problems)
-                except OSError as error:
-                    raise failed("a damaged checkpoint cannot be moved aside", self.path(step), error) from error
+            damaged.append((step, problems))
+        if damaged:
+            fix = "restore one from a copy of this run, or start a new run with another --name"
+            none = Problem(
+                "not one of its checkpoints is whole, so there is nothing to go on from", str(self.root), fix=fix
+            )
+            raise CheckpointError([none, *(problem for _, problems in damaged for problem in problems)])
         return None
+
+    def _set_aside(self, damaged: Sequence[tuple[int, list[Problem]]]) -> None:
+        if self._readonly:
+            return
+        for step, problems in damaged:
+            try:
+                self._quarantine(step, problems)
+            except OSError as error:
+                raise failed("a damaged checkpoint cannot be moved aside", self.path(step), error) from error
 
     def discard_after(self, step: int) -> None:
         """Rename checkpoints newer than `step` to `rolledback-*` and take their good marks away.
@@ -176,7 +208,12 @@ class Store:
             raise failed("the checkpoint cannot be deleted", self.path(step), error) from error
 
     def _write(
-        self, folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]
+        self,
+        folder: Path,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        meta: Mapping[str, Any],
+        metrics: Mapping[str, float],
     ) -> None:
         state = dump_json(meta)
         contents = {part_file(part): _plain(named) for part, named in tensors.items() if named}
@@ -191,13 +228,16 @@ class Store:
             (folder / name).chmod(mode)
             _sync(folder / name)
         files = {name: file_entry(folder / name) for name in (*contents, STATE)}
-        _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions))
+        known = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions, known))
         sync_folder(folder)
 
     def _finish_rollback(self) -> None:
         intent = self.root / _ROLLBACK
         try:
-            target = int(json.loads(intent.read_bytes())["to"])
+            target = read_json(intent)["to"]
+            if type(target) is not int or target < 0:
+                raise ValueError("names no step")
         except (OSError, ValueError, KeyError, TypeError) as error:
             fix = "delete this file to keep every checkpoint"
             raise CheckpointError(
@@ -225,14 +265,14 @@ class Store:
 
 
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:
-    """Tensors as safetensors takes them: on the CPU, contiguous, no two in one storage (tied weights are)."""
-    seen: set[int] = set()
-    plain: TensorDict = {}
-    for name, tensor in named.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
+    """Tensors as safetensors takes them: on the CPU, contiguous, no two in the same memory (tied weights are)."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    end = 0
+    for name, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
+        begin = tensor.data_ptr()
+        if begin < end:
+            plain[name] = tensor.clone()
+        end = max(end, begin + tensor.numel() * tensor.element_size())
     return plain
 
 

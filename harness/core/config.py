@@ -48,7 +48,8 @@ class DataConfig(Strict):
     val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples unfit to train on: skip the update, fail (halt), or auto: fail for labels out of range",
+        description="samples unfit to train on: skip the update, fail (halt), or auto: fail for labels out of range; "
+        "files that are no text: skip, fail, or auto: skip binary and empty ones, fail for unreadable ones",
     )
 
 
@@ -65,6 +66,12 @@ class CheckpointConfig(Strict):
     every: Count = Field(default=50, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(default=3, ge=2, description="newest checkpoints kept; at least 2")
     healthy_steps: Count = Field(default=10, description="healthy steps after a save before it is a rollback target")
+    best: Literal["val_loss", "train_loss", "none"] = Field(
+        default="val_loss", description="keep the checkpoint with the lowest; val_loss: of those saved when validated"
+    )
+    background: bool = Field(
+        default=True, description="write while training goes on (takes one copy of the state in memory)"
+    )
 
 
 class TrackingConfig(Strict):

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from harness.core.facts import Limits, StepFacts, Verdict, Window
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from torch import Tensor
 
@@ -206,9 +204,7 @@ class Monitor(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints live. Only rank 0 writes; every load is verified against the manifest."""
-
-    def save(self, step: int, tensors: Tensors, meta: Meta) -> Path: ...
+    """Where checkpoints live. Only rank 0 changes them; every load is verified against the manifest."""
 
     def load(self, step: int) -> tuple[Tensors, Meta]: ...
 

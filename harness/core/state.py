@@ -6,6 +6,8 @@ bit-exact resume test. Incidents (skipped windows, budgets, attempt) live outsid
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from harness.core.errors import CheckpointError, Problem
+from harness.core.errors import CheckpointError, HarnessError, Problem
 from harness.core.facts import CloserLook, Limits
 from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
 _LOSS_SCALE = "loss_scale"
+_BUDGETS = {"attempt", "skips", "switches", "lowered"}
+# Characters of another library's error.
+_SHOWN = 400
 
 
 @dataclass
@@ -53,6 +58,12 @@ class Incidents:
         return index
 
 
+def state_bytes(model: nn.Module) -> int:
+    """About how many bytes the TrainState of `model` takes: fp32 weights, AdamW's two moments, some for the rest."""
+    elements = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    return 3 * 4 * elements * 51 // 50 + (4 << 20)
+
+
 def seed_everything(seed: int) -> None:
     """Start torch's, numpy's and Python's generators from `seed`."""
     torch.manual_seed(seed)
@@ -78,15 +89,27 @@ class RandomState:
         return tensors, meta
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        torch.set_rng_state(tensors["torch"].cpu())
+        # Copies: torch reads a generator's state from where a tensor's memory begins, even if the tensor is a view.
+        torch.set_rng_state(tensors["torch"].cpu().clone())
         for index in range(torch.cuda.device_count()):
             if f"cuda.{index}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"cuda.{index}"].cpu(), index)
+                torch.cuda.set_rng_state(tensors[f"cuda.{index}"].cpu().clone(), index)
         position, has_gauss, gauss = meta["numpy"]
         key = tensors["numpy"].cpu().numpy().astype(np.uint32)
         np.random.set_state(("MT19937", key, position, has_gauss, gauss))
         version, words, gauss_next = meta["python"]
         random.setstate((version, tuple(words), gauss_next))
+
+
+def state_hash(tensors: Tensors, meta: Meta) -> str:
+    """SHA-256, in hex, of names, dtypes, shapes and bytes of `tensors`, in any order, and of `meta` as JSON."""
+    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
+    for part, named in sorted(tensors.items()):
+        for name, tensor in sorted(named.items()):
+            digest.update(f"{part}/{name}: {tensor.dtype} {list(tensor.shape)}".encode())
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(data.numpy().data)
+    return digest.hexdigest()
 
 
 @dataclass
@@ -112,7 +135,7 @@ class TrainState:
     def state_dict(self) -> tuple[Tensors, Meta]:
         """(tensors by part and name, JSON-able meta). Collective: every rank must call it."""
         tensors: Tensors = {}
-        budgets = {key: getattr(self.incidents, key) for key in ("attempt", "skips", "switches", "lowered")}
+        budgets = {key: getattr(self.incidents, key) for key in sorted(_BUDGETS)}
         meta: Meta = {
             "step": self.step,
             "closer_look": [self.closer_look.first, self.closer_look.last],
@@ -125,11 +148,26 @@ class TrainState:
             tensors[name], meta["parts"][name] = part.state_dict()
         return tensors, meta
 
+    def hash(self) -> str:
+        """SHA-256 of everything that `state_dict` gives. Collective: every rank must call it."""
+        return state_hash(*self.state_dict())
+
     def load_state_dict(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any]) -> None:
-        """Restore every part. Raises CheckpointError naming parts that are missing on either side.
+        """Restore every part. Raises CheckpointError naming parts that are missing on either side, or if a part's
+        contents are of another shape.
 
         A loss scale is not learned: a run that leaves fp16 drops it, one that comes to fp16 starts with its own.
         """
+        try:
+            self._load(tensors, meta)
+        except (HarnessError, torch.OutOfMemoryError):
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_SHOWN]
+            fix = "resume with the model, recipe and version that wrote it"
+            raise CheckpointError(Problem("does not fit this run", "the checkpoint", why, fix)) from error
+
+    def _load(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any]) -> None:
         saved, here = set(meta["parts"]), set(self.parts)
         if (saved ^ here) - {_LOSS_SCALE}:
             raise CheckpointError(
@@ -143,6 +181,8 @@ class TrainState:
         for name, part in self.parts.items():
             if name in saved:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
+        if meta["budgets"].keys() != _BUDGETS:
+            raise ValueError("its budgets are not those of this version")
         self.step = int(meta["step"])
         self.closer_look = CloserLook(*meta["closer_look"])
         self.switches = [(step, demote, promote, lower) for step, demote, promote, lower in meta["switches"]]

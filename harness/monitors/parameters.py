@@ -25,20 +25,24 @@ class ParameterMonitor:
         self.within = within
         self._norms: list[tuple[int, float]] = []
         self._growing = False
+        self._infinite = False
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic; between measurements it stays what it was."""
-        told = self._growing
         norm = facts.param_norm
         if not math.isnan(norm):
             self._norms = [(step, each) for step, each in self._norms if step >= facts.step - self.within]
             smallest = min((each for _, each in self._norms), default=math.inf)
-            self._growing = norm >= self.growth * smallest or math.isinf(norm)
-            if 0 < norm < math.inf:
-                self._norms.append((facts.step, norm))
-            if (self._growing and not told) or math.isinf(norm):
+            self._infinite = math.isinf(norm)
+            if self._infinite:  # neither begins nor ends a streak of growth
                 return self._grown(facts, norm, smallest)
-        return Verdict("parameters.growth" if self._growing else "parameters.ok", facts.step, healthy=not self._growing)
+            told, self._growing = self._growing, norm >= self.growth * smallest
+            if norm > 0:
+                self._norms.append((facts.step, norm))
+            if self._growing and not told:
+                return self._grown(facts, norm, smallest)
+        bad = self._growing or self._infinite
+        return Verdict("parameters.growth" if bad else "parameters.ok", facts.step, healthy=not bad)
 
     def _grown(self, facts: StepFacts, norm: float, smallest: float) -> Verdict:
         proposal: Continue | Rollback = Continue()
@@ -60,8 +64,9 @@ class ParameterMonitor:
 
     def state_dict(self) -> Meta:
         """JSON-able; restores every later decision exactly."""
-        return {"norms": [list(pair) for pair in self._norms], "growing": self._growing}
+        return {"norms": [list(pair) for pair in self._norms], "growing": self._growing, "infinite": self._infinite}
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         self._norms = [(int(step), float(norm)) for step, norm in meta["norms"]]
         self._growing = bool(meta["growing"])
+        self._infinite = bool(meta.get("infinite", False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,7 @@ class RanksMonitor:
 
     def _straggler(self, facts: StepFacts) -> Verdict | None:
         fastest, slowest = facts.forward_seconds
-        if not fastest > 0:
+        if not 0 < fastest <= slowest < math.inf:
             return None
         self._ratios.append(slowest / fastest)
         slow = sum(ratio > self.ratio for ratio in self._ratios)

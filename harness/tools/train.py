@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from harness import loop
 from harness.build import (
@@ -24,28 +25,36 @@ from harness.build import (
 )
 from harness.checkpoint.incidents import load_incidents
 from harness.checkpoint.lock import RunLock
+from harness.checkpoint.preflight import lacks_room
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ExitCode, HarnessError, MachineError, Problem
 from harness.core.facts import Outcome
-from harness.precision.plan import Plan, pad_numbers
+from harness.core.state import state_bytes
+from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe
 from harness.run import Run
 from harness.runs import (
+    RUNS,
     check_resumable,
     choose_folder,
     forget_outcome,
+    forget_run,
     is_finished,
     read_outcome,
     read_plan,
+    read_source,
     same_data_order,
     write_config,
     write_outcome,
     write_plan,
+    write_source,
 )
+from harness.tools.effective import describe, effective_layers
 from harness.tracking import shipper
 from harness.tracking.console import Console, plan_table
 from harness.tracking.journal import Journal
+from harness.tracking.position import JOURNAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ def train(request: Request) -> int:
     source = _source(request.resume)
     place = find_place(config, request.launcher)
     lead = place.ranks.rank == 0
-    folder = Path(place.ranks.broadcast(str(_folder(request)) if lead else None))
+    folder = Path(place.ranks.broadcast(str(_folder(request, source)) if lead else None))
     with _locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
         if resuming:
@@ -88,16 +97,22 @@ def train(request: Request) -> int:
                     fix="run on another machine, or drop --strict to take the next rung",
                 )
             )
+        if problems := place.ranks.broadcast([asdict(each) for each in _room(folder, model)] if lead else None):
+            raise CheckpointError([Problem(**each) for each in problems])
         data = build_data(config, folder, place)
         console.say(f"run {folder}  ({request.launcher}, {place.ranks.world_size} rank(s) on {place.device.type})")
         console.say(plan_table(plan.as_dict()))
         if lead:
+            if source and not resuming:
+                write_source(folder, source)
             write_config(folder, config)
             write_plan(folder, plan.as_dict())
             forget_outcome(folder)
         store = open_store(folder, place)
         incidents = read_incidents(folder, place, store)
         start = place.ranks.broadcast(store.newest_valid() if lead else None) if resuming else None
+        if resuming:  # a kill before the first save must not lose where the run was to start from
+            source = (source or read_source(folder)) if start is None else None
         journal = open_journal(folder, place, incidents.attempt, (start or 0) + 1 if resuming else None)
         with journal:
             journal.note("run", tags=_tags(plan), params=_flat(config.model_dump(mode="json")), data=data.facts())
@@ -106,20 +121,28 @@ def train(request: Request) -> int:
                 config, request.recipe, folder, place, plan, model, data, journal, incidents, store, console
             )
             try:
-                _restore(run, source, start, journal)
+                try:
+                    _restore(run, source, start, journal)
+                except CheckpointError:
+                    if lead and not resuming:
+                        forget_run(folder)
+                    raise
                 outcome = _drive(run, journal)
                 if lead:
                     _finish(run, plan, outcome, journal)
             finally:
                 run.engine.close()
-        run.stop.uninstall()
+        run.stop.uninstall(outcome.exit_code)
         if lead:
-            _farewell(folder, ship, config, console)
+            _farewell(folder, ship, config, console, journal.dropped)
         return int(outcome.exit_code)
 
 
-def _folder(request: Request) -> Path:
-    resume = request.resume if request.resume in ("auto", "never") else "never"
+def _folder(request: Request, source: Path | None) -> Path:
+    """--resume PATH begins a run; the same command again goes on with it."""
+    resume = request.resume if source is None else "never"
+    if source and request.name and read_source(RUNS / request.name) == source.resolve():
+        resume = "auto"
     return choose_folder(request.config_name, request.config.recipe, request.name, resume, request.config.train.steps)
 
 
@@ -138,12 +161,22 @@ class _locked:
             self._lock.release()
 
 
+def _room(folder: Path, model: nn.Module) -> list[Problem]:
+    checkpoints = folder / "checkpoints"
+    there = Store(checkpoints, readonly=True).steps()
+    return lacks_room(checkpoints if checkpoints.is_dir() else folder, state_bytes(model), len(there))
+
+
 def _source(resume: str) -> Path | None:
     """The checkpoint that --resume names; None for auto and never. Raises CheckpointError if it cannot be one."""
     if resume in ("auto", "never"):
         return None
     path = Path(resume)
-    if not (path / "manifest.json").is_file() or not path.name.removeprefix("step-").isdecimal():
+    try:
+        there = (path / "manifest.json").is_file()
+    except OSError:  # such as a name that is too long
+        there = False
+    if not there or not path.name.removeprefix("step-").isdecimal():
         fix = "give auto, never, or a folder runs/<run>/checkpoints/step-<number>"
         raise CheckpointError(Problem("is no checkpoint", f"--resume {resume}", fix=fix))
     return path
@@ -165,7 +198,7 @@ def _restore(run: Run, source: Path | None, start: int | None, journal: Journal)
                 run.recovery.keep_incidents(incidents)
         journal.event(step, "run.started_from", path=str(source))
         run.screen.event(f"started from {source}")
-        run.recovery.save({})  # a kill before the first periodic save must not lose where the run started
+        run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
         run.recovery.load(start)
         journal.event(start, "run.resumed")
@@ -180,6 +213,8 @@ def _drive(run: Run, journal: Journal) -> Outcome:
     except BaseException as error:
         code = error.exit_code if isinstance(error, HarnessError) else ExitCode.FAILED
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, Exception):  # a forced interrupt does not wait for the disk
+            run.recovery.settle()
         journal.event(run.state.step, "run.failed", text=reason)
         if run.engine.rank == 0:
             write_outcome(run.folder, Outcome("failed", code, reason, run.state.step))
@@ -193,7 +228,7 @@ def _finish(run: Run, plan: Plan, outcome: Outcome, journal: Journal) -> None:
     """Outcome, effective precision, plots and report; told to MLflow through the journal."""
     write_outcome(run.folder, outcome)
     layers = effective_layers(run, plan)
-    described = _describe(layers)
+    described = describe(layers)
     write_plan(run.folder, {**plan.as_dict(), "effective": described, "effective_layers": layers})
     journal.note("run", tags={"precision.effective": described, "outcome": outcome.status}, params={}, data={})
     journal.flush()
@@ -215,42 +250,17 @@ def _report(run: Run, journal: Journal) -> None:
         run.screen.event(f"no report: {error}; try again with harness report {run.folder}")
 
 
-def effective_layers(run: Run, plan: Plan) -> dict[str, str]:
-    """What each planned module really ran in at the end: an FP8 layer counts only if its slots saw a nonzero amax."""
-    used: set[str] = set()
-    if run.precision.slot_names:
-        tensors, _ = run.precision.state_dict()
-        nonzero = (tensors["history"].amax(dim=0) > 0).tolist()
-        slots = zip(run.precision.slot_names, nonzero, strict=True)
-        used = {slot.rpartition(".")[0] for slot, saw_amax in slots if saw_amax}
-    demoted = set(run.precision.demoted)
-    layers: dict[str, str] = {}
-    for layer in plan.layers:
-        name = pad_numbers(layer.module)
-        precision = layer.precision
-        if run.precision.lowered and precision in ("fp8", "fp16"):
-            precision = run.precision.lowered
-        elif precision == "fp8" and name in demoted:
-            precision = "bf16"
-        elif precision == "fp8" and name not in used:
-            precision = "unused"
-        layers[layer.module] = precision
-    return layers
-
-
-def _describe(layers: Mapping[str, str]) -> str:
-    """Such as "fp8: 16 layers, bf16: 1, fp32: 10"."""
-    counts: dict[str, int] = {}
-    for precision in layers.values():
-        counts[precision] = counts.get(precision, 0) + 1
-    return ", ".join(f"{precision}: {count} modules" for precision, count in sorted(counts.items()))
-
-
-def _farewell(folder: Path, ship: shipper.ShipperHandle | None, config: RunConfig, console: Console) -> None:
+def _farewell(
+    folder: Path, ship: shipper.ShipperHandle | None, config: RunConfig, console: Console, dropped: int
+) -> None:
     from harness.tools.summary import summary
 
     delivered = ship.drain(config.tracking.drain_seconds) if ship else None
     console.say(summary(folder))
+    if dropped:
+        console.event(
+            f"journal.dropped: the disk refused {dropped} rows of {folder / JOURNAL}; training was not affected"
+        )
     if delivered is False:
         console.event(f"MLflow has not got everything yet; deliver the rest with: harness sync {folder}")
 

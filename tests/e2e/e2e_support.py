@@ -76,6 +76,17 @@ def events(run: Path, code: str) -> list[Mapping[str, Any]]:
     return [row for row in read_rows(run / "journal.jsonl") if row["kind"] == "event" and row["code"] == code]
 
 
+def wait_for_checkpoint(run: Path, step: int, process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+    """Until the checkpoint of `step` or a later one is committed; fails if the process ends before that."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if any(int(folder.name[-8:]) >= step for folder in (run / "checkpoints").glob("step-*")):
+            return
+        assert process.poll() is None, f"ended with {process.returncode} before the checkpoint of step {step}"
+        time.sleep(0.002)
+    raise AssertionError(f"no checkpoint of step {step} in {seconds} s")
+
+
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes], seconds: float = 120) -> None:
     """Until the journal has a loss of `step` or later; fails if the process ends before that."""
     deadline = time.monotonic() + seconds

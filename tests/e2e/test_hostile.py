@@ -150,6 +150,32 @@ def test_a_resume_path_that_is_no_checkpoint_is_refused_before_anything_is_writt
 
 
 @pytest.mark.slow
+@pytest.mark.faults(1)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_kill_before_the_first_save_keeps_where_the_run_was_to_start_from(tmp_path: Path, named: bool) -> None:
+    some = ("train.steps=6", "checkpoint.every=3")
+    assert train(tmp_path, "--name", "a", *some).returncode == 0
+    source = ("--resume", "runs/a/checkpoints/step-00000003")
+    (tmp_path / "killer.py").write_text(
+        f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from harness.tools import train\n"
+        "train._restore = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from harness.cli import train_main\n"
+        "train_main()\n"
+    )
+    line = command("--name", "b", *some, *source)
+    line[1] = str(tmp_path / "killer.py")
+    died = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, check=False, timeout=120)
+    assert died.returncode == -signal.SIGKILL, "the kill must fire"
+    assert not list((tmp_path / "runs" / "b" / "checkpoints").glob("step-*"))
+    again = source if named else ()
+    done, once_more = (train(tmp_path, "--name", "b", *some, *again) for _ in range(2))
+    assert (done.returncode, once_more.returncode) == (0, 0), done.stdout + once_more.stdout
+    assert metrics(tmp_path / "runs" / "b") == metrics(tmp_path / "runs" / "a")[3:]
+    assert "has finished" in once_more.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.faults(2)
 def test_a_kill_after_a_rollback_to_memory_resumes_on_the_same_branch(tmp_path: Path) -> None:
     """The disk has only older checkpoints: the steps up to the snapshot run once more, at their own learning rate."""

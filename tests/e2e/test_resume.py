@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e_support import events, metrics, start, train, wait_for_step
+from e2e_support import events, metrics, start, train, wait_for_checkpoint, wait_for_step
 from safetensors.numpy import load_file
 
 STEPS = 40
@@ -97,7 +97,7 @@ def test_a_longer_run_resumes_and_other_changes_are_refused_by_name(tmp_path: Pa
 def test_a_damaged_newest_checkpoint_is_set_aside(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     stopped = start(tmp_path, *ARGUMENTS)
-    wait_for_step(run, 16, stopped)
+    wait_for_checkpoint(run, 14, stopped)
     os.killpg(stopped.pid, signal.SIGKILL)
     stopped.wait()
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]

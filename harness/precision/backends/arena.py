@@ -149,7 +149,14 @@ class Arena:
         }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore in place. Raises CheckpointError if slots, formats or history length differ."""
+        """Restore in place; what a run without FP8 saved makes it new. Raises CheckpointError if slots, formats or
+        history length differ.
+        """
+        if not meta["slots"]:
+            self.history.zero_()
+            self.scale.fill_(1.0)
+            self._scales_changed()
+            return
         mine = (list(self.names), list(self.formats), list(self.history.shape))
         saved = (meta["slots"], meta["formats"], list(tensors["history"].shape))
         if mine != saved:

@@ -18,7 +18,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 class AutocastBackend:
     """A rung without FP8: everything about slots is empty.
 
-    loss_scale: the fp16 rung's, which is retired when the run falls to another precision.
+    loss_scale: the fp16 rung's, which is retired when the run falls to another precision. scales_loss: it has one.
     """
 
     layers: tuple[str, ...] = ()
@@ -29,6 +29,7 @@ class AutocastBackend:
         self.dtype, self.device, self._loss_scale = DTYPES[precision], device, loss_scale
         self._planned = precision
         self.lowered = ""
+        self.scales_loss = loss_scale is not None
         self.note = "torch.autocast" if self.dtype else "no autocast"
         self._nothing = torch.zeros(0, device=device)
 
@@ -74,6 +75,9 @@ class AutocastBackend:
         return {}, {"slots": [], "demoted": [], "lowered": self.lowered}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore which precision the run is in; the loss scale restores itself."""
-        self.lowered = meta["lowered"]
+        """Restore which precision the run is in; the loss scale restores itself.
+
+        Only fp16 falls: what a run of another rung fell to says nothing of this one.
+        """
+        self.lowered = meta["lowered"] if self._planned == "fp16" and not meta["slots"] else ""
         self.dtype = DTYPES[self.lowered or self._planned]

@@ -106,8 +106,11 @@ class NativeBackend:
         return tensors, {**meta, "demoted": list(self.demoted), "lowered": self.lowered}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore scales, histories and which layers are in BF16. Raises CheckpointError if slots differ."""
+        """Restore scales, histories and which layers are in BF16. Raises CheckpointError if slots differ.
+
+        What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
+        """
         self.arena.load_state_dict(tensors, meta)
-        self.lowered = meta["lowered"]
+        self.lowered = meta["lowered"] if meta["slots"] else ""
         self.arena.demoted.clear()
         self.switch(meta["demoted"], ())

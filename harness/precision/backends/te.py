@@ -176,7 +176,17 @@ class TransformerEngineBackend:
         return self._scales.tensors(), {**meta, "scaling": self.scaling, "lowered": self.lowered}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore in place. Raises CheckpointError if slots, scaling or history length differ."""
+        """Restore in place. Raises CheckpointError if slots, scaling or history length differ.
+
+        What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
+        """
+        if not meta["slots"]:
+            here = self._scales.tensors()
+            new = {"history": torch.zeros_like(here["history"]), "scale": torch.ones_like(here["scale"])}
+            self._scales.load(new)
+            self.lowered = ""
+            self.switch((), list(self.modules))
+            return
         mine = (list(self.slot_names), self.scaling, self._scales.tensors()["history"].shape)
         if mine != (list(meta["slots"]), meta.get("scaling", "delayed"), tensors["history"].shape):
             fix = "resume with the recipe and model that wrote the checkpoint"

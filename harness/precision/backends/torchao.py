@@ -147,7 +147,14 @@ class TorchaoBackend:
         }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore the last amaxes and which layers are in BF16. Raises CheckpointError if the slots differ."""
+        """Restore the last amaxes and which layers are in BF16. Raises CheckpointError if the slots differ.
+
+        What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
+        """
+        if not meta["slots"]:
+            self._amax.zero_()
+            self._demoted, self.lowered = set(), ""
+            return
         if list(meta["slots"]) != list(self.slot_names) or tensors["history"].shape[0] != 1:
             fix = "resume with the recipe and model that wrote the checkpoint"
             raise CheckpointError(Problem("FP8 state is of other slots, or of delayed scaling", "fp8 state", fix=fix))

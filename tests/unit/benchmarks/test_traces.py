@@ -65,7 +65,10 @@ def test_blocks_that_would_break_the_cadence_or_do_not_fit_are_refused(
 
 def _rows(steps: int) -> list[dict[str, Any]]:
     facts = clean_trace(steps).facts()
-    return [{"kind": "metrics", "step": one.step, "metrics": step_metrics(one, Incidents(), True)} for one in facts]
+    return [
+        {"kind": "metrics", "step": one.step, "attempt": 1, "metrics": step_metrics(one, Incidents(), True)}
+        for one in facts
+    ]
 
 
 def _journal(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -77,8 +80,8 @@ def _journal(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 def test_a_journal_gives_back_what_the_run_recorded(tmp_path: Path) -> None:
     others = [
         {"kind": "run", "attempt": 1},
-        {"kind": "event", "step": 3, "code": "precision.switched"},
-        {"kind": "metrics", "step": 30, "metrics": {"val/loss": 2.0}},
+        {"kind": "event", "step": 3, "attempt": 1, "code": "precision.switched"},
+        {"kind": "metrics", "step": 30, "attempt": 1, "metrics": {"val/loss": 2.0}},
     ]
     trace = read_trace(_journal(tmp_path, [*_rows(30), *others]))
     assert trace.slots == SLOTS
@@ -90,7 +93,7 @@ def test_a_journal_gives_back_what_the_run_recorded(tmp_path: Path) -> None:
 def test_a_journal_without_every_step_once_is_refused(tmp_path: Path, broken: str) -> None:
     rows = _rows(12)
     if broken == "no statistics":
-        rows = [{"kind": "metrics", "step": 1, "metrics": {"train/loss": 2.0}}]
+        rows = [{"kind": "metrics", "step": 1, "attempt": 1, "metrics": {"train/loss": 2.0}}]
     elif broken == "a step is missing":
         del rows[5]
     elif broken == "a step twice":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.policy import Goodness, Retention, best
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
 
@@ -67,7 +68,7 @@ def test_goodness_survives_a_restart_and_waiting_is_taken_up_again(tmp_path: Pat
     healthy(goodness, 20)
     again = Goodness(Store(tmp_path), 2)
     assert again.newest_good() == 10
-    again.saved(20)
+    again.resumed(20, {})
     healthy(again, 20, 21)
     assert Goodness(Store(tmp_path), 2).newest_good() == 20
 
@@ -163,3 +164,52 @@ def test_two_that_verify_remain_though_more_must_be_kept(tmp_path: Path) -> None
 def test_at_least_two_are_kept_whatever_is_asked(tmp_path: Path) -> None:
     store = saved(tmp_path, 1, 2, 3)
     assert Retention(store, 1).prune() == [1]
+
+
+def test_the_best_by_a_metric_is_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0, 5: 1.0, 6: 4.0, 7: 5.0}
+    for step, loss in losses.items():
+        store.save(step, {"model": {"weight": torch.zeros(4)}}, {}, {"val_loss": loss})
+    store.save(8, {"model": {"weight": torch.zeros(4)}}, {})
+    assert best(store, "val_loss") == 5, "the newest of equals; NaN is no number to compare"
+    assert best(store, "train_loss") is None
+    assert Retention(store, 2, "val_loss").prune() == [1, 2, 3, 4, 6]
+    assert store.steps() == [5, 7, 8]
+    assert Retention(store, 2).prune() == [5]
+
+
+def test_what_verified_is_not_read_again_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved(tmp_path, 1, 2, 3)
+    read: list[int] = []
+    whole = Store.verify
+    monkeypatch.setattr(Store, "verify", lambda self, step: (read.append(step), whole(self, step))[1])
+    retention = Retention(store, 2)
+    assert retention.prune() == [1]
+    assert sorted(read) == [2, 3]
+    store.save(4, {"model": {"weight": torch.ones(4)}}, {})
+    read.clear()
+    assert retention.prune() == [2]
+    assert read == [4]
+    damage(store, 3)
+    store.save(5, {"model": {"weight": torch.ones(4)}}, {})
+    read.clear()
+    retention.prune()
+    assert store.steps() == [3, 4, 5][-2:], "step 3 may go: 4 and 5 verify"
+
+
+def test_counts_go_on_where_they_were_at_the_save(tmp_path: Path) -> None:
+    goodness = Goodness(saved(tmp_path, 10, 12), 3)
+    goodness.saved(10)
+    healthy(goodness, 10, 11)
+    waiting = json.loads(json.dumps(goodness.waiting()))
+    goodness.saved(12)
+    healthy(goodness, 12)
+    again = Goodness(Store(tmp_path), 3)
+    assert again.resumed(12, {"8": 1, **waiting}) == []
+    assert again.waiting() == {"8": 1, "12": 0}, "10 has its mark already"
+    (tmp_path / "good.json").unlink()
+    again = Goodness(Store(tmp_path), 3)
+    again.resumed(12, waiting)
+    healthy(again, 12)
+    assert again.newest_good() == 10, "as in the run that was not stopped"

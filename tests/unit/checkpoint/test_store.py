@@ -267,7 +267,9 @@ def test_with_nothing_valid_there_is_nothing_to_load(tmp_path: Path) -> None:
     store = saved(tmp_path, 3, 6)
     for step in (3, 6):
         (store.path(step) / "manifest.json").unlink()
-    assert store.newest_valid() is None
-    assert len(store.quarantined) == 2
+    with pytest.raises(CheckpointError, match="not one of its checkpoints is whole") as caught:
+        store.newest_valid()
+    assert len(caught.value.problems) == 3
+    assert (store.quarantined, names(tmp_path)) == ([], ["step-00000003", "step-00000006"])
     with pytest.raises(CheckpointError):
         store.load(3)

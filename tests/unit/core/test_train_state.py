@@ -1,19 +1,29 @@
-"""TrainState: what is optional, what is not, and limits through JSON."""
+"""TrainState: what is optional, what is not, limits through JSON; precision state where the precision is another."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from harness.capability.probe import probe
 from harness.core.errors import CheckpointError
 from harness.core.facts import Limits
+from harness.core.protocols import PrecisionBackend
 from harness.core.state import Incidents, TrainState
+from harness.models.gpt import build
+from harness.precision.backends.autocast import AutocastBackend
+from harness.precision.engine import build_backend
+from harness.precision.loss_scale import LossScale
+from harness.precision.plan import make_plan, pad_numbers, resolve
+from harness.precision.recipe import LossScaleConfig, load_recipe
+
+CPU = torch.device("cpu")
 
 
 class Part:
@@ -65,3 +75,59 @@ def test_limits_of_the_steps_to_come_survive_json() -> None:
 def test_rollbacks_before_a_step_are_those_of_its_branch() -> None:
     incidents = Incidents(returned_to=[40, 60])
     assert [incidents.rollbacks_before(step) for step in (40, 41, 60, 61)] == [0, 1, 1, 2]
+
+
+@pytest.fixture
+def precision_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Recipes set torch's matmul precision, which other tests must not inherit; GPUs would give other plans."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def trained_in_fp8(name: str) -> tuple[PrecisionBackend, dict[str, Tensor]]:
+    """A backend after one window, with its first layer in BF16, and its tensors when it was new."""
+    recipe, facts = load_recipe(name), probe()
+    rung, verdicts = resolve(recipe, facts)
+    assert rung is not None
+    model = build(dim=64, layers=1, heads=2, ffn=96)
+    backend = build_backend(make_plan(recipe, facts, rung, verdicts, model), recipe, model, CPU)
+    new = {key: tensor.clone() for key, tensor in backend.state_dict()[0].items()}
+    backend.begin_window(sample=False)
+    tokens = torch.arange(64).reshape(2, 32)
+    with backend.context():
+        loss = model(tokens, tokens)
+    with backend.backward_context():
+        loss.backward()
+    backend.end_window(backend.amax(), torch.zeros(()), lambda values: values)
+    backend.switch([pad_numbers(backend.layers[0])], [])
+    return backend, new
+
+
+@pytest.mark.usefixtures("precision_kept")
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp8_dynamic"])
+def test_what_a_run_without_fp8_saved_makes_fp8_state_new(name: str) -> None:
+    backend, new = trained_in_fp8(name)
+    assert not all(torch.equal(tensor, new[key]) for key, tensor in backend.state_dict()[0].items())
+    assert backend.demoted
+    elsewhere = AutocastBackend("fp16", CPU, LossScale(LossScaleConfig(), CPU))
+    elsewhere.lower("bf16")
+    backend.load_state_dict(*elsewhere.state_dict())
+    assert all(torch.equal(tensor, new[key]) for key, tensor in backend.state_dict()[0].items())
+    assert (backend.demoted, backend.lowered) == ((), "")
+
+
+@pytest.mark.usefixtures("precision_kept")
+def test_what_a_run_fell_to_is_for_runs_of_its_own_rung() -> None:
+    half = AutocastBackend("fp16", CPU, LossScale(LossScaleConfig(), CPU))
+    half.lower("fp32")
+    for precision, lowered, dtype in (("fp16", "fp32", None), ("bf16", "", torch.bfloat16), ("fp32", "", None)):
+        backend = AutocastBackend(precision, CPU)
+        backend.load_state_dict(*half.state_dict())
+        assert (backend.lowered, backend.dtype) == (lowered, dtype)
+    eighth, _ = trained_in_fp8("fp8_hybrid")
+    eighth.lower("bf16")
+    backend = AutocastBackend("fp16", CPU, LossScale(LossScaleConfig(), CPU))
+    backend.load_state_dict(*eighth.state_dict())
+    assert (backend.lowered, backend.dtype) == ("", torch.float16)

@@ -1,0 +1,115 @@
+"""Committing checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.checkpoint import marks
+from harness.checkpoint.staging import Staging
+from harness.checkpoint.store import Store
+from harness.core.errors import CheckpointError
+from harness.core.protocols import Meta, Tensors
+
+_NICENESS = 10
+
+
+@dataclass
+class Saved:
+    """What became of the save of `step`. path: None and `error` if it failed. deleted: older ones, by retention."""
+
+    step: int
+    metrics: Mapping[str, float]
+    path: Path | None = None
+    error: str = ""
+    deleted: Sequence[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Saver:
+    """Writes one checkpoint at a time to `store`, then lets `prune` delete older ones (given the good steps).
+
+    With `staging`, training waits for one copy of the state in memory; a thread of low priority does the rest. Without,
+    `begin` returns when all is done. Only the thread that made it may call it. Nothing that training decides depends
+    on how fast the disk is: the steps that are good are read when the save begins, `wait` comes before the store is
+    read for a decision, and `committed` waits for the save that it is asked about.
+    """
+
+    def __init__(
+        self, store: Store, prune: Callable[[Sequence[int]], Sequence[int]], staging: Staging | None = None
+    ) -> None:
+        self._store = store
+        self._prune = prune
+        self._staging = staging
+        self._thread: threading.Thread | None = None
+        self._now: Saved | None = None
+        self._done: list[Saved] = []
+        self._failed: set[int] = set()
+        self._crash: BaseException | None = None
+
+    def begin(self, step: int, tensors: Tensors, meta: Meta, metrics: Mapping[str, float]) -> None:
+        """Save the state of `step`. Waits for the save before it. metrics: what the checkpoint is known by.
+
+        tensors and meta may change as soon as this returns (on a GPU: by what is queued on the current stream).
+        """
+        self.wait()
+        self._now = Saved(step, dict(metrics))
+        good = marks.read_marks(self._store.root)
+        if self._staging is None:
+            self._work(self._now, tensors, meta, good)
+            self.wait()
+            return
+        copies = self._staging.copy(tensors)
+        arguments = (self._now, copies, meta, good)
+        self._thread = threading.Thread(target=self._in_background, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finished(self) -> list[Saved]:
+        """Saves that have ended since the last call; never waits."""
+        if self._thread is None or not self._thread.is_alive():
+            self.wait()
+        done, self._done = self._done, []
+        return done
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what no save should raise."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise crash
+        if self._now is not None:
+            if self._now.path is None:
+                self._failed.add(self._now.step)
+            self._done.append(self._now)
+            self._now = None
+
+    def committed(self, step: int) -> bool:
+        """Whether the save of `step` went well; waits for it if it is under way."""
+        if self._now is not None and self._now.step == step:
+            self.wait()
+        return step not in self._failed
+
+    def _in_background(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int]) -> None:
+        # Of this thread alone, on Linux: where cores are scarce, training comes first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            self._work(saved, tensors, meta, good)
+        except BaseException as error:
+            self._crash = error
+
+    def _work(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int]) -> None:
+        began = time.monotonic()
+        try:
+            if self._staging is not None:
+                self._staging.wait()
+            saved.path = self._store.save(saved.step, tensors, meta, saved.metrics)
+            saved.deleted = self._prune(good)
+        except CheckpointError as error:
+            saved.error = str(error)
+        saved.seconds = time.monotonic() - began

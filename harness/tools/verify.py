@@ -1,0 +1,35 @@
+"""`harness verify`: every byte of a run's checkpoints against their manifests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.checkpoint.marks import read_marks
+from harness.checkpoint.policy import best
+from harness.checkpoint.store import Store
+from harness.core.errors import ExitCode
+from harness.tracking.folder import require_run
+
+
+def verify(run: Path) -> int:
+    """Print what each checkpoint is worth; the exit code is 1 if one is damaged or there is none.
+
+    Nothing is changed: the next start of the run moves damaged ones aside. Raises ConfigError if `run` is no run.
+    """
+    store = Store(require_run(run) / "checkpoints", readonly=True)
+    steps, good = store.steps(), set(read_marks(store.root))
+    lowest = {metric: best(store, metric) for metric in ("val_loss", "train_loss")}
+    damaged = 0
+    for step in steps:
+        problems = store.verify(step)
+        damaged += bool(problems)
+        if problems:
+            print(f"{store.path(step)}: {'; '.join(map(str, problems))}")
+            continue
+        known = [f"{name} {value:.4f}" for name, value in sorted(store.metrics(step).items())]
+        titles = ["good"] * (step in good) + [f"lowest {metric}" for metric, at in lowest.items() if at == step]
+        print(f"{store.path(step)}: ok{', '.join(['', *titles, *known])}")
+    print(f"{len(steps) - damaged} of {len(steps)} checkpoints verify")
+    for aside in sorted(store.root.glob("quarantine-*")):
+        print(f"{aside}: was found damaged and set aside")
+    return int(ExitCode.FAILED if damaged or not steps else ExitCode.DONE)

@@ -1,0 +1,64 @@
+"""The protections of checkpoints and resumes: rows 1 to 5, 12 and 25."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+SURVIVAL: tuple[Mutation, ...] = (
+    Mutation(
+        1,
+        "a checkpoint is written under another name and renamed whole",
+        "harness/checkpoint/store.py",
+        'temporary = self.root / f"{_TMP}{final.name}"',
+        "temporary = final",
+        "tests/faults/test_checkpoint_kill.py -k save_killed",
+    ),
+    Mutation(
+        1,
+        "what is saved is a copy of the moment",
+        "harness/checkpoint/saver.py",
+        "copies = self._staging.copy(tensors)",
+        "copies = tensors",
+        "tests/unit/checkpoint/test_saver.py -k state_of_the_moment",
+    ),
+    Mutation(
+        2,
+        "never fewer than two that verify",
+        "harness/checkpoint/policy.py",
+        "if missing > 0:",
+        "if False:",
+        "tests/unit/checkpoint/test_policy.py",
+    ),
+    Mutation(
+        2,
+        "a mark waits for its save",
+        "harness/checkpoint/saver.py",
+        "if self._now is not None and self._now.step == step:",
+        "if False:",
+        "tests/unit/checkpoint/test_saver.py -k waits_for_its_save",
+    ),
+    Mutation(
+        3,
+        "a save that failed never becomes good",
+        "harness/checkpoint/saver.py",
+        "self._failed.add(self._now.step)",
+        "pass",
+        "tests/unit/checkpoint/test_saver.py -k never_becomes_good",
+    ),
+    Mutation(
+        5,
+        "room for three checkpoints",
+        "harness/checkpoint/preflight.py",
+        "if free < count * bytes_each:",
+        "if False:",
+        "tests/unit/checkpoint/test_preflight.py",
+    ),
+    Mutation(
+        25,
+        "ranks compare what they read",
+        "harness/recovery.py",
+        "if self.engine.max(differs).item() and not problems:",
+        "if False:",
+        "tests/dist/test_different_folders.py",
+    ),
+)

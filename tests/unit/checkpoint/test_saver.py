@@ -1,0 +1,144 @@
+"""Saves in the background: what is on disk is the state of the moment, and no decision depends on the disk's speed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.checkpoint import marks
+from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.saver import Saver
+from harness.checkpoint.staging import Staging
+from harness.checkpoint.store import Store
+from harness.core.protocols import Tensors
+
+
+class SlowStore(Store):
+    """Waits for `go` before it writes."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go = threading.Event()
+        self.threads: list[tuple[int, int]] = []
+
+    def save(self, step: int, tensors: Any, meta: Any, metrics: Mapping[str, float] | None = None) -> Path:
+        self.threads.append((threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        assert self.go.wait(20)
+        return super().save(step, tensors, meta, metrics)
+
+
+def state(value: float) -> Tensors:
+    return {"model": {"weight": torch.full((300,), value), "half": torch.full((3,), value).bfloat16()}, "rng": {}}
+
+
+def keep_all(good: object) -> list[int]:
+    return []
+
+
+def test_training_goes_on_and_what_is_saved_is_the_state_of_the_moment(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    saver = Saver(store, keep_all, Staging())
+    live = state(1.0)
+    saver.begin(5, live, {"step": 5}, {"val_loss": 2.5, "train_loss": float("nan")})
+    live["model"]["weight"].fill_(9.0)
+    live["model"]["half"].fill_(9.0)
+    assert saver.finished() == []
+    assert store.steps() == []
+    store.go.set()
+    assert saver.committed(5)
+    (saved,) = saver.finished()
+    assert (saved.step, saved.path, saved.error, saved.metrics["val_loss"]) == (5, store.path(5), "", 2.5)
+    tensors, meta = store.load(5)
+    assert tensors["model"]["weight"].tolist() == [1.0] * 300
+    assert tensors["model"]["half"].tolist() == [1.0] * 3
+    assert meta == {"step": 5}
+    assert store.metrics(5) == {"val_loss": 2.5}
+    assert saver.finished() == []
+
+
+def test_the_thread_is_another_and_of_lower_priority(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    store.go.set()
+    for staging in (Staging(), None):
+        saver = Saver(store, keep_all, staging)
+        saver.begin(len(store.threads) + 1, state(1.0), {}, {})
+        saver.wait()
+    (background, nice), (inline, normal) = store.threads
+    assert inline == threading.get_native_id() != background
+    assert normal == os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice == min(normal + 10, 19)
+
+
+def test_saves_come_one_after_the_other_and_reuse_the_memory(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    store.go.set()
+    saver = Saver(store, keep_all, Staging())
+    for step in range(1, 6):
+        saver.begin(step, state(float(step)), {}, {})
+    saver.wait()
+    assert [saved.step for saved in saver.finished()] == [1, 2, 3, 4, 5]
+    for step in range(1, 6):
+        assert store.load(step)[0]["model"]["weight"][0] == step
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_that_fails_is_told_and_never_becomes_good(tmp_path: Path, background: bool) -> None:
+    store = Store(tmp_path)
+    saver = Saver(store, keep_all, Staging() if background else None)
+    goodness = Goodness(store, 1, saver.committed)
+    saver.begin(5, state(1.0), {"no JSON": {1, 2}}, {})
+    assert goodness.saved(5) == []
+    assert goodness.observe(5, True) == []
+    (saved,) = saver.finished()
+    assert saved.path is None
+    assert "not written" in saved.error
+    assert marks.read_marks(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+    saver.begin(6, state(1.0), {}, {})
+    assert goodness.saved(6) == []
+    assert goodness.observe(6, True) == [6]
+
+
+def test_a_mark_waits_for_its_save_however_slow_the_disk(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    saver = Saver(store, keep_all, Staging())
+    goodness = Goodness(store, 2, saver.committed)
+    saver.begin(5, state(1.0), {}, {})
+    goodness.saved(5)
+    assert goodness.observe(5, True) == []
+    threading.Timer(0.1, store.go.set).start()
+    assert goodness.observe(6, True) == [5]
+    assert store.steps() == [5]
+
+
+def test_retention_sees_the_marks_of_the_moment_of_the_save(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    store.go.set()
+    saver = Saver(store, Retention(store, 2).prune, Staging())
+    for step in (1, 2):
+        saver.begin(step, state(1.0), {}, {})
+    saver.wait()
+    store.go.clear()
+    saver.begin(3, state(1.0), {}, {})
+    marks.add_mark(tmp_path, 1)  # too late: without a thread, step 1 would have been deleted by now
+    store.go.set()
+    saver.wait()
+    assert [list(saved.deleted) for saved in saver.finished()] == [[], [], [1]]
+    assert store.steps() == [2, 3]
+
+
+def test_a_crash_in_the_thread_is_raised_in_training(tmp_path: Path) -> None:
+    def broken(good: object) -> list[int]:
+        raise ZeroDivisionError("a defect")
+
+    saver = Saver(Store(tmp_path), broken, Staging())
+    saver.begin(5, state(1.0), {}, {})
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        saver.wait()
+    saver.wait()

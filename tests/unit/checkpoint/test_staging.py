@@ -1,0 +1,75 @@
+"""Copies in memory that is allocated once: any dtype and layout, the same bytes, no aliasing."""
+
+from __future__ import annotations
+
+import mmap
+from itertools import pairwise
+
+import torch
+
+from harness.checkpoint.staging import Staging, free_memory
+from harness.core.protocols import Tensors
+
+FP8 = torch.float8_e4m3fn
+
+
+def odd_state(seed: int) -> Tensors:
+    torch.manual_seed(seed)
+    weight = torch.randn(7, 5)
+    return {
+        "model": {"weight": weight, "view": weight.t(), "tied": weight, "bf16": torch.randn(3).bfloat16()},
+        "empty": {},
+        "optimizer": {"step": torch.tensor(float(seed)), "none": torch.zeros(0, 4)},
+        "fp8": {"bytes": torch.randn(9).to(FP8), "flag": torch.tensor([True, False, True]), "long": torch.arange(3)},
+    }
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(
+        a[part].keys() == b[part].keys()
+        and all(
+            x.dtype == y.dtype and x.shape == y.shape and x.tolist() == y.tolist()
+            for x, y in zip(a[part].values(), b[part].values(), strict=True)
+        )
+        for part in a
+    )
+
+
+def test_everything_is_copied_and_nothing_is_shared() -> None:
+    staging, live = Staging(), odd_state(1)
+    copies = staging.copy(live)
+    assert same(live, copies)
+    for named in live.values():
+        for tensor in named.values():
+            tensor.zero_()
+    assert same(copies, odd_state(1))
+    places = sorted(
+        (t.data_ptr(), t.numel() * t.element_size()) for named in copies.values() for t in named.values() if t.numel()
+    )
+    assert all(place % 64 == 0 for place, _ in places)
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(places))
+
+
+def test_the_memory_is_used_again_and_grows_when_it_must() -> None:
+    staging = Staging()
+    staging.reserve(1 << 20)
+    first = staging.copy(odd_state(1))
+    again = staging.copy(odd_state(2))
+    assert first["model"]["weight"].data_ptr() == again["model"]["weight"].data_ptr()
+    assert same(again, odd_state(2))
+    larger = {"model": {"weight": torch.ones(1 << 20)}}
+    assert same(staging.copy(larger), larger)
+    assert same(staging.copy(odd_state(3)), odd_state(3))
+
+
+def test_a_part_that_comes_or_goes_is_noticed() -> None:
+    staging = Staging()
+    assert staging.copy({"a": {}}) == {"a": {}}
+    assert staging.copy({"b": {}}) == {"b": {}}
+    assert staging.copy({}) == {}
+
+
+def test_free_memory_is_that_of_the_machine_or_less() -> None:
+    with open("/proc/meminfo") as file:
+        total = int(file.readline().split()[1]) * 1024
+    assert mmap.PAGESIZE < free_memory() <= total
