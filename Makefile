@@ -34,8 +34,11 @@ test-slow: $(TEST_READY) ## the slow tests
 test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
 	$(RUN) python -m pytest -q --timeout 600 -m gpu $(ARGS)
 
-test-faults: $(TEST_READY) ## the fault injections, slow ones too
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -m "faults and not gpu" $(ARGS)
+test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an hour); writes docs/reliability.md
+	@mkdir -p build && rm -f build/figures.jsonl
+	$(RUN) OMP_NUM_THREADS=1 FAULT_FIGURES="$(abspath build/figures.jsonl)" \
+	    python -m pytest -q --timeout 1200 -n 2 --dist worksteal -m "faults and not gpu" $(ARGS)
+	$(RUN) python tests/faults/reliability_page.py build/figures.jsonl docs/reliability.md
 
 mutations: $(TEST_READY) ## take each protection away and see that a test notices (about 10 minutes)
 	$(RUN) OMP_NUM_THREADS=1 python tests/faults/mutations.py $(ARGS)

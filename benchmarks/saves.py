@@ -1,0 +1,140 @@
+"""What a checkpoint costs the training, against a plain copy of the state in memory.
+
+    python -m benchmarks.saves [--sizes 25 125] [--rounds 5] [--steps 4] [--threads 1] [--out FILE]
+
+A model of so many million parameters trains (AdamW, fp32, one linear stack; the loop is the step alone), first some
+steps without a save, then as many with one save at their beginning, in turn; each round has one of both. `stall` is
+(wall time with the save - without) / saves over `memcpy`, torch's copy of one block as large as the state into memory
+that is there already. `begin` is the call alone: what the next step waits for. The first save is told on its own: its
+memory was reserved while the run started. `background` is how long the thread took from there to the committed,
+verified checkpoint. Medians over rounds, with the smallest and the largest. The folder is where the disk is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.rollback import build_state, seconds
+from harness.checkpoint.policy import Retention
+from harness.checkpoint.saver import Saver
+from harness.checkpoint.staging import Staging
+from harness.checkpoint.store import Store
+from harness.core.state import TrainState, state_bytes
+from harness.engines.parts import ModelPart, OptimizerPart
+
+
+class Training:
+    """A step of forward, backward and AdamW on a stack of Linears of the state."""
+
+    def __init__(self, state: TrainState, tokens: int) -> None:
+        self.state = state
+        part, optimizer = state.parts["model"], state.parts["optimizer"]
+        assert isinstance(part, ModelPart)
+        assert isinstance(optimizer, OptimizerPart)
+        self.layers = [module for module in part.model.modules() if isinstance(module, nn.Linear)]
+        self.optimizer = optimizer.optimizer
+        self.inputs = {layer.in_features: torch.randn(tokens, layer.in_features) for layer in self.layers}
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            for layer in self.layers:  # each on its own: no activations to hold
+                layer(self.inputs[layer.in_features]).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)
+
+
+def measure(millions: int, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+    state = build_state(millions)
+    model = state.parts["model"]
+    assert isinstance(model, ModelPart)
+    tensors, _ = state.state_dict()
+    size = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
+    staging = Staging()
+    staging.reserve(state_bytes(model.model))
+    store = Store(folder)
+    saver = Saver(store, Retention(store, 2).prune, staging)
+    training = Training(state, tokens=256)
+    training.steps(2)
+    block, other = torch.zeros(size // 4), torch.zeros(size // 4)
+    other.copy_(block)
+    begins, stalls, copies, written = [], [], [], []
+
+    def save_then_train(step: int) -> None:
+        begins.append(seconds(lambda: saver.begin(step, *state.state_dict(), {})))
+        training.steps(steps)
+
+    for number in range(1, rounds + 1):
+        copies.append(seconds(lambda: other.copy_(block)))
+        without = seconds(lambda: training.steps(steps))
+        stalls.append(seconds(lambda number=number: save_then_train(number)) - without)
+        saver.wait()
+        written += [saved.seconds for saved in saver.finished()]
+    plain = median(copies)
+    return {
+        "million parameters": millions,
+        "bytes": size,
+        "memcpy seconds": plain,
+        "first begin": begins[0] / plain,
+        "first stall": stalls[0] / plain,
+        "begin": spread(begins[1:], plain),
+        "stall": spread(stalls[1:], plain),
+        "background seconds": median(written),
+        "step seconds": without / steps,
+        "steps": steps,
+        "rounds": rounds,
+    }
+
+
+def spread(values: list[float], unit: float) -> list[float]:
+    """Median, smallest and largest, in `unit`."""
+    return [median(values) / unit, min(values) / unit, max(values) / unit]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[25, 125])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go for the time [default: a temporary one]")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    results = []
+    for size in given.sizes:
+        folder = Path(tempfile.mkdtemp(prefix="saves-", dir=given.folder))
+        try:
+            results.append(measure(size, given.rounds, given.steps, folder))
+        finally:
+            shutil.rmtree(folder)
+    for row in results:
+        size = f"{row['million parameters']}M parameters, {row['bytes'] / 1e6:.0f} MB"
+        print(f"{size}, memcpy {row['memcpy seconds']:.3f} s")
+        print(f"  first save: begin {row['first begin']:.2f} of it, stall {row['first stall']:.2f}")
+        for name in ("begin", "stall"):
+            print(f"  {name} {row[name][0]:.2f} of it (from {row[name][1]:.2f} to {row[name][2]:.2f})")
+        print(f"  in the background {row['background seconds']:.1f} s; a step {row['step seconds']:.2f} s")
+    if given.out:
+        record = {
+            "command": "python -m benchmarks.saves " + " ".join(arguments or sys.argv[1:]),
+            "machine": f"{platform.machine()}, {given.threads} thread(s)",
+            "torch": str(torch.__version__),
+            "results": results,
+        }
+        given.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
