@@ -29,6 +29,7 @@ from harness.engines.deepspeed_config import (
     check,
     find_tools_of_this_python,
     preflight,
+    release_shared_memory,
 )
 from harness.engines.deepspeed_parts import ZeroModelPart, ZeroOptimizerPart
 from harness.engines.parts import ModelPart, OptimizerPart
@@ -94,6 +95,8 @@ class DeepSpeedEngine(Ranks):
             join(launch, device, timeout_seconds)
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         super().__init__(device)
+        self.barrier()  # now every rank has opened what it shares with the others
+        release_shared_memory(self.rank)
         self._model = model
         self._schedule = schedule
         self._sharded = zero_stage > 0

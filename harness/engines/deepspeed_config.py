@@ -123,6 +123,15 @@ def find_tools_of_this_python() -> None:
     os.environ["PATH"] = _search_path()
 
 
+def release_shared_memory(rank: int) -> None:
+    """Take away the name of the memory that a rank on a CPU shares with the others of its machine: 66 MB.
+
+    DeepSpeed never does, and without a name the memory goes with the last rank, killed or not. Nothing to do on a GPU.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
+
+
 def build_config(
     *,
     zero_stage: int,

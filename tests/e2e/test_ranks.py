@@ -71,6 +71,8 @@ def test_every_launcher_gives_the_same_fp32_losses(
     alone: list[tuple[int, float]], tmp_path: Path, launcher: list[str]
 ) -> None:
     assert_close(losses(tmp_path, "--recipe", "fp32", launcher=launcher), alone, 1e-4)
+    left = [path.name for path in Path("/dev/shm").glob(f"deepspeed*_{launcher[-1]}_*")]
+    assert left == [], "DeepSpeed's ranks share memory by names with the port"
 
 
 @pytest.mark.dist

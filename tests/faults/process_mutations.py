@@ -6,6 +6,14 @@ from mutation import Mutation
 
 PROCESS: tuple[Mutation, ...] = (
     Mutation(
+        20,
+        "memory that ranks share goes with them",
+        "harness/engines/deepspeed.py",
+        "        release_shared_memory(self.rank)\n",
+        "",
+        "tests/e2e/test_ranks.py::test_every_launcher_gives_the_same_fp32_losses[deepspeed-2]",
+    ),
+    Mutation(
         6,
         "a rank notices that its launcher is gone",
         "harness/stop.py",
