@@ -37,7 +37,7 @@ from harness.engines.process_group import Launch, Ranks, choose_device, join, re
 from harness.engines.torch_engine import TorchEngine
 from harness.models.task import Task, build_model
 from harness.optim.learning_rate import too_high
-from harness.optim.optimizers import build_optimizer
+from harness.optim.optimizers import MOMENTS, build_optimizer
 from harness.optim.schedule import WarmupCosine
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale, check_half_weights
@@ -165,7 +165,9 @@ def build_run(
         parts["loss_scale"] = loss_scale
     state = TrainState(parts, incidents)
     saver = Saver(
-        store, Retention(store, config.checkpoint.keep, config.checkpoint.best).prune, _staging(config, engine, model)
+        store,
+        Retention(store, config.checkpoint.keep, config.checkpoint.best).prune,
+        _staging(config, engine, model, journal),
     )
     recovery = Recovery(
         state=state,
@@ -238,10 +240,14 @@ def read_incidents(folder: Path, place: Place, store: Store) -> Incidents:
     return incidents
 
 
-def _staging(config: RunConfig, engine: Engine, model: nn.Module) -> Staging | None:
+def _staging(config: RunConfig, engine: Engine, model: nn.Module, journal: Journal) -> Staging | None:
     """Where a save is copied to, on the rank that saves, if a quarter of the free memory holds it."""
-    size = state_bytes(model)
-    if engine.rank != 0 or not config.checkpoint.background or size > free_memory() / 4:
+    if engine.rank != 0 or not config.checkpoint.background:
+        return None
+    size = state_bytes(model, MOMENTS[config.train.optimizer])
+    if size > free_memory() / 4:
+        text = "a copy of the state would take over a quarter of the free memory: training waits for every save"
+        journal.event(0, "checkpoint.waits", text=text)
         return None
     staging = Staging(pinned=engine.device.type == "cuda")
     staging.reserve(size)
@@ -253,12 +259,10 @@ def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, journal: Jou
     # DeepSpeed's ZeRO would have to gather its partitions for every copy.
     if not (config.guard.enabled and config.guard.snapshot_every) or engine.name == "deepspeed":
         return None
-    size = state_bytes(model)
+    size = state_bytes(model, MOMENTS[config.train.optimizer])
     lacks = torch.tensor(float(2 * size > free_memory() / 4), device=engine.device)
     if engine.max(lacks).item():
-        text = (
-            "no snapshots: two copies of the state would take over a quarter of the free memory; rollbacks use the disk"
-        )
+        text = "two copies of the state would take over a quarter of the free memory: rollbacks use the disk"
         journal.event(0, "snapshot.off", text=text)
         return None
     return Snapshots(config.checkpoint.healthy_steps, size, pinned=engine.device.type == "cuda")

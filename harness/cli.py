@@ -37,8 +37,9 @@ def _guarded(action: Callable[[], int]) -> None:
     try:
         code = action()
     except HarnessError as error:
-        _tell(error)
         code = int(error.exit_code)
+        end_at_a_signal(code)  # a launcher may end this rank while another speaks
+        _tell(error)
     except StoppedEarly as signal:
         end_at_a_signal(ExitCode.STOPPED)
         print(f"{signal}: stopped before training began; the same command starts it again", file=sys.stderr)
@@ -92,7 +93,8 @@ def train(
         from harness.precision.recipe import load_recipe
 
         resolved, policy = _both(lambda: load_config(config, overrides or [], recipe), load_recipe, recipe)
-        from harness.tools.train import Request, train
+        from harness.tools.start import Request
+        from harness.tools.train import train
 
         launcher = _launcher(local_rank is not None)
         return train(Request(resolved, policy, config, name, resume, strict, launcher))

@@ -38,6 +38,7 @@ def run(r: Run) -> Outcome:
         pending.append(next_step(r))
         _tell_eager(r)
         lag = 0 if _boundary(r) else 1
+        returned = False
         while len(pending) > (0 if stopping else lag):
             facts = to_host(pending.popleft())
             stopping = stopping or facts.stop
@@ -49,9 +50,12 @@ def run(r: Run) -> Outcome:
                 pending.clear()
                 if not _rollback(r, facts, action):
                     return _halt(r, facts.step, str(r.recovery.nothing_to_return_to(facts.step, action.reason)))
+                returned, known = True, {}
         if r.state.step >= total or _every(r.config.train.eval_every, r.state.step):
             known["val_loss"] = _validate(r)
-        if r.state.step >= total or stopping or _every(r.config.checkpoint.every, r.state.step):
+        # What a rollback went back to is there already, and known by the figures of its own step.
+        due = _every(r.config.checkpoint.every, r.state.step) and not returned
+        if r.state.step >= total or stopping or due:
             r.recovery.save(known, wait=stopping or r.state.step >= total)
         if _snapshot_due(r):
             r.recovery.snapshot()

@@ -94,11 +94,6 @@ class Recovery:
     keep_incidents: Callable[[Incidents], None]
     memory: Memory | None = None
 
-    def newest(self) -> int | None:
-        """Step of the newest checkpoint that verifies; damaged ones are set aside."""
-        self.settle()
-        return self.engine.broadcast(self.store.newest_valid() if self.engine.rank == 0 else None)
-
     def load(self, step: int) -> Meta:
         """Restore the TrainState of `step`, as a resume. Collective.
 
@@ -114,7 +109,8 @@ class Recovery:
         else:
             self._fall_at_once()
         if self.engine.rank == 0:
-            self.good.resumed(step, meta.get("waiting", {}))
+            waiting = meta.get("waiting")
+            self._mark(step, lambda: self.good.resumed(step, waiting if isinstance(waiting, dict) else {}))
         return meta
 
     def save(self, metrics: Mapping[str, float], *, wait: bool = False) -> None:
@@ -203,16 +199,17 @@ class Recovery:
             problems = list(error.problems)
         if self.engine.world_size > 1:
             mine = state_hash(tensors, meta)
-            differs = torch.tensor(float(mine != self.engine.broadcast(mine)), device=self.engine.device)
-            if self.engine.max(differs).item() and not problems:
-                problems = [
-                    Problem(
-                        f"the ranks read different checkpoints of step {step}",
-                        f"rank {self.engine.rank}",
-                        why="each of them verifies, so the run folder is not the same folder on every machine",
-                        fix="put the run folder on a disk that all machines share",
-                    )
-                ]
+            differs = float(mine != self.engine.broadcast(mine))
+            agreed = self.engine.max(torch.tensor([differs, float(bool(problems))], device=self.engine.device))
+            found, unread = (bool(flag) for flag in agreed.tolist())
+            if found and not problems:
+                what = f"the ranks read different checkpoints of step {step}"
+                why = "each of them verifies, so the run folder is not the same folder on every machine"
+                if unread:
+                    what = f"another rank cannot read the checkpoint of step {step}"
+                    why = "its copy is damaged or missing: it says which file"
+                fix = "put the run folder on a disk that all machines share"
+                problems = [Problem(what, f"rank {self.engine.rank}", why=why, fix=fix)]
         if problems:
             raise CheckpointError(problems)
         return tensors, meta

@@ -22,6 +22,16 @@ from harness.core.yamlfile import read_yaml
 
 RUNS = Path("runs")
 _SOURCE = "started_from.json"
+# Without corpus.json the copy of the text is made again.
+_BEGINNINGS = (
+    "config.yaml",
+    "plan.json",
+    "journal.jsonl",
+    "incidents.json",
+    "shipper.json",
+    "data/corpus.json",
+    _SOURCE,
+)
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
 _MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
@@ -46,7 +56,7 @@ def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: 
             fix = "choose another --name, or move the folder away"
             raise ConfigError(Problem("holds the remains of a run without its config.yaml", str(folder), fix=fix))
         return folder
-    base = f"{Path(config_name).stem}-{Path(recipe_name).stem}"
+    base = base_name(config_name, recipe_name)
     number = 1
     while True:
         folder = RUNS / (base if number == 1 else f"{base}-{number}")
@@ -54,6 +64,11 @@ def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: 
         if not _has_remains(folder) or (resumable and resume == "auto" and not is_finished(folder, steps)):
             return folder
         number += 1
+
+
+def base_name(config_name: str, recipe_name: str) -> str:
+    """The name of a run that was given none; the second is this with -2, and so on."""
+    return f"{Path(config_name).stem}-{Path(recipe_name).stem}"
 
 
 def _has_remains(folder: Path) -> bool:
@@ -92,10 +107,9 @@ def forget_outcome(folder: Path) -> None:
 
 def forget_run(folder: Path) -> None:
     """Take away what a run that never began has left, so that its name is free for the command that was meant."""
-    for name in ("config.yaml", "plan.json", "journal.jsonl", _SOURCE):
+    for name in _BEGINNINGS:
         (folder / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "data"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
@@ -147,9 +161,15 @@ def write_source(folder: Path, source: Path) -> None:
 def read_source(folder: Path) -> Path | None:
     """What `write_source` wrote; None for a run that started afresh."""
     try:
-        return Path(read_json(folder / _SOURCE)["path"])
+        path = Path(read_json(folder / _SOURCE)["path"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return path if is_checkpoint_name(path) else None
+
+
+def is_checkpoint_name(path: Path) -> bool:
+    """Whether `path` ends in step-<number>."""
+    return path.name.startswith("step-") and path.name.removeprefix("step-").isdecimal()
 
 
 def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:

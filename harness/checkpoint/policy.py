@@ -52,7 +52,8 @@ class Goodness:
         """The run goes on from the checkpoint of `step`, at whose save `waiting` was as given. Else as `saved`."""
         marked = marks.read_marks(self._store.root)
         counts = {int(each): count for each, count in waiting.items() if each.isdecimal() and type(count) is int}
-        self._waiting = {each: count for each, count in counts.items() if each not in marked}
+        there = self._store.steps()
+        self._waiting = {each: count for each, count in counts.items() if each in there and each not in marked}
         return self.saved(step)
 
     def newest_good(self) -> int | None:

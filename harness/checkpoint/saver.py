@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,12 +61,12 @@ class Saver:
         self.wait()
         self._now = Saved(step, dict(metrics))
         good = marks.read_marks(self._store.root)
-        if self._staging is None:
+        copies = self._copied(tensors)
+        if copies is None:
             self._work(self._now, tensors, meta, good)
             self.wait()
             return
-        copies = self._staging.copy(tensors)
-        arguments = (self._now, copies, meta, good)
+        arguments = (self._now, copies, copy.deepcopy(meta), good)
         self._thread = threading.Thread(target=self._in_background, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -81,7 +83,7 @@ class Saver:
             self._thread.join()
             self._thread = None
         if self._crash is not None:
-            crash, self._crash = self._crash, None
+            crash, self._crash, self._now = self._crash, None, None
             raise crash
         if self._now is not None:
             if self._now.path is None:
@@ -95,10 +97,19 @@ class Saver:
             self.wait()
         return step not in self._failed
 
-    def _in_background(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int]) -> None:
-        # Of this thread alone, on Linux: where cores are scarce, training comes first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    def _copied(self, tensors: Tensors) -> Tensors | None:
         try:
+            return self._staging.copy(tensors) if self._staging is not None else None
+        except (OSError, MemoryError):
+            self._staging = None  # no room: from now on training waits for the disk
+            return None
+
+    def _in_background(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int]) -> None:
+        try:
+            # Of this thread alone, on Linux: where cores are scarce, training comes first.
+            thread = threading.get_native_id()
+            with suppress(OSError):  # a job that is nice already cannot be made less so
+                os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
             self._work(saved, tensors, meta, good)
         except BaseException as error:
             self._crash = error
@@ -110,6 +121,6 @@ class Saver:
                 self._staging.wait()
             saved.path = self._store.save(saved.step, tensors, meta, saved.metrics)
             saved.deleted = self._prune(good)
-        except CheckpointError as error:
-            saved.error = str(error)
+        except (CheckpointError, OSError, MemoryError) as error:
+            saved.error = str(error) or type(error).__name__
         saved.seconds = time.monotonic() - began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -33,15 +34,20 @@ class Staging:
 
     def reserve(self, size: int) -> None:
         """Have room for `size` bytes soon; returns at once."""
-        self._reserving = threading.Thread(target=self._allocate, args=(size,), name="staging", daemon=True)
+
+        def allocate() -> None:
+            with suppress(OSError, MemoryError):  # `copy` tries again, where it can be told
+                self._allocate(size)
+
+        self._reserving = threading.Thread(target=allocate, name="staging", daemon=True)
         self._reserving.start()
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> Tensors:
         """Copy `tensors` (by part and name; any device, dtype and layout) and return the copies: contiguous views.
 
-        They are overwritten by the next call. Copies from a GPU may still be under way (`wait`); what is queued on the
-        current stream afterwards comes after them.
+        Raises OSError or MemoryError if there is no room. The copies are overwritten by the next call. Those from a GPU
+        may still be under way (`wait`); what is queued on the current stream afterwards comes after them.
         """
         if self._reserving is not None:
             self._reserving.join()
@@ -83,22 +89,26 @@ class Staging:
 
     def _allocate(self, size: int) -> None:
         if self._pinned:
-            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            return
+            with suppress(RuntimeError):  # no more memory can be locked: other memory will do
+                self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                return
         # Large pages: fewer faults while the block is new, and faster copies ever after.
         memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
         block = torch.frombuffer(memory, dtype=torch.uint8)
         ctypes.memset(block.data_ptr(), 0, block.numel())  # without Python's lock: training goes on
         self._block = block
 
 
 def free_memory() -> int:
-    """Bytes that can be allocated without swapping, on this machine and in this container."""
+    """Bytes that can be allocated without swapping, on this machine and in this container (cgroup v2)."""
     with open("/proc/meminfo") as file:
         free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) * 1024  # from kibibytes
     try:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no container, or one without a limit
+        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        cached = int(counts["inactive_file"])  # of files: the kernel gives it back when it is needed
+    except (OSError, ValueError, KeyError):  # no container, or one without a limit
         return free
-    return min(free, max(limit - used, 0))
+    return min(free, max(limit - used + cached, 0))

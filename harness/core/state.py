@@ -58,10 +58,11 @@ class Incidents:
         return index
 
 
-def state_bytes(model: nn.Module) -> int:
-    """About how many bytes the TrainState of `model` takes: fp32 weights, AdamW's two moments, some for the rest."""
-    elements = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    return 3 * 4 * elements * 51 // 50 + (4 << 20)
+def state_bytes(model: nn.Module, moments: int) -> int:
+    """About how many bytes the TrainState of `model` takes, with so many fp32 moments for each trained parameter."""
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    return (weights + 4 * moments * trained) * 51 // 50 + (4 << 20)
 
 
 def seed_everything(seed: int) -> None:

@@ -11,6 +11,9 @@ from harness.core.config import TrainConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.update import materialise
 
+MOMENTS = {"adamw": 2, "sgd": 1}
+"""fp32 values of state for each parameter, by `train.optimizer`."""
+
 
 def build_optimizer(model: nn.Module, train: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
     """Fused AdamW, or fused SGD with momentum `train.betas[0]`, over the trainable parameters of `model`.

@@ -229,6 +229,12 @@ def rebuild(
     quiet = Console(config.train.steps, stream=io.StringIO())
     journal = open_journal(scratch, place, incidents.attempt, None)
     store = open_store(scratch, place)
+    # Nothing is saved, so no memory for copies of the state is wanted.
+    spare = {
+        "checkpoint": config.checkpoint.model_copy(update={"background": False}),
+        "guard": config.guard.model_copy(update={"snapshot_every": 0}),
+    }
+    config = config.model_copy(update=spare)
     run = build_run(config, recipe, scratch, place, plan, model, feed, journal, incidents, store, quiet)
     assert isinstance(run.flight, FlightRecorder)
     surroundings, run.flight = run.flight.surroundings, None

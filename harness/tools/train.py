@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from harness import loop
 from harness.build import (
@@ -24,20 +23,16 @@ from harness.build import (
     read_incidents,
 )
 from harness.checkpoint.incidents import load_incidents
-from harness.checkpoint.lock import RunLock
-from harness.checkpoint.preflight import lacks_room
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ExitCode, HarnessError, MachineError, Problem
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
+from harness.optim.optimizers import MOMENTS
 from harness.precision.plan import Plan
-from harness.precision.recipe import Recipe
 from harness.run import Run
 from harness.runs import (
-    RUNS,
     check_resumable,
-    choose_folder,
     forget_outcome,
     forget_run,
     is_finished,
@@ -51,33 +46,21 @@ from harness.runs import (
     write_source,
 )
 from harness.tools.effective import describe, effective_layers
+from harness.tools.start import Locked, Request, find_folder, find_source, room
 from harness.tracking import shipper
 from harness.tracking.console import Console, plan_table
 from harness.tracking.journal import Journal
 from harness.tracking.position import JOURNAL
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the command line asked for, validated. resume: "auto", "never" or the path of a checkpoint."""
-
-    config: RunConfig
-    recipe: Recipe
-    config_name: str
-    name: str | None
-    resume: str
-    strict: bool
-    launcher: str
-
-
 def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
     config = request.config
-    source = _source(request.resume)
+    source = find_source(request.resume, request.name)
     place = find_place(config, request.launcher)
     lead = place.ranks.rank == 0
-    folder = Path(place.ranks.broadcast(str(_folder(request, source)) if lead else None))
-    with _locked(folder, lead):
+    folder = Path(place.ranks.broadcast(str(find_folder(request, source)) if lead else None))
+    with Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
         if resuming:
             check_resumable(folder, config, request.recipe.sha256())
@@ -97,8 +80,11 @@ def train(request: Request) -> int:
                     fix="run on another machine, or drop --strict to take the next rung",
                 )
             )
-        if problems := place.ranks.broadcast([asdict(each) for each in _room(folder, model)] if lead else None):
+        size = state_bytes(model, MOMENTS[config.train.optimizer])
+        if problems := place.ranks.broadcast([asdict(each) for each in room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
+        if lead and not resuming:
+            forget_run(folder)  # an earlier start may have been killed before it was a run
         data = build_data(config, folder, place)
         console.say(f"run {folder}  ({request.launcher}, {place.ranks.world_size} rank(s) on {place.device.type})")
         console.say(plan_table(plan.as_dict()))
@@ -116,7 +102,7 @@ def train(request: Request) -> int:
         journal = open_journal(folder, place, incidents.attempt, (start or 0) + 1 if resuming else None)
         with journal:
             journal.note("run", tags=_tags(plan), params=_flat(config.model_dump(mode="json")), data=data.facts())
-            ship = shipper.start(folder, config.tracking.experiment) if lead and config.tracking.mlflow else None
+            ship = None
             run = build_run(
                 config, request.recipe, folder, place, plan, model, data, journal, incidents, store, console
             )
@@ -127,6 +113,8 @@ def train(request: Request) -> int:
                     if lead and not resuming:
                         forget_run(folder)
                     raise
+                if lead and config.tracking.mlflow:
+                    ship = shipper.start(folder, config.tracking.experiment)
                 outcome = _drive(run, journal)
                 if lead:
                     _finish(run, plan, outcome, journal)
@@ -136,50 +124,6 @@ def train(request: Request) -> int:
         if lead:
             _farewell(folder, ship, config, console, journal.dropped)
         return int(outcome.exit_code)
-
-
-def _folder(request: Request, source: Path | None) -> Path:
-    """--resume PATH begins a run; the same command again goes on with it."""
-    resume = request.resume if source is None else "never"
-    if source and request.name and read_source(RUNS / request.name) == source.resolve():
-        resume = "auto"
-    return choose_folder(request.config_name, request.config.recipe, request.name, resume, request.config.train.steps)
-
-
-class _locked:
-    """The run's lock on rank 0, nothing on the others."""
-
-    def __init__(self, folder: Path, lead: bool) -> None:
-        self._lock = RunLock(folder) if lead else None
-
-    def __enter__(self) -> None:
-        if self._lock:
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock:
-            self._lock.release()
-
-
-def _room(folder: Path, model: nn.Module) -> list[Problem]:
-    checkpoints = folder / "checkpoints"
-    there = Store(checkpoints, readonly=True).steps()
-    return lacks_room(checkpoints if checkpoints.is_dir() else folder, state_bytes(model), len(there))
-
-
-def _source(resume: str) -> Path | None:
-    """The checkpoint that --resume names; None for auto and never. Raises CheckpointError if it cannot be one."""
-    if resume in ("auto", "never"):
-        return None
-    path = Path(resume)
-    try:
-        there = (path / "manifest.json").is_file()
-    except OSError:  # such as a name that is too long
-        there = False
-    if not there or not path.name.removeprefix("step-").isdecimal():
-        fix = "give auto, never, or a folder runs/<run>/checkpoints/step-<number>"
-        raise CheckpointError(Problem("is no checkpoint", f"--resume {resume}", fix=fix))
-    return path
 
 
 def _restore(run: Run, source: Path | None, start: int | None, journal: Journal) -> None:
@@ -213,8 +157,7 @@ def _drive(run: Run, journal: Journal) -> Outcome:
     except BaseException as error:
         code = error.exit_code if isinstance(error, HarnessError) else ExitCode.FAILED
         reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, Exception):  # a forced interrupt does not wait for the disk
-            run.recovery.settle()
+        _settle(run, error, journal)
         journal.event(run.state.step, "run.failed", text=reason)
         if run.engine.rank == 0:
             write_outcome(run.folder, Outcome("failed", code, reason, run.state.step))
@@ -222,6 +165,16 @@ def _drive(run: Run, journal: Journal) -> Outcome:
         raise
     finally:
         run.screen.close()
+
+
+def _settle(run: Run, error: BaseException, journal: Journal) -> None:
+    """Let what is being saved come to its end; a forced interrupt does not wait for the disk."""
+    if not isinstance(error, Exception):
+        return
+    try:
+        run.recovery.settle()
+    except Exception as also:  # the same fault may have met both: the first is the one to tell
+        journal.event(run.state.step, "checkpoint.failed", text=f"{type(also).__name__}: {also}")
 
 
 def _finish(run: Run, plan: Plan, outcome: Outcome, journal: Journal) -> None:

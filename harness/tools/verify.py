@@ -21,6 +21,8 @@ def verify(run: Path) -> int:
     lowest = {metric: best(store, metric) for metric in ("val_loss", "train_loss")}
     damaged = 0
     for step in steps:
+        if not store.path(step).exists():
+            continue  # a run that goes on has deleted it by now
         problems = store.verify(step)
         damaged += bool(problems)
         if problems:

@@ -25,7 +25,8 @@ from harness import Precision
 from harness.core.config import load_config
 from harness.loop import SWITCH_DELAY
 from harness.precision.recipe import Recipe, load_recipe
-from harness.tools.train import Request, train
+from harness.tools.start import Request
+from harness.tools.train import train
 
 pytestmark = pytest.mark.faults(16)
 

@@ -105,7 +105,7 @@ RESUME: tuple[Mutation, ...] = (
         2,
         "how far checkpoints are from good is in the checkpoint",
         "harness/checkpoint/policy.py",
-        "self._waiting = {each: count for each, count in counts.items() if each not in marked}",
+        "self._waiting = {each: count for each, count in counts.items() if each in there and each not in marked}",
         "self._waiting = {}",
         "tests/unit/checkpoint/test_policy.py",
     ),

@@ -22,7 +22,8 @@ from harness.core.facts import Window
 from harness.data.batches import TokenBatches
 from harness.data.tokens import prepare
 from harness.precision.recipe import load_recipe
-from harness.tools.train import Request, train
+from harness.tools.start import Request
+from harness.tools.train import train
 
 pytestmark = pytest.mark.faults(8, 9)
 

@@ -27,7 +27,7 @@ from harness.data.batches import Batch, TokenBatches
 from harness.data.text import read_text
 from harness.data.tokens import prepare
 from harness.precision.recipe import load_recipe
-from harness.tools.train import Request
+from harness.tools.start import Request
 from harness.tools.train import train as train_here
 
 pytestmark = pytest.mark.faults(23)

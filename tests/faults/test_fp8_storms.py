@@ -22,7 +22,8 @@ from harness.precision import scaling
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native import NativeBackend
 from harness.precision.recipe import load_recipe
-from harness.tools.train import Request, train
+from harness.tools.start import Request
+from harness.tools.train import train
 
 pytestmark = pytest.mark.faults(15, 16)
 

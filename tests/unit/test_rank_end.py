@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,16 @@ def test_an_error_that_one_rank_alone_has_is_told() -> None:
     assert done.returncode == 4
     assert "error on rank 1: machine: no such card" in done.stderr
     assert "error: machine: no such card" in end("refuse", RANK="0").stderr
+
+
+def test_a_rank_that_its_launcher_ends_while_another_speaks_keeps_its_code() -> None:
+    environment = {**os.environ, "RANK": "1"}
+    command = [sys.executable, "-u", "-c", SCRIPT, "refuse"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"work done\n"
+    time.sleep(0.5)  # it has 5 s to speak in
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=20)
+    assert process.returncode == 4
+    assert b"Traceback" not in told

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,3 +145,47 @@ def test_a_crash_in_the_thread_is_raised_in_training(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="a defect"):
         saver.wait()
     saver.wait()
+
+
+def test_a_disk_that_fails_outside_the_write_is_an_event_too(tmp_path: Path) -> None:
+    def refused(good: object) -> list[int]:
+        raise OSError(5, "Input/output error")
+
+    saver = Saver(Store(tmp_path), refused, Staging())
+    saver.begin(5, state(1.0), {}, {})
+    saver.wait()
+    (saved,) = saver.finished()
+    assert saved.path is not None
+    assert "Input/output error" in saved.error
+
+
+def test_without_memory_for_a_copy_training_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Staging, size: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Staging, "_allocate", full)
+    staging = Staging()
+    staging.reserve(1000)
+    saver = Saver(Store(tmp_path), keep_all, staging)
+    for step in (1, 2):
+        saver.begin(step, state(1.0), {}, {})
+        assert Store(tmp_path, readonly=True).steps()[-1] == step, "written before the call returned"
+    assert [saved.error for saved in saver.finished()] == ["", ""]
+
+
+def test_a_job_that_is_nicer_already_saves_all_the_same() -> None:
+    """Without the right to raise its priority, a thread at 15 may not be set to 10."""
+    script = (
+        "import os, sys, torch; from pathlib import Path; os.nice(15)\n"
+        "from harness.checkpoint.saver import Saver; from harness.checkpoint.staging import Staging\n"
+        "from harness.checkpoint.store import Store\n"
+        "saver = Saver(Store(Path(sys.argv[1])), lambda good: [], Staging())\n"
+        "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+        "saver.begin(5, {'model': {'weight': torch.ones(3)}}, {}, {}); saver.wait()\n"
+        "(saved,) = saver.finished(); assert saved.path is not None, saved\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+        Path(folder).chmod(0o777)
+        command = [sys.executable, "-c", script, folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
