@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 REFUSED = 3
+KILLS = int(os.environ.get("FAULTS_RANDOM_KILLS", "1000"))
 ALL = [10, 20, 30, 40, 50]
 SWEEPS = [
     "save:kill",
@@ -30,6 +32,16 @@ SWEEPS = [
     "resave:kill",
     "quarantine:kill",
 ]
+
+
+WHAT = {
+    "save": (1, "file calls of a save"),
+    "prune": (2, "file calls of a retention"),
+    "discard": (2, "file calls of a rollback"),
+    "resave": (1, "file calls of a save over a damaged checkpoint"),
+    "quarantine": (4, "file calls of setting a damaged checkpoint aside"),
+}
+HOW = {"kill": "killed at each", "full": "disk full from each on", "once": "an I/O error at each"}
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +60,16 @@ def drive(injector: Path | None, scratch: Path, *tasks: str) -> dict[str, Any]:
     if injector is not None:
         environment["LD_PRELOAD"] = str(injector)
     command = [sys.executable, str(HERE / "checkpoint_driver.py"), str(injector), str(scratch), *tasks]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def swept(sweeps: dict[str, Any], scenario: str, mode: str, at_least: int) -> list[dict[str, Any]]:
+def swept(
+    sweeps: dict[str, Any], figure: Callable[..., None], scenario: str, mode: str, at_least: int
+) -> list[dict[str, Any]]:
     """The results in which the fault fired, checked for what must always hold."""
+    row, what = WHAT[scenario]
     *hit, last = sweeps[f"{scenario}:{mode}"]
     assert (last["killed"], last["exit"], last["fired"]) == (False, 0, 0)
     assert len(hit) >= at_least
@@ -66,20 +81,26 @@ def swept(sweeps: dict[str, Any], scenario: str, mode: str, at_least: int) -> li
             assert seen["newest"] == seen["valid"][-1]
             assert not [name for name in seen["names"] if name.startswith(".tmp")]
         assert result["again"]["valid"] == last["valid"]
+    figure(row if mode == "kill" else 3, f"{what}, {HOW[mode]}: the newest whole checkpoint loads, at least two verify",
+           (len(hit), len(hit)), target="all")  # fmt: skip
     return hit
 
 
 @pytest.mark.faults(1)
-def test_a_save_killed_at_any_call_leaves_the_checkpoints_before_it(sweeps: dict[str, Any]) -> None:
-    results = swept(sweeps, "save", "kill", at_least=12)
+def test_a_save_killed_at_any_call_leaves_the_checkpoints_before_it(
+    sweeps: dict[str, Any], figure: Callable[..., None]
+) -> None:
+    results = swept(sweeps, figure, "save", "kill", at_least=12)
     assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (*ALL, 60)}
     assert any(".tmp-step-00000060" in result["before"] for result in results)
 
 
 @pytest.mark.faults(3)
 @pytest.mark.parametrize("mode", ["full", "once"])
-def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing_behind(sweeps: dict[str, Any], mode: str) -> None:
-    results = swept(sweeps, "save", mode, at_least=12)
+def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing_behind(
+    sweeps: dict[str, Any], figure: Callable[..., None], mode: str
+) -> None:
+    results = swept(sweeps, figure, "save", mode, at_least=12)
     for result in results:
         assert result["valid"][:5] == ALL
         assert not [name for name in result["before"] if name.startswith(".tmp")]
@@ -88,8 +109,10 @@ def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing_behind(swee
 
 
 @pytest.mark.faults(2)
-def test_a_retention_killed_at_any_call_deletes_only_what_it_may(sweeps: dict[str, Any]) -> None:
-    results = swept(sweeps, "prune", "kill", at_least=8)
+def test_a_retention_killed_at_any_call_deletes_only_what_it_may(
+    sweeps: dict[str, Any], figure: Callable[..., None]
+) -> None:
+    results = swept(sweeps, figure, "prune", "kill", at_least=8)
     assert all({20, 40, 50} <= set(result["valid"]) for result in results)
     assert {len(result["valid"]) for result in results} == {3, 4, 5}
     for result in results:
@@ -100,8 +123,10 @@ def test_a_retention_killed_at_any_call_deletes_only_what_it_may(sweeps: dict[st
 
 
 @pytest.mark.faults(2)
-def test_a_rollback_killed_at_any_call_is_done_or_not_begun(sweeps: dict[str, Any]) -> None:
-    results = swept(sweeps, "discard", "kill", at_least=6)
+def test_a_rollback_killed_at_any_call_is_done_or_not_begun(
+    sweeps: dict[str, Any], figure: Callable[..., None]
+) -> None:
+    results = swept(sweeps, figure, "discard", "kill", at_least=6)
     assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (10, 20)}
     partly = [result for result in results if 0 < sum(name.startswith("rolledback") for name in result["before"]) < 3]
     assert partly
@@ -112,25 +137,32 @@ def test_a_rollback_killed_at_any_call_is_done_or_not_begun(sweeps: dict[str, An
 
 @pytest.mark.faults(2, 3)
 @pytest.mark.parametrize("mode", ["full", "once"])
-def test_a_rollback_that_the_disk_refuses_is_an_error(sweeps: dict[str, Any], mode: str) -> None:
-    results = swept(sweeps, "discard", mode, at_least=6)
+def test_a_rollback_that_the_disk_refuses_is_an_error(
+    sweeps: dict[str, Any], figure: Callable[..., None], mode: str
+) -> None:
+    results = swept(sweeps, figure, "discard", mode, at_least=6)
     assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (10, 20)}
     assert sum(result["exit"] == REFUSED for result in results) >= len(results) - 1
 
 
 @pytest.mark.faults(1, 4)
 @pytest.mark.parametrize("scenario", ["resave", "quarantine"])
-def test_a_repair_killed_at_any_call_overwrites_nothing(sweeps: dict[str, Any], scenario: str) -> None:
-    results = swept(sweeps, scenario, "kill", at_least=2)
+def test_a_repair_killed_at_any_call_overwrites_nothing(
+    sweeps: dict[str, Any], figure: Callable[..., None], scenario: str
+) -> None:
+    results = swept(sweeps, figure, scenario, "kill", at_least=2)
     for result in results:
         assert result["valid"][:4] == ALL[:4]
         assert [name for name in result["names"] if name.startswith("quarantine")] == ["quarantine-step-00000050-1"]
 
 
 @pytest.mark.faults(1, 2)
-def test_random_kills_of_a_process_that_saves_and_prunes(tmp_path: Path) -> None:
-    results = drive(None, tmp_path, "random:25")["random:25"]
-    assert len(results) == 25
+@pytest.mark.parametrize("kills", [25, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_random_kills_of_a_process_that_saves_and_prunes(
+    tmp_path: Path, figure: Callable[..., None], kills: int
+) -> None:
+    results = drive(None, tmp_path, f"random:{kills}")[f"random:{kills}"]
+    assert len(results) == kills
     newest = [result["newest"] or 0 for result in results]
     assert newest == sorted(newest)
     assert newest[-1] > newest[0]
@@ -141,6 +173,11 @@ def test_random_kills_of_a_process_that_saves_and_prunes(tmp_path: Path) -> None
         assert len(result["valid"]) >= 2 or not saved
         saved = saved or len(result["valid"]) >= 2
     assert any(".tmp-" in name for result in results for name in result["before"])
+    whole = sum(
+        not result["wrong"] and (len(result["valid"]) >= 2 or not index) for index, result in enumerate(results)
+    )
+    figure(1, "random kills of a process that saves and deletes all the time: at least two checkpoints load",
+           (whole, kills), target="all")  # fmt: skip
 
 
 @pytest.mark.faults(3)
