@@ -40,7 +40,7 @@ test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an ho
 	    python -m pytest -q --timeout 1200 -n 2 --dist worksteal -m "faults and not gpu" $(ARGS)
 	$(RUN) python tests/faults/reliability_page.py build/figures.jsonl docs/reliability.md
 
-mutations: $(TEST_READY) ## take each protection away and see that a test notices (about 10 minutes)
+mutations: $(TEST_READY) ## take each protection away and see that a test notices (about an hour)
 	$(RUN) OMP_NUM_THREADS=1 python tests/faults/mutations.py $(ARGS)
 
 lint: $(TEST_READY) ## ruff and pyright

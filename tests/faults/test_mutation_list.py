@@ -1,0 +1,24 @@
+"""Every mutation has its line in the code and its tests in the tree; to run them all is too long for every day."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matrix import MATRIX
+from mutation import Mutation
+from mutation_list import MUTATIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.protection)
+def test_a_mutation_can_be_made(mutation: Mutation) -> None:
+    assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
+    assert mutation.old != mutation.new
+    assert (ROOT / mutation.test.split()[0].partition("::")[0]).is_file()
+    assert mutation.row in {row.number for row in MATRIX}
+
+
+def test_no_two_protections_have_one_name() -> None:
+    assert len({each.protection for each in MUTATIONS}) == len(MUTATIONS)
