@@ -10,9 +10,6 @@ large as the state. Ratios are medians over rounds, with the smallest and the la
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.results_file import write_results
 from harness.checkpoint.snapshot import Snapshots
 from harness.core.state import TrainState
 from harness.core.update import materialise
@@ -89,13 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name in ("take", "load"):
             print(f"  {name} {row[name][0]:.2f} of it (from {row[name][1]:.2f} to {row[name][2]:.2f})")
     if given.out:
-        record = {
-            "command": "python -m benchmarks.rollback " + " ".join(arguments or sys.argv[1:]),
-            "machine": f"{platform.machine()}, {given.threads} thread(s)",
-            "torch": str(torch.__version__),
-            "results": results,
-        }
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_results(given.out, "benchmarks.rollback", arguments, given.threads, results)
     return 0
 
 

@@ -13,10 +13,7 @@ verified checkpoint. Medians over rounds, with the smallest and the largest. The
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -25,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.results_file import write_results
 from benchmarks.rollback import build_state, seconds
 from harness.checkpoint.policy import Retention
 from harness.checkpoint.saver import Saver
@@ -126,13 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"  {name} {row[name][0]:.2f} of it (from {row[name][1]:.2f} to {row[name][2]:.2f})")
         print(f"  in the background {row['background seconds']:.1f} s; a step {row['step seconds']:.2f} s")
     if given.out:
-        record = {
-            "command": "python -m benchmarks.saves " + " ".join(arguments or sys.argv[1:]),
-            "machine": f"{platform.machine()}, {given.threads} thread(s)",
-            "torch": str(torch.__version__),
-            "results": results,
-        }
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_results(given.out, "benchmarks.saves", arguments, given.threads, results)
     return 0
 
 
