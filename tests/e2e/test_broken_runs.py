@@ -165,6 +165,7 @@ def test_a_learning_rate_thirty_times_too_high_in_fp8(tmp_path: Path) -> None:
     assert "lower train.lr" in told(follow(tmp_path, words))
 
 
+@pytest.mark.slow
 def test_a_learning_rate_thirty_times_too_high_in_bf16(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "--recipe", "bf16", "train.lr=0.09", "train.steps=50")
     assert done.returncode == 0, done.stdout

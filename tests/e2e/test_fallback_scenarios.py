@@ -57,7 +57,11 @@ def run(work: Path, scenario: Scenario, kind: str) -> Path:
     return work / "runs" / name
 
 
-@by_target
+@pytest.mark.parametrize(
+    "scenario",
+    [SCENARIOS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SCENARIOS[1:])],
+    ids=[scenario.target for scenario in SCENARIOS],
+)
 def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(work: Path, scenario: Scenario) -> None:
     folder = run(work, scenario, "fallback")
     bf16, plain, fallback = read(run(work, scenario, "bf16")), read(run(work, scenario, "plain")), read(folder)
