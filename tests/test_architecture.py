@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 300
+MAX_LINES = 450
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
@@ -39,8 +39,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "loop": ("core", *(name for name in LOOP if name != "loop")),
     "build_monitors": ("core", "monitors", "precision"),
     "build": (*CORES, *LOOP, "build_monitors"),
-    "tools": (*CORES, *LOOP, "build"),
-    "cli": (*CORES, *LOOP, "build", "tools"),
+    "estimate": (*CORES, *LOOP, "build"),
+    "tools": (*CORES, *LOOP, "build", "estimate"),
+    "cli": (*CORES, *LOOP, "build", "estimate", "tools"),
     "__init__": ("core", "precision"),
 }
 # vendor -> files that may import it
@@ -281,8 +282,8 @@ def test_a_cycle_is_found_and_a_lazy_one_is_none(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_found(tmp_path: Path) -> None:
-    root = tree(tmp_path, {"harness/a.py": "x = 1\n" * 300, "tests/b.py": "x = 1\n" * 301})
-    assert long_files(root) == ["tests/b.py: 301 lines, at most 300"]
+    root = tree(tmp_path, {"harness/a.py": "x = 1\n" * 450, "tests/b.py": "x = 1\n" * 451})
+    assert long_files(root) == ["tests/b.py: 451 lines, at most 450"]
 
 
 def test_an_indirect_torch_import_is_found(tmp_path: Path) -> None:
