@@ -114,8 +114,8 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
         def forward(self, input: Tensor) -> Tensor:
             if kind == "delayed" and watch.in_backward and not library.recomputing():
                 raise _recomputed(self.name_in_model)
-            if torch.is_autocast_enabled("cuda"):
-                input = input.to(torch.get_autocast_dtype("cuda"))
+            if torch.is_autocast_enabled(input.device.type):
+                input = input.to(torch.get_autocast_dtype(input.device.type))
             run = super().forward
             if self.demoted:
                 with te.autocast(False, recipe=recipe):
