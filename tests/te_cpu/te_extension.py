@@ -284,6 +284,8 @@ def generic_gemm(
         wide = (left.float() * left_inverse).double() @ (right.float() * right_inverse).double().t()
         out = _rounded(wide, alpha, added, dtype)
     else:
+        if fp8[0]:  # a CPU's sums may depend on strides: those of the tensors themselves, as in the native backend
+            left, right = _unturned(left, transb), _unturned(right, not transa)
         out = _product(left, right, float(left_inverse) * float(right_inverse) * alpha, added, dtype)
     leading = () if transb else _leading(B)
     out = out.reshape(*leading, right.shape[0]) if leading else out
@@ -291,6 +293,11 @@ def generic_gemm(
     if bias is not None and grad:  # the epilogue BGRADB: columns of B summed, in the output's dtype
         bias_grad = left.float().sum(dim=1).to(dtype)
     return [out, bias_grad, None, None]
+
+
+def _unturned(x: Tensor, is_turned: bool) -> Tensor:
+    """The same matrix, in the memory order of the tensor that a transposed copy was made of."""
+    return x.t().contiguous().t() if is_turned else x
 
 
 def _product(left: Tensor, right: Tensor, factor: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -313,7 +320,7 @@ def _operand(x: Any, rowwise: bool) -> tuple[Tensor, Any]:
     kind = _class_of(x)
     if kind == "Tensor":
         return x.detach().reshape(-1, x.shape[-1]), 1.0
-    fmt, columns = _TORCH[DType(int(x._fp8_dtype))], x.size()[-1]
+    fmt = _TORCH[DType(int(x._fp8_dtype))]
     if kind.startswith("Float8Blockwise"):
         data = x._rowwise_data if rowwise else x._columnwise_data
         inverse = x._rowwise_scale_inv if rowwise else x._columnwise_scale_inv
@@ -321,7 +328,8 @@ def _operand(x: Any, rowwise: bool) -> tuple[Tensor, Any]:
         data, inverse = (x._data if rowwise else None if x._transpose_invalid else x._transpose), x._scale_inv
     if data is None:
         raise RuntimeError(f"the GEMM's operand has no {'rowwise' if rowwise else 'columnwise'} data")
-    raw = (data.reshape(-1, columns) if rowwise else data.reshape(columns, -1)).view(fmt).to(torch.bfloat16)
+    matrix = data.reshape(-1, data.shape[-1]) if rowwise else data.reshape(data.shape[0], -1)
+    raw = matrix.view(fmt).to(torch.bfloat16)
     if not kind.startswith("Float8Blockwise"):
         return raw, inverse.item()
     if not x._is_2D_scaled:

@@ -230,7 +230,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "torch.utils.checkpoint": {"make": lambda: Checkpointed(False, reentrant=False)},
     "torch.utils.checkpoint, reentrant": {"make": lambda: Checkpointed(False, reentrant=True)},
 }
-MAIN = ("two micro-batches", "NaN loss, skipped", "demoted and promoted", "evaluation", "first layer not in the loss",
+MAIN = ("two micro-batches", "three dimensions", "NaN loss, skipped", "demoted and promoted", "evaluation", "first layer not in the loss",
         "no_grad inside a training context", "two forwards, two backwards")  # fmt: skip
 
 

@@ -16,9 +16,9 @@ distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
 - Several calls of one module in a forward accumulate their largest amax; two modules that share a Parameter quantise
   it each for itself.
 - Current and block scaling keep no state, and no amax that could be read.
-- torch.utils.checkpoint runs a forward again in backward, where the outer autocast has been left: entering it around
-  backward is enough, as scales move only after it. te.checkpoint keeps history and scale of the first time in a queue
-  for each module, one entry for a forward, and puts them back for the second.
+- torch.utils.checkpoint runs a forward again in backward, where the outer autocast has been left: layers enter it by
+  themselves there, and scales move only after backward. te.checkpoint keeps history and scale of the first time in a
+  queue for each module, one entry for a forward, and puts them back for the second.
 - A backward frees what its forward saved, and gradients are not differentiable.
 """
 
@@ -122,8 +122,7 @@ class TransformerEngineBackend:
         """
         self._watch.active = self._watch.in_backward = True
         try:
-            with self._te.autocast(True, recipe=self._recipe):
-                yield
+            yield
         finally:
             self._watch.active = self._watch.in_backward = False
 
