@@ -230,9 +230,16 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "torch.utils.checkpoint": {"make": lambda: Checkpointed(False, reentrant=False)},
     "torch.utils.checkpoint, reentrant": {"make": lambda: Checkpointed(False, reentrant=True)},
 }
-MAIN = ("two micro-batches", "three dimensions", "NaN loss, skipped", "demoted and promoted", "evaluation", "first layer not in the loss",
-        "no_grad inside a training context", "two forwards, two backwards")  # fmt: skip
-
+MAIN = (
+    "two micro-batches",
+    "three dimensions",
+    "NaN loss, skipped",
+    "demoted and promoted",
+    "evaluation",
+    "first layer not in the loss",
+    "no_grad inside a training context",
+    "two forwards, two backwards",
+)
 
 # A weight's shares are means over its casts: native casts it once for each scale, TE at every forward.
 CAST_AGAIN = {"a forward whose loss is dropped", "a forward that raises"}
