@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.estimate.operations import ATTENTION, GEMMS, WAITING, flops, kernels, touched, traffic, unit
 from harness.estimate.roofline import Op
@@ -31,6 +32,7 @@ _GEMM_NAMES = {"fp8": "GEMMs in FP8", "half": "GEMMs in 16 bits", "tf32": "GEMMs
 WEIGHTS, COPIES, BUILT = "weights", "copies of weights", "state of the harness"
 _NO_META = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
+_COMPARISONS = ("lt", "le", "gt", "ge")
 _COPIES = ("_to_copy", "copy_", "_copy_from")
 
 
@@ -62,7 +64,7 @@ class Recorder(TorchDispatchMode):
     `_BLOCK` roundings, now and at most; kinds, kinds_at_peak: the same by kind (see `label`). ops, waits, transfers:
     what was seen since `forget`. phase, step, micro: what the driver of a step says of the operations that follow.
 
-    A host read of a fake value is answered, by zero or true, so that the code that asked for it goes on.
+    A host read of a fake value is answered, by zero or true unless it is known, so that the code that asked goes on.
     """
 
     def __init__(self, device: str = "cuda", tf32: bool = True) -> None:
@@ -79,6 +81,7 @@ class Recorder(TorchDispatchMode):
         self._shapes: frozenset[tuple[int, ...]] = frozenset()
         self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
         self._pinned: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._values = WeakIdKeyDictionary()
         self._paused = 0
 
     @contextmanager
@@ -141,15 +144,38 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self._note_wait(func, name, args, ins)
         if fake and name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
-            return _answer(name, ins[0])
+            return self._answer(name, ins[0])
         # Fused optimizers have no meta kernel; they work in place and return nothing.
         out = None if fake and name in _NO_META else func(*args, **kwargs)
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if fake:
+            self._remember(func, name, args, outs)
         of_weights = name not in GEMMS and any(self._kind_of(tensor) in (WEIGHTS, COPIES) for tensor in ins)
         for tensor in outs:
             self._track(tensor, of_weights and any(tensor.numel() == source.numel() for source in ins))
         self._note(func, name, args, kwargs, ins, outs)
         return out
+
+    def _remember(self, func: Any, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> None:
+        """Values of 0-d fakes that code gave as numbers, such as a learning rate, and of comparisons with them."""
+        source = args[0] if args and isinstance(args[0], FakeTensor) else None
+        known = None if source is None else self._values.get(source, source.constant)
+        if source is not None and name.endswith("_") and source in self._values:
+            del self._values[source]  # written in place
+        elif known is not None and outs and name == "_to_copy":
+            self._values[outs[0]] = known
+        elif known is not None and outs and name in _COMPARISONS and not isinstance(args[1], Tensor):
+            with unset_fake_temporarily():
+                self._values[outs[0]] = torch.tensor(getattr(known.item(), f"__{name}__")(args[1]))
+
+    def _answer(self, name: str, tensor: Tensor) -> bool | float | int:
+        known = self._values.get(tensor)
+        if known is not None:
+            with unset_fake_temporarily():
+                return known.item()
+        if name in ("is_nonzero", "equal") or tensor.dtype == torch.bool:
+            return True
+        return 0.0 if tensor.dtype.is_floating_point else 0
 
     def _pin(self, tensor: Tensor) -> Tensor:
         with self.paused():
@@ -245,12 +271,6 @@ class Recorder(TorchDispatchMode):
             gradient = tensor.dtype == torch.float32 and tuple(tensor.shape) in self._shapes
             return "gradients" if gradient else "backward's own"
         return "the update's own"
-
-
-def _answer(name: str, tensor: Tensor) -> bool | float | int:
-    if name in ("is_nonzero", "equal") or tensor.dtype == torch.bool:
-        return True
-    return 0.0 if tensor.dtype.is_floating_point else 0
 
 
 Frame = tuple[str, str, int]
