@@ -122,7 +122,7 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
 
         def forward(self, input: Tensor) -> Tensor:
             if torch.compiler.is_compiling():
-                raise _compiled(self.name_in_model, kind)
+                _refuse_compiled(self.name_in_model)
             if kind == "delayed" and watch.in_backward and watch.rolled_under and not library.recomputing():
                 raise _recomputed(self.name_in_model)
             around = torch.is_autocast_enabled(input.device.type)
@@ -235,7 +235,9 @@ def _recomputed(name: str) -> MisuseError:
     return MisuseError(Problem(what, f"layer {name}", why, fix))
 
 
-def _compiled(name: str, kind: str) -> MisuseError:
-    what = f"Transformer Engine's {kind} scaling does not go with torch.compile"
-    why = "its FP8 state is kept outside of the graph, and what is measured here by hook would be lost"
-    return MisuseError(Problem(what, f"layer {name}", why, "leave the model eager, or take a native rung"))
+@torch.compiler.disable(reason="the transformer_engine backend does not compile: leave the model eager")
+def _refuse_compiled(name: str) -> None:
+    """A call that graphs break at: what is raised while a graph is traced may be swallowed, and the code run eager."""
+    why = "it refuses DelayedScaling in a graph, and what is measured by hook would be lost under any scaling"
+    fix = "leave the model eager, or take a recipe whose rung here is native"
+    raise MisuseError(Problem("the transformer_engine backend does not compile", f"layer {name}", why, fix))
