@@ -32,7 +32,6 @@ def backend_for(model: nn.Module, fp8_units: bool | None = None, **fp8: object) 
     assert rung is not None
     units = FP8_UNITS if fp8_units is None else fp8_units
     return NativeBackend(make_plan(policy, facts, rung, verdicts, model), policy, model, CPU, units)
-    )
 
 
 def same(values: torch.Tensor) -> torch.Tensor:
