@@ -89,6 +89,9 @@ class NativeBackend:
 
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins; `sample`: measure underflow, clipped share and SQNR too."""
+        if sample is not self.arena.sampling:
+            self.arena.sampling = sample
+            self._mark_blocks()
         self.arena.begin_window(sample)
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
@@ -114,8 +117,12 @@ class NativeBackend:
         by_name = {pad_numbers(name): module for name, module in self.modules.items()}
         self.arena.demoted |= {by_name[name].slot for name in demote}
         self.arena.demoted -= {by_name[name].slot for name in promote}
+        self._mark_blocks()
+
+    def _mark_blocks(self) -> None:
+        """One flag for both reasons: a guard each would compile a block once for each combination of them."""
         for block, layers in self._blocks:
-            block.switched = any(layer.demoted for layer in layers if layer.block is block)
+            block.switching = self.arena.sampling or any(layer.demoted for layer in layers if layer.block is block)
 
     def lower(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""

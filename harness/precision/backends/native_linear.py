@@ -23,9 +23,9 @@ _OF_THE_LAYER = {"arena", "slot", "block", "handle", "follows", "_compiled_call_
 
 @dataclass(slots=True)
 class Block:
-    """Layers that are compiled together. switched: one of them is in BF16 now."""
+    """Layers that are compiled together. switching: in this window one of them is in BF16, or measured."""
 
-    switched: bool = False
+    switching: bool = False
 
 
 class NativeLinear(nn.Linear):
@@ -72,7 +72,7 @@ class NativeLinear(nn.Linear):
         given = (self.weight, self.bias, self.handle, record)
         if not self.arena.visible:
             return native_op.linear(rows.to(torch.bfloat16), *given)[0]
-        if self.block.switched or (record and self.arena.sampling):
+        if self.block.switching:
             return native_traced.switching(rows.to(torch.bfloat16), *given)
         return native_traced.linear(rows, *given, self.arena.gradient)
 
