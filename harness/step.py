@@ -132,10 +132,11 @@ def _accumulate(run: Run, window: Window) -> tuple[Tensor, int, float]:
         if found:
             inputs, targets = harmless(inputs, targets)
         inputs, targets = _to(engine.device, inputs), _to(engine.device, targets)
-        with engine.micro_batch(last=number == len(batches)):
+        last = number == len(batches)
+        with engine.micro_batch(last):
             with run.forward_clock.forward(), precision.context():
                 loss = run.task.loss(engine.module, inputs, targets)
-            with precision.backward_context():
+            with precision.backward_context(last):
                 engine.backward(loss / len(batches))
         total += loss.detach().float()
         precision.end_micro_batch(engine.max)

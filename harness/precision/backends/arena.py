@@ -107,8 +107,8 @@ class Arena:
         """Whether a layer may give its quantised weight up once backward has used it: here it stays for the window."""
         return False
 
-    def backward_begins(self) -> None:
-        """One more micro-batch of the window goes backward."""
+    def backward_begins(self, last: bool | None) -> None:
+        """One more micro-batch of the window goes backward; last: as of `PrecisionBackend.backward_context`."""
 
     def before_update(self) -> Tensor:
         """All of a window's backwards are done: what was staged, float32 [slots], a copy."""

@@ -69,9 +69,9 @@ class NativeBackend:
             yield
 
     @contextmanager
-    def backward_context(self) -> Iterator[None]:
+    def backward_context(self, last: bool | None = None) -> Iterator[None]:
         """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
-        self.arena.backward_begins()
+        self.arena.backward_begins(last)
         with self._active():
             yield
 

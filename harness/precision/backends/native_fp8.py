@@ -22,8 +22,9 @@ class Fp8Arena(Arena):
     """An arena that casts to `Fp8Pair`s, with statistics on samples of large tensors.
 
     A quantised weight serves all micro-batches of a window. In the last one backward gives it up layer by layer, as
-    autograd does with the bfloat16 weights of autocast: kept until the update it would add to the peak. Which one is
-    the last is learned from the window before; a wrong guess costs casts or memory and changes no result.
+    autograd does with the bfloat16 weights of autocast: kept until the update it would add to the peak. Where nobody
+    says which one is the last, it is taken to be as in the window before, the first in the first; a wrong guess costs
+    casts or memory and changes no result.
     """
 
     visible = True
@@ -33,7 +34,7 @@ class Fp8Arena(Arena):
         self.sampled = SampledStats(formats, device)
         self.sums = self.sampled.sums
         self.cast, self.kernel_note = native_triton.load(device)
-        self._backwards, self._expected = 0, 1
+        self._backwards, self._expected, self._last = 0, 1, True
 
     def begin_window(self, sample: bool) -> None:
         """As `Arena.begin_window`."""
@@ -76,11 +77,12 @@ class Fp8Arena(Arena):
 
     def may_release(self) -> bool:
         """Whether this is the window's last micro-batch, as far as one can know."""
-        return self._backwards >= self._expected
+        return self._last
 
-    def backward_begins(self) -> None:
-        """One more micro-batch of the window goes backward."""
+    def backward_begins(self, last: bool | None) -> None:
+        """As `Arena.backward_begins`."""
         self._backwards += 1
+        self._last = self._backwards >= self._expected if last is None else last
 
     def before_update(self) -> Tensor:
         """As `Arena.before_update`; the weights that are left are of no more use."""

@@ -156,7 +156,8 @@ def counted(backend: NativeBackend, casts: list[tuple[str, tuple[int, ...]]]) ->
     arena.cast = cast  # type: ignore[assignment]
 
 
-def test_a_weight_is_cast_once_a_window_and_given_up_by_the_last_backward() -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_a_weight_is_cast_once_a_window_and_given_up_by_the_last_backward(told: bool) -> None:
     model = model_of()
     backend = backend_for(model, fp8_units=True)
     casts: list[tuple[str, tuple[int, ...]]] = []
@@ -167,18 +168,18 @@ def test_a_weight_is_cast_once_a_window_and_given_up_by_the_last_backward() -> N
         model.zero_grad()
         backend.begin_window(sample=False)
         for number in range(micro_batches):
+            last = number == micro_batches - 1
             with backend.context():
                 loss = model(torch.randn(20, 64)).float().sum()
-            with backend.backward_context():
+            with backend.backward_context(last if told else None):
                 loss.backward()
             backend.end_micro_batch(same)
-            held = len(backend.arena.weights)
-            if window in (1, 3):
-                assert held == (0 if number == micro_batches - 1 else 2), "freed by the last backward, not before"
+            if told or window in (1, 3):
+                assert len(backend.arena.weights) == (0 if last else 2), "freed by the last backward, not before"
         backend.end_window(backend.amax(), APPLY, same)
         assert not backend.arena.weights
         made = sum(shape in weights for _, shape in casts)
-        assert made == (6 if window == 0 else 2), "the first window does not know yet how many backwards there are"
+        assert made == (6 if window == 0 and not told else 2), "nobody says how many backwards the first window has"
         assert len(casts) - made == 2 * 2 * micro_batches, "input and grad_output, once each"
 
 
