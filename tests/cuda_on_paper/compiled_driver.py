@@ -115,8 +115,8 @@ def compiler_on_paper(card: Card) -> Iterator[None]:
         (CudaInterface, "get_raw_stream", staticmethod(lambda *_: 0)),
         (CudaInterface, "get_compute_capability", staticmethod(lambda *_: 10 * major + minor)),
     ]
-    options = {"fx_graph_cache": False, "compile_threads": 1, "joint_graph_constant_folding": False}
-    both = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    options: dict[str, Any] = {"fx_graph_cache": False, "compile_threads": 1, "joint_graph_constant_folding": False}
+    both: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with ExitStack() as stack, inductor.patch(**options), functorch.patch(**both):
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, answer, create=True))
