@@ -7,6 +7,7 @@ or where its compiler fails or a single bit differs, `quantize_pair` does the sa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ except ImportError:
 # Its kernels are a language of their own, not typed Python.
 triton: Any = _triton
 tl: Any = _tl
+
+_log = logging.getLogger("harness.precision")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Cast = Callable[[Tensor, Tensor, "Tensor | None", str, bool, bool], tuple[Tensor, Tensor]]
@@ -173,20 +176,30 @@ if triton is not None:
 
 
 def load(device: torch.device) -> tuple[Cast, str]:
-    """What casts on `device`, and what it is: the kernel if it is there and right, else `quantize_pair` and why."""
-    if triton is None:
-        return quantize_pair, "FP8 casts in PyTorch: triton is not installed"
+    """What casts on `device`, and what it is: the kernel if it is there and right, else `quantize_pair` and why.
+
+    On a GPU, where that makes every cast slower, the reason is a warning of the logger harness.precision, too.
+    """
     if device.type != "cuda":
         return quantize_pair, "FP8 casts in PyTorch: no GPU"
-    if not isinstance(torch.empty(0, device=device), FakeTensor):  # nothing to launch in an estimate
-        try:
-            differs = check(device)
-        except Exception as error:  # whatever the compiler, its driver or the launch raises
-            reason = str(error).strip().splitlines()
-            return quantize_pair, f"FP8 casts in PyTorch: the fused kernel failed: {(reason or [''])[-1][-200:]}"
-        if differs:
-            return quantize_pair, f"FP8 casts in PyTorch: the fused kernel differs: {differs[0]}"
-    return _ops.fp8_quantize, f"fused FP8 casts by triton {triton.__version__}"
+    reason = _unusable(device)
+    if not reason:
+        return _ops.fp8_quantize, f"fused FP8 casts by triton {triton.__version__}"
+    _log.warning("FP8 casts run in PyTorch, slower: %s", reason)
+    return quantize_pair, f"FP8 casts in PyTorch: {reason}"
+
+
+def _unusable(device: torch.device) -> str:
+    if triton is None:
+        return "triton is not installed"
+    if isinstance(torch.empty(0, device=device), FakeTensor):
+        return ""  # an estimate: nothing is launched
+    try:
+        differs = check(device)
+    except Exception as error:  # whatever the compiler, its driver or the launch raises
+        lines = str(error).strip().splitlines()
+        return f"the fused kernel failed: {type(error).__name__}: {(lines or [''])[-1][-200:]}"
+    return f"the fused kernel differs: {differs[0]}" if differs else ""
 
 
 def check(device: torch.device) -> list[str]:

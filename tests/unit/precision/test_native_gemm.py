@@ -52,12 +52,12 @@ def test_both_kinds_of_operand_equal_float64(tokens: int, biased: bool, gradient
         assert_close(operands["g"].tn(kept["x"]), exact["g"].t() @ exact["x"])
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 3e21])
 @pytest.mark.parametrize("biased", [False, True])
 def test_scales_whose_product_is_no_float32(scale: float, biased: bool) -> None:
     """1 / scale^2 is over the largest float32, or so small that float32 keeps few of its bits; the product is fine."""
     torch.manual_seed(0)
-    size = 2.0**-8 if scale < 1 else 2.0**8
+    size = 2.0**-8 if scale < 1 else 2.0**7
     values = [size * torch.randn(16, 16) for _ in range(2)]
     left, right = (Carrier(quantize(value, 1.0, "e4m3"), 1 / scale) for value in values)
     bias = torch.full((16,), 2.0) if biased else None

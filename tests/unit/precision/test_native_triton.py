@@ -109,19 +109,29 @@ def test_the_fake_operator_promises_what_torch_makes(rows: int, transpose: bool)
             assert promised.is_contiguous() == made.is_contiguous()
 
 
-def test_without_triton_or_a_gpu_torch_does_it_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_kernel_cannot_run_torch_casts_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert native_triton.load(CPU) == (native_triton.quantize_pair, "FP8 casts in PyTorch: no GPU")
+    assert not caplog.records
     gpu = torch.device("cuda", 0)
-    if native_triton.triton is not None and not torch.cuda.is_available():
-        monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # nothing to allocate on here
+
+    def reason() -> str:
+        caplog.clear()
         cast, note = native_triton.load(gpu)
         assert cast is native_triton.quantize_pair
-        assert note.startswith("FP8 casts in PyTorch: the fused kernel failed: ")
-    monkeypatch.setattr(native_triton, "check", lambda _: ["bytes of something"])
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert note.removeprefix("FP8 casts in PyTorch: ") in caplog.text
+        return note
+
     if native_triton.triton is not None:
-        assert native_triton.load(gpu)[1] == "FP8 casts in PyTorch: the fused kernel differs: bytes of something"
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # there is nothing to allocate on
+        if not torch.cuda.is_available():
+            assert "the fused kernel failed: " in reason()
+        monkeypatch.setattr(native_triton, "check", lambda _: ["bytes of something"])
+        assert "the fused kernel differs: bytes of something" in reason()
     monkeypatch.setattr(native_triton, "triton", None)
-    assert native_triton.load(gpu)[1] == "FP8 casts in PyTorch: triton is not installed"
+    assert "triton is not installed" in reason()
 
 
 def compiled(arch: int, dtype: str, fmt: str, folder: Path) -> tuple[str, int, int]:
