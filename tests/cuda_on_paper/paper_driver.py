@@ -190,6 +190,7 @@ def scene_operands(_: str) -> dict[str, Any]:
         context = 250 if name == "native" else 256
         config = config_of(train={"global_batch": 3, "micro_batch": 1}, data={"context": context})
         with watched(config, recipe, "H100", rung, 3) as made:
+            made.step(1, "first")
             made.step(2, "usual")
             made.step(3, "next")
             recorder = made.recorder
