@@ -99,7 +99,6 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
         recorder, run = made.recorder, made.run
         static = recorder.live
         made.step(1, FIRST)
-        recorder.forget()
         made.step(_usual(run), USUAL)
         made.step(2 * run.stats_every, SAMPLED)
         return Trace(
