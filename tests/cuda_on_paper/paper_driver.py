@@ -211,6 +211,13 @@ def scene_cards(_: str) -> dict[str, Any]:
         with on_card(config_of(), recipe, find_card(card), rung_of(rung), 1) as made:
             made.step(2, "usual")
             found[f"{card} {rung}"] = seen(made)
+    config, recipe, rung = config_of(train={"global_batch": 10}), load_recipe("fp8_hybrid"), rung_of("native:fp8")
+    made_up = trace(config, recipe, find_card("H100"), rung)
+    found["five micro-batches, three traced"] = sum(op.kernels for op in made_up.steps["usual"])
+    with on_card(config, recipe, find_card("H100"), rung, 5) as made:
+        made.step(1, "first")
+        made.step(2, "usual")
+        found["five micro-batches"] = seen(made)["kernels"]["usual"]
     return found
 
 
