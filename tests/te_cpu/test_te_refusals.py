@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from te_cpu_support import MLP, Trainer, inputs, plain
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
-from harness.core.errors import CheckpointError, MisuseError
+from harness.core.errors import CheckpointError, MachineError, MisuseError
+from harness.precision.backends import te_library
 
 # torch, compiling for the first time.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -92,6 +95,26 @@ def test_a_state_of_another_run_is_refused_with_what_differs(sections: dict[str,
     with pytest.raises(CheckpointError) as caught:
         trainer.precision.load_state_dict(other.precision.state_dict())
     assert told in str(caught.value)
+
+
+def test_some_other_transformer_engine_is_refused_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that rolls what it was told to leave alone, and one that drops an argument of its recipe."""
+    library = te_library.load()
+
+    def rolls(fp8_meta: dict[str, Any]) -> None:
+        library.manager.quantization_state.global_amax_buffer.setdefault("forward_other", []).append(fp8_meta)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library.manager, "add_fp8_tensors_to_global_buffer", rolls)
+        with pytest.raises(MachineError, match=f"{library.version} rolls amax histories of modules"):
+            Trainer("transformer_engine")
+        del library.manager.quantization_state.global_amax_buffer["forward_other"]
+    drops = dataclasses.make_dataclass("DelayedScaling", [("fp8_format", Any), ("margin", int, 0)])
+    monkeypatch.setattr(library.recipes, "DelayedScaling", lambda **given: drops(given["fp8_format"]))
+    with pytest.raises(
+        MachineError, match="ignores amax_history_len, amax_compute_algo, reduce_amax of DelayedScaling"
+    ):
+        Trainer("transformer_engine")
 
 
 @pytest.mark.every_version

@@ -94,6 +94,29 @@ def test_a_deep_copy_teaches_without_a_trace() -> None:
     assert disagreements(taught("native"), taught("transformer_engine")) == []
 
 
+def teacher_of_its_own(backend: str) -> list[list[dict[str, Any]]]:
+    """Two models with other recipes: called in each other's contexts, and with their own inside."""
+    student = Trainer(backend)
+    teacher = Trainer(backend, sections={"fp8": {"format": "e4m3", "amax_history_len": 8, "margin": 1}})
+    for number in range(6):
+        x = inputs(number)
+        with student.precision.context():
+            bf16 = teacher.model(10 * x).float()  # its own context is not entered: plain
+            with torch.no_grad(), teacher.precision.context():
+                fp8 = teacher.model(x).float()
+            loss = nn.functional.mse_loss(student.model(x).float(), bf16.detach() + fp8)
+        student.precision.backward(loss)
+        student.step()
+        plain(teacher, number)
+        teacher.step()
+    return [student.log, teacher.log]
+
+
+def test_a_layer_goes_by_the_context_of_its_own_model_alone() -> None:
+    for native, ours in zip(teacher_of_its_own("native"), teacher_of_its_own("transformer_engine"), strict=True):
+        assert disagreements(native, ours) == []
+
+
 class Experts(nn.Module):
     """Two layers, each used in every step; ranks use them in another order if told so."""
 

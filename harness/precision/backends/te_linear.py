@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -97,9 +98,10 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
         """slot: number of its first slot (input, weight, grad_output). name_in_model: for messages.
 
         In the precision context the input is cast to BF16 first, as every Linear's is: TE would quantise a float32 one
-        as it is. Where a model turns autocast off there, the output has the input's dtype. A number of tokens that TE's
-        GEMMs do not take is filled up with zeros, which change no sum and no amax. Called several times in a forward, a
-        layer's amax is the largest of all calls, which share one scale.
+        as it is. Outside of it, or in that of another model only, the layer is a plain one. Where a model turns
+        autocast off, the output has the input's dtype. A number of tokens that TE's GEMMs do not take is filled up with
+        zeros, which change no sum and no amax. Called several times in a forward, a layer's amax is the largest of all
+        calls, which share one scale.
 
         A forward without gradients computes in FP8 and records nothing, wherever it is called. A deep copy (an EMA of
         the weights, a teacher) follows the original: it computes in FP8 or BF16 as that does, with the same scales, and
@@ -129,13 +131,14 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             own_dtype = torch.get_autocast_dtype(input.device.type) if around else input.dtype
             if input.is_floating_point():
                 input = input.to(torch.bfloat16 if watch.active else own_dtype)
-            if self.demoted:
-                with te.autocast(False, recipe=recipe):
+            in_fp8 = watch.active and not self.demoted
+            with self._autocast(in_fp8):
+                if not in_fp8:
                     out = super().forward(input)
-            elif kind != "delayed" or self.follows or self._records():
-                out = filled_up(super().forward, input, multiple)
-            else:
-                out = self._silently(super().forward, input)
+                elif kind != "delayed" or self.follows or self._records():
+                    out = filled_up(super().forward, input, multiple)
+                else:
+                    out = self._silently(super().forward, input)
             if out.grad_fn is not None:
                 out.grad_fn.register_prehook(_Once(self.name_in_model))
             if watch.active and not self.follows:
@@ -145,6 +148,12 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
                 if out.requires_grad and (watch.everything or self.demoted or self._samples()):
                     out.register_hook(lambda grad: self._measure(2, grad))
             return out if around else out.to(own_dtype)
+
+        def _autocast(self, in_fp8: bool) -> AbstractContextManager[Any]:
+            """TE's autocast is one for the process: around this layer it is this model's, or none."""
+            state = library.manager.quantization_state
+            as_it_is = state.fp8_enabled == in_fp8 and (not in_fp8 or state.fp8_recipe is recipe)
+            return nullcontext() if as_it_is else te.autocast(in_fp8, recipe=recipe)
 
         def _records(self) -> bool:
             """Gradients are wanted: te.checkpoint may run a forward that is to have some without them."""
