@@ -35,8 +35,10 @@ from harness.step import train_step
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
 
-# The first micro-batch is not as the others (weights are quantised in it), and the others are alike.
-_MICRO_BATCHES = 2
+# The first micro-batch is not as the others (weights are quantised in it), nor is what follows the last; those between
+# are alike, so that one of them stands for all.
+_MICRO_BATCHES = 3
+_BETWEEN = 2
 FIRST, USUAL, SAMPLED = "first", "usual", "sampled"
 
 
@@ -99,7 +101,6 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
         recorder, run = made.recorder, made.run
         static = recorder.live
         made.step(1, FIRST)
-        recorder.forget()
         made.step(_usual(run), USUAL)
         made.step(2 * run.stats_every, SAMPLED)
         return Trace(
@@ -174,11 +175,13 @@ def _usual(run: Run) -> int:
 
 
 def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:
-    """Operations of a step with `batches` micro-batches, of which at most two were traced: the second is repeated."""
+    """Operations of a step with `batches` micro-batches, of which at most three were traced: the second is repeated."""
     ops = [op for op in recorder.ops if op.step == step]
     if batches <= _MICRO_BATCHES:
         return ops
-    again = [op for op, micro in zip(recorder.ops, recorder.micros, strict=True) if op.step == step and micro == 2]
+    again = [
+        op for op, micro in zip(recorder.ops, recorder.micros, strict=True) if op.step == step and micro == _BETWEEN
+    ]
     return ops + again * (batches - _MICRO_BATCHES)
 
 

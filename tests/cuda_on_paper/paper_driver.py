@@ -190,6 +190,7 @@ def scene_operands(_: str) -> dict[str, Any]:
         context = 250 if name == "native" else 256
         config = config_of(train={"global_batch": 3, "micro_batch": 1}, data={"context": context})
         with watched(config, recipe, "H100", rung, 3) as made:
+            made.step(1, "first")
             made.step(2, "usual")
             made.step(3, "next")
             recorder = made.recorder
@@ -210,6 +211,13 @@ def scene_cards(_: str) -> dict[str, Any]:
         with on_card(config_of(), recipe, find_card(card), rung_of(rung), 1) as made:
             made.step(2, "usual")
             found[f"{card} {rung}"] = seen(made)
+    config, recipe, rung = config_of(train={"global_batch": 10}), load_recipe("fp8_hybrid"), rung_of("native:fp8")
+    made_up = trace(config, recipe, find_card("H100"), rung)
+    found["five micro-batches, three traced"] = sum(op.kernels for op in made_up.steps["usual"])
+    with on_card(config, recipe, find_card("H100"), rung, 5) as made:
+        made.step(1, "first")
+        made.step(2, "usual")
+        found["five micro-batches"] = seen(made)["kernels"]["usual"]
     return found
 
 

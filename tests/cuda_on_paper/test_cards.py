@@ -33,3 +33,8 @@ def test_the_rung_is_the_cards(scene: Scene, card: str, recipe: str, rung: str) 
 def test_grouped_queries_never_fall_to_plain_mathematics(scene: Scene, run: str, kernel: str) -> None:
     """The model has twice as many query heads as key heads. No fused kernel: the scores of all pairs are kept."""
     assert scene("cards")[run]["attention"] == [kernel, f"{kernel}_backward"]
+
+
+def test_micro_batches_that_are_not_traced_are_counted(scene: Scene) -> None:
+    found = scene("cards")
+    assert found["five micro-batches, three traced"] == found["five micro-batches"] > 0

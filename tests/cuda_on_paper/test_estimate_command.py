@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT
 
 QUICK = ("--config", "tiny")
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @cache
@@ -95,7 +96,7 @@ def test_a_batch_that_does_not_divide_is_refused_as_in_training() -> None:
 
 def test_a_launcher_is_refused_by_name() -> None:
     """It would estimate once for each rank, and join a group that has nothing to say."""
-    done = run("--card", "H100", *QUICK, RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    done = run("--card", "H100", *QUICK, **LAUNCHED)
     assert done.returncode == 2
     assert "--ranks" in done.stderr
 
