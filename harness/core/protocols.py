@@ -122,8 +122,11 @@ class PrecisionBackend(Protocol):
         """Around forward. With gradients off it leaves no trace in the FP8 state."""
         ...
 
-    def backward_context(self) -> AbstractContextManager[None]:
-        """Around backward (activation checkpointing recomputes forward there)."""
+    def backward_context(self, last: bool | None = None) -> AbstractContextManager[None]:
+        """Around backward (activation checkpointing recomputes forward there).
+
+        last: whether it is the window's last, None if the caller does not know; no result depends on it.
+        """
         ...
 
     def begin_window(self, sample: bool) -> None:

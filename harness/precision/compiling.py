@@ -20,7 +20,7 @@ from harness.precision.recipe import Rung
 _WHERE = "engine.compile=blocks"
 _CANNOT = {
     "transformer_engine": "its FP8 modules cannot be traced",
-    "torchao": "the hooks that measure amax around its layers cannot be traced",
+    "torchao": "what measures amax around its layers writes to a tensor that a compiled backward keeps",
 }
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from data_mutations import DATA
 from guard_mutations import GUARD
 from mutation import Mutation
+from native_mutations import NATIVE
 from process_mutations import PROCESS
 from resume_mutations import RESUME
 from survival_mutations import SURVIVAL
 from te_mutations import TRANSFORMER_ENGINE
 from tracking_mutations import TRACKING
 
-MUTATIONS: tuple[Mutation, ...] = (*SURVIVAL, *RESUME, *PROCESS, *GUARD, *TRACKING, *DATA, *TRANSFORMER_ENGINE)
+MUTATIONS: tuple[Mutation, ...] = (*SURVIVAL, *RESUME, *PROCESS, *GUARD, *TRACKING, *DATA, *NATIVE, *TRANSFORMER_ENGINE)

@@ -39,7 +39,7 @@ class AutocastBackend:
         with torch.autocast(self.device.type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             yield
 
-    def backward_context(self) -> AbstractContextManager[None]:
+    def backward_context(self, last: bool | None = None) -> AbstractContextManager[None]:
         """Nothing to hold: autograd runs each backward op in the dtype of its forward."""
         return nullcontext()
 

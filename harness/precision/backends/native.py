@@ -19,26 +19,40 @@ from torch import Tensor, nn
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.arena import Arena
+from harness.precision.backends.native_fp8 import Fp8Arena
+from harness.precision.backends.native_gemm import has_fp8_units
 from harness.precision.backends.native_kernel import keep_freed_memory
-from harness.precision.backends.native_linear import NativeLinear
+from harness.precision.backends.native_linear import Block, NativeLinear
+from harness.precision.compiling import blocks_of
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.swap import swap_linears, twin
 
 
 class NativeBackend:
-    """Delayed scaling for the Linear layers that the plan names, on one arena."""
+    """Delayed scaling for the Linear layers that the plan names, on one arena.
 
-    def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+    fp8_units: multiply FP8 bytes by `torch._scaled_mm`, which a CPU has too, for tests; None: where the GPU can.
+    """
+
+    def __init__(
+        self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, fp8_units: bool | None = None
+    ) -> None:
         self.layers = plan.fp8_layers()
         if device.type == "cpu":
             keep_freed_memory()
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
-        self.arena = Arena(plan.slot_names(), formats, recipe.fp8, device)
+        on_units = has_fp8_units(device) if fp8_units is None else fp8_units
+        self.arena = (Fp8Arena if on_units else Arena)(plan.slot_names(), formats, recipe.fp8, device)
         self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
+        self._blocks = [
+            (Block(), {child for child in block.modules() if isinstance(child, NativeLinear)})
+            for block in (*blocks_of(model), model)
+        ]
         for index, module in enumerate(self.modules.values()):
-            module.attach(self.arena, 3 * index)
+            block = next(block for block, layers in self._blocks if module in layers)
+            module.attach(self.arena, 3 * index, block)
         self.slot_names = self.arena.names
         self.note = self.arena.kernel_note
         self.lowered = ""
@@ -51,12 +65,18 @@ class NativeBackend:
     @contextmanager
     def context(self) -> Iterator[None]:
         """FP8 in the converted layers, bf16 autocast elsewhere. With gradients off it leaves no trace."""
-        with self.backward_context(), torch.autocast(self.arena.device.type, dtype=torch.bfloat16):
+        with self._active(), torch.autocast(self.arena.device.type, dtype=torch.bfloat16):
             yield
 
     @contextmanager
-    def backward_context(self) -> Iterator[None]:
+    def backward_context(self, last: bool | None = None) -> Iterator[None]:
         """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
+        self.arena.backward_begins(last)
+        with self._active():
+            yield
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
         if self.arena.active:
             raise MisuseError(
                 Problem("precision contexts do not nest", "context()", fix="leave the first context before the next")
@@ -69,6 +89,9 @@ class NativeBackend:
 
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins; `sample`: measure underflow, clipped share and SQNR too."""
+        if sample is not self.arena.sampling:
+            self.arena.sampling = sample
+            self._mark_blocks()
         self.arena.begin_window(sample)
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
@@ -78,7 +101,7 @@ class NativeBackend:
 
     def amax(self) -> Tensor:
         """What the window's one MAX all-reduce must carry: staging amax, float32 [slots]; a copy."""
-        return self.arena.history[0].clone()
+        return self.arena.before_update()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
         """Update scales unless skipped; float32 [6, slots] statistics (rows: arena.STAT_ROWS)."""
@@ -94,6 +117,12 @@ class NativeBackend:
         by_name = {pad_numbers(name): module for name, module in self.modules.items()}
         self.arena.demoted |= {by_name[name].slot for name in demote}
         self.arena.demoted -= {by_name[name].slot for name in promote}
+        self._mark_blocks()
+
+    def _mark_blocks(self) -> None:
+        """One flag for both reasons: a guard each would compile a block once for each combination of them."""
+        for block, layers in self._blocks:
+            block.switching = self.arena.sampling or any(layer.demoted for layer in layers if layer.block is block)
 
     def lower(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from harness.precision.backends.native_gemm import operands_as_they_are
+from harness.precision.backends.native_gemm import Carrier, operands_as_they_are, plain_operand
 
 if TYPE_CHECKING:
     from harness.precision.backends.native_linear import NativeLinear
@@ -32,6 +32,11 @@ def register(layer: NativeLinear) -> Tensor:
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
+def layer_of(handle: Tensor) -> NativeLinear:
+    """The layer that was registered under `handle`."""
+    return _layers[int(handle)]
+
+
 def _linear(
     rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,14 +45,13 @@ def _linear(
     rows: bfloat16 [m, k]. The quantised weight stays with the layer: it serves several calls, and the compiler may
     reuse the memory of whatever an operator returns.
     """
-    layer = _layers[int(handle)]
-    rows = rows.contiguous()
+    layer = layer_of(handle)
     with operands_as_they_are(rows.device.type):
-        out, left, _, _ = layer.multiply(rows, weight, bias, record)
-    if left is rows:
-        left = rows.clone()  # an operator's outputs may not alias its inputs
-    inverse = layer.arena.inverse_of(layer.slot)
-    return out, left, inverse.reshape(1).clone() if isinstance(inverse, Tensor) else torch.tensor([inverse])
+        out, left, _ = layer.multiply(rows, weight, bias, record)
+    assert isinstance(left, Carrier)
+    # An operator's outputs may not alias its inputs.
+    values = left.values.clone() if left.inverse is None else left.values
+    return out, values, torch.tensor([layer.arena.inverses[layer.slot]], device=rows.device)
 
 
 def _fake_linear(
@@ -64,18 +68,13 @@ def _linear_backward(
 
     The quantised weight is the one of forward unless scales were rolled in between, which leaves an equally good one.
     """
-    layer = _layers[int(handle)]
-    arena, slot = layer.arena, layer.slot
+    layer = layer_of(handle)
     with operands_as_they_are(grad.device.type):
         if layer.demoted:
-            right, inverses = weight.detach().to(torch.bfloat16), (None, None)
+            operands = Carrier(left), plain_operand(weight)
         else:
-            right = layer.quantized_weight(weight, record)
-            on_host = left_inverse.device.type == "cpu"
-            inverses = (left_inverse.item() if on_host else left_inverse[0], arena.inverse_of(slot + 1))
-        rows, weights, bias = layer.gradients(
-            grad.contiguous(), left, right, inverses, record, (needs[0], needs[1], needs[2])
-        )
+            operands = Carrier(left, left_inverse.item()), layer.quantized_weight(weight, record)
+        rows, weights, bias = layer.gradients(grad, *operands, record, (needs[0], needs[1], needs[2]))
     nothing = [grad.new_empty(0) if found is None else found for found in (rows, weights)]
     return nothing[0], nothing[1], grad.new_empty(0, dtype=torch.float32) if bias is None else bias
 
@@ -102,16 +101,26 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
-# Compiled code is cached on disk by these names: other results or another backward need other names.
-_LINEAR, _LINEAR_BACKWARD = "hopper_harness::fp8_linear", "hopper_harness::fp8_linear_backward"
-for _name, _run, _fake in (
-    (_LINEAR, _linear, _fake_linear),
-    (_LINEAR_BACKWARD, _linear_backward, _fake_linear_backward),
-):
-    # `torch.library.custom_op` does all three, and checks for aliases at every call: 1% of a small layer's time.
-    torch.library.define(_name, torch.library.infer_schema(_run, mutates_args=()))
-    torch.library.impl(_name, "default", _run)
-    torch.library.register_fake(_name, _fake)
-torch.library.register_autograd(_LINEAR, _backward, setup_context=_setup)
+def define(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup: Callable[..., Any] | None = None,
+) -> None:
+    """Register an operator. Compiled code is cached on disk by its name: other results need another name.
+
+    `torch.library.custom_op` does the same, and checks for aliases at every call: 1% of a small layer's time.
+    """
+    full = f"hopper_harness::{name}"
+    torch.library.define(full, torch.library.infer_schema(run, mutates_args=()))
+    torch.library.impl(full, "default", run)
+    torch.library.register_fake(full, fake)
+    if backward is not None:
+        torch.library.register_autograd(full, backward, setup_context=setup)
+
+
+define("fp8_linear", _linear, _fake_linear, _backward, _setup)
+define("fp8_linear_backward", _linear_backward, _fake_linear_backward)
 _ops: Any = torch.ops.hopper_harness
 linear: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.fp8_linear

@@ -114,7 +114,7 @@ class TransformerEngineBackend:
             self._watch.active = False
 
     @contextmanager
-    def backward_context(self) -> Iterator[None]:
+    def backward_context(self, last: bool | None = None) -> Iterator[None]:
         """Around backward, where activation checkpointing runs forwards again, and must compute the same.
 
         Under delayed scaling, when several forwards came before the first backward, only te.checkpoint does; any other

@@ -95,7 +95,7 @@ class TorchaoBackend:
             yield
 
     @contextmanager
-    def backward_context(self) -> Iterator[None]:
+    def backward_context(self, last: bool | None = None) -> Iterator[None]:
         """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
         self._active = True
         try:

@@ -1,0 +1,181 @@
+"""Run in a process of its own: inductor's code for a block of a GPT on an H100 that is not there, as a line of JSON.
+
+    python tests/cuda_on_paper/compiled_driver.py RUNG
+
+The code is generated, never run: a Triton driver that knows its target and no more, and compiled modules that stop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+logging.disable(logging.ERROR)
+
+from harness.estimate import device  # noqa: E402
+
+device.load()
+
+import torch  # noqa: E402
+import torch._functorch.config as functorch  # noqa: E402
+import torch._inductor.config as inductor  # noqa: E402
+import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch._dynamo.device_interface import CudaInterface  # noqa: E402
+from torch._inductor.graph import GraphLowering  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from harness.capability.probe import probe  # noqa: E402
+from harness.estimate.paper import on_paper  # noqa: E402
+from harness.estimate.roofline import Card, find_card  # noqa: E402
+from harness.models.gpt import build, rotary  # noqa: E402
+from harness.precision.engine import build_backend  # noqa: E402
+from harness.precision.plan import make_plan  # noqa: E402
+from harness.precision.recipe import Recipe  # noqa: E402
+
+DIM, HEADS, FFN, TOKENS = 1024, 8, 2816, 2048
+
+
+class Stop(Exception):
+    """Instead of running what was compiled."""
+
+
+class Driver:
+    """Of Triton, for a card on paper."""
+
+    def __init__(self, card: Card) -> None:
+        self._target = GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_current_stream(self, *_: Any) -> int:
+        return 0
+
+    def is_active(self) -> bool:
+        return True
+
+
+@contextmanager
+def compiler_on_paper(card: Card) -> Iterator[None]:
+    """What dynamo and inductor ask of CUDA, answered for `card`; nothing is cached on disk."""
+    triton.runtime.driver.set_active(cast("Any", Driver(card)))
+    major, minor = card.capability
+    facts = SimpleNamespace(
+        name=card.name,
+        major=major,
+        minor=minor,
+        total_memory=card.memory,
+        multi_processor_count=card.processors,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        L2_cache_size=50 * 2**20,
+        gcnArchName="",
+    )
+    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0), stream_id=0, device_index=0, device_type=1)
+    answers: list[tuple[Any, str, Any]] = [
+        (torch._C, "_cuda_getDevice", lambda: 0),
+        (torch._C, "_cuda_setDevice", lambda _: None),
+        (torch._C, "_cuda_exchangeDevice", lambda _: 0),
+        (torch._C, "_cuda_maybeExchangeDevice", lambda _: 0),
+        (torch._C, "_cuda_getDeviceCount", lambda: 1),
+        (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
+        (torch._C, "_cuda_getCurrentStream", lambda _: (0, 0, 1)),
+        (torch._C, "_cuda_isCurrentStreamCapturing", lambda: False),
+        (torch._C, "_cuda_getArchFlags", lambda: f"sm_{major}{minor}"),
+        (torch.cuda, "_exchange_device", lambda _: 0),
+        (torch.cuda, "_maybe_exchange_device", lambda _: 0),
+        (torch.cuda, "get_device_properties", lambda *_: facts),
+        (torch.cuda, "get_rng_state", lambda *_: torch.zeros(1)),
+        (torch.cuda, "set_rng_state", lambda *_: None),
+        (torch.cuda, "current_stream", lambda *_: stream),
+        (torch.cuda, "default_stream", lambda *_: stream),
+        (CudaInterface, "get_device_properties", staticmethod(lambda *_: facts)),
+        (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: facts)),
+        (CudaInterface, "get_raw_stream", staticmethod(lambda *_: 0)),
+        (CudaInterface, "get_compute_capability", staticmethod(lambda *_: 10 * major + minor)),
+    ]
+    options: dict[str, Any] = {"fx_graph_cache": False, "compile_threads": 1, "joint_graph_constant_folding": False}
+    both: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with ExitStack() as stack, inductor.patch(**options), functorch.patch(**both):
+        for owner, name, answer in answers:
+            stack.enter_context(mock.patch.object(owner, name, answer, create=True))
+        yield
+
+
+def codes_of(block: Callable[..., Tensor], *inputs: Any) -> list[str]:
+    """Generated code of the forward and the backward graph, in this order. Raises if there is a graph break."""
+    codes: list[str] = []
+
+    def compile_to_module(graph: GraphLowering) -> Any:
+        codes.append(graph.codegen()[0].value)
+
+        def call(_: Any) -> Any:
+            raise Stop
+
+        nothing = {"__file__": __file__, "key": "none", "runner": None, "recursively_apply_fns": lambda *_: None}
+        return SimpleNamespace(call=call, **nothing)
+
+    torch._dynamo.reset()
+    with mock.patch.object(GraphLowering, "compile_to_module", compile_to_module):
+        try:
+            torch.compile(block, fullgraph=True)(*inputs)
+        except Stop:
+            return codes
+    raise RuntimeError("nothing was compiled")
+
+
+def launches(code: str) -> list[str]:
+    """What `call` launches, in order."""
+    patterns = r"^\s+(?:\w+ = )?(triton_\w+)\.run\(", r"^\s+(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+)\("
+    body = code[code.index("def call(") :]
+    found = [(m.start(), m[1]) for pattern in patterns for m in re.finditer(pattern, body, re.MULTILINE)]
+    return [name for _, name in sorted(found)]
+
+
+def main(rung: str) -> dict[str, Any]:
+    card = find_card("H100")
+    backend_name, _, precision = rung.partition(":")
+    recipe = Recipe.model_validate(
+        {"name": "paper", "ladder": [{"backend": backend_name, "precision": precision, "tiers": ["HOPPER"]}]}
+    )
+    with on_paper(card), compiler_on_paper(card):
+        gpu = torch.device("cuda", 0)
+        with gpu:
+            model = build(vocab=256, dim=DIM, layers=1, heads=HEADS, ffn=FFN)
+        backend = build_backend(make_plan(recipe, probe(), recipe.ladder[0], [], model), recipe, model, gpu)
+        backend.begin_window(sample=False)
+        inputs = torch.empty(1, TOKENS, DIM, device=gpu, requires_grad=True), rotary(TOKENS, DIM // HEADS, gpu)
+        with backend.context():
+            forward, backward = codes_of(next(iter(model.blocks)), *inputs)
+    return {
+        "layers": len(backend.layers),
+        "forward": launches(forward),
+        "backward": launches(backward),
+        "fp8 in forward": sorted(set(re.findall(r"tl\.float8e\w+", forward))),
+        "fp8 in backward": sorted(set(re.findall(r"tl\.float8e\w+", backward))),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

@@ -1,0 +1,56 @@
+"""`compile: blocks` of a native FP8 block for a card that is not there: inductor's code, generated and not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = Path(__file__).with_name("compiled_driver.py")
+OPERATORS = "torch.ops.hopper_harness."
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def compiled(rung: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(DRIVER), rung],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def together(launches: list[str], *parts: str) -> int:
+    """Kernels that do all of these."""
+    return sum(name.startswith("triton") and all(part in name for part in parts) for name in launches)
+
+
+def test_casts_and_amaxes_are_fused_with_what_is_before_them() -> None:
+    found = compiled("native:fp8")
+    forward, backward = found["forward"], found["backward"]
+    assert found["layers"] == 4
+    assert together(forward, "fused_rms_norm", "amax", "clamp", "fp8_forward") == 2, "norm, amax and cast of two inputs"
+    assert together(forward, "silu", "clamp", "fp8_forward") == 1, "the activation and the cast of what comes out"
+    assert together(backward, "silu_backward", "amax") == 1, "an activation's backward and its gradient's amax"
+    assert found["fp8 in forward"] == ["tl.float8e4nv"]
+    assert found["fp8 in backward"] == ["tl.float8e5"]
+
+
+def test_what_the_compiler_cannot_fuse_is_three_operators_a_layer() -> None:
+    found = compiled("native:fp8")
+    for phase in ("forward", "backward"):
+        called = [name.removeprefix(OPERATORS) for name in found[phase] if name.startswith(OPERATORS)]
+        assert sorted(called) == [f"fp8_{phase}.default"] * 4 + ["fp8_scales.default"] * 4
