@@ -176,3 +176,9 @@ def test_it_compiles_ahead_without_spills(
     assert re.search(r"(atom|red)\.\S*max\.s32", ptx), "amax by integer maximum"
     assert ".ftz" not in ptx, "denormal values are values"
     assert re.search(r"ld\.global\S*\.v[24]", ptx), "several elements a load"
+
+
+def test_on_a_cpu_nothing_of_it_is_loaded() -> None:
+    """Triton and the compiler take seconds to import."""
+    code = "import sys; import harness.precision.backends.native; print({'triton', 'torch._dynamo'} & {*sys.modules})"
+    assert interpreted(code) == "set()"
