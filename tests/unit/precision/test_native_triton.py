@@ -128,7 +128,7 @@ def test_where_the_kernel_cannot_run_torch_casts_and_says_why(
         monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # there is nothing to allocate on
         if not torch.cuda.is_available():
             assert "the fused kernel failed: " in reason()
-        monkeypatch.setattr(native_triton, "check", lambda _: ["bytes of something"])
+        monkeypatch.setattr(native_triton, "check", lambda *_, **__: ["bytes of something"])
         assert "the fused kernel differs: bytes of something" in reason()
     monkeypatch.setattr(native_triton, "triton", None)
     assert "triton is not installed" in reason()
