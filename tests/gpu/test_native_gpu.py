@@ -75,6 +75,25 @@ def test_torch_operations_give_the_same_bits_as_the_kernel(fp8_gpu: torch.device
         assert torch.equal(left.grad, right.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_layer_has_the_state_of_an_eager_one(fp8_gpu: torch.device) -> None:
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(256, 512)).to(fp8_gpu)
+    compiled = copy.deepcopy(eager)
+    backends = [backend_on(model, "native", fp8_gpu) for model in (eager, compiled)]
+    compiled[0].compile(fullgraph=True)
+    for number in range(4):
+        for backend in backends:
+            backend.switch(*([["00"], []] if number == 2 else [[], ["00"]]))
+        x = 10.0**number * torch.randn(200, 256, device=fp8_gpu)
+        grad = torch.randn(200, 512, device=fp8_gpu, dtype=torch.bfloat16)
+        results = [window(backend, model, x, grad) for backend, model in zip(backends, (eager, compiled), strict=True)]
+        assert distance(results[1][0], results[0][0]) < TOLERANCE
+        assert torch.equal(results[1][1][:3], results[0][1][:3]), "amax, scale in use, saturation"
+    for name, tensor in clones(backends[0]).items():
+        assert torch.equal(clones(backends[1])[name], tensor), name
+
+
 def test_a_forward_keeps_less_than_bf16_does(fp8_gpu: torch.device) -> None:
     def kept(name: str) -> int:
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).to(fp8_gpu)

@@ -31,8 +31,8 @@ class Arena:
     with what they were made from and when.
     """
 
-    visible = False
-    """Whether a compiler is shown the casts."""
+    traced: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
+    """`linear` and `switching` of native_traced where a compiler is shown the casts."""
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         slots = len(names)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.arena import Arena
-from harness.precision.backends.native_fp8 import Fp8Arena
 from harness.precision.backends.native_gemm import has_fp8_units
 from harness.precision.backends.native_kernel import keep_freed_memory
 from harness.precision.backends.native_linear import Block, NativeLinear
@@ -44,7 +43,7 @@ class NativeBackend:
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         on_units = has_fp8_units(device) if fp8_units is None else fp8_units
-        self.arena = (Fp8Arena if on_units else Arena)(plan.slot_names(), formats, recipe.fp8, device)
+        self.arena = _arena_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
         self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
         self._blocks = [
             (Block(), {child for child in block.modules() if isinstance(child, NativeLinear)})
@@ -143,3 +142,11 @@ class NativeBackend:
         self.lowered = meta["lowered"] if meta["slots"] else ""
         self.arena.demoted.clear()
         self.switch(meta["demoted"], ())
+
+
+def _arena_of(on_units: bool) -> type[Arena]:
+    if not on_units:
+        return Arena
+    from harness.precision.backends.native_fp8 import Fp8Arena  # and with it Triton and dynamo: seconds
+
+    return Fp8Arena

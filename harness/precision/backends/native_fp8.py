@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from harness.precision.backends import native_triton
+from harness.precision.backends import native_traced, native_triton
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import Fp8Pair
 from harness.precision.recipe import Fp8Config
@@ -27,7 +27,7 @@ class Fp8Arena(Arena):
     casts or memory and changes no result.
     """
 
-    visible = True
+    traced = native_traced.linear, native_traced.switching
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         super().__init__(names, formats, config, device)

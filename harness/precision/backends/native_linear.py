@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from harness.precision.backends import native_op, native_traced
+from harness.precision.backends import native_op
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import Carrier, Operand, operands_as_they_are, plain_operand
 from harness.precision.swap import pickled_as_linear
@@ -70,11 +70,12 @@ class NativeLinear(nn.Linear):
     def _compiled(self, rows: Tensor, record: bool) -> Tensor:
         """Traced: every attribute read here is a guard, which two blocks or two windows may share or not."""
         given = (self.weight, self.bias, self.handle, record)
-        if not self.arena.visible:
+        if self.arena.traced is None:
             return native_op.linear(rows.to(torch.bfloat16), *given)[0]
+        linear, switching = self.arena.traced
         if self.block.switching:
-            return native_traced.switching(rows.to(torch.bfloat16), *given)
-        return native_traced.linear(rows, *given, self.arena.gradient)
+            return switching(rows.to(torch.bfloat16), *given)
+        return linear(rows, *given, self.arena.gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLinear:
         made = memo[id(self)] = type(self).__new__(type(self))

@@ -7,6 +7,7 @@ kernels as eager: every difference is ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import native_support
 import pytest
@@ -155,6 +156,31 @@ def test_recomputed_activations(reentrant: bool) -> None:
         states = []
         for _ in range(2):
             step(backend, model, torch.randn(16, 32, requires_grad=True))
+            states.append(state_after(backend, model))
+        return states[-1]
+
+    assert_same_bits(run(True), run(False))
+
+
+def test_activations_recomputed_inside_of_a_compiled_block_and_changed_in_place() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            recomputed: Any = checkpoint(self.inner, x, use_reentrant=False)
+            return x + recomputed.relu_()
+
+    def run(compiled: bool) -> State:
+        torch.manual_seed(0)
+        model = Residual()
+        backend = backend_for(model)
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        states = []
+        for _ in range(3):
+            step(backend, model, torch.randn(20, 32))
             states.append(state_after(backend, model))
         return states[-1]
 

@@ -128,7 +128,7 @@ def test_where_the_kernel_cannot_run_torch_casts_and_says_why(
         monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # there is nothing to allocate on
         if not torch.cuda.is_available():
             assert "the fused kernel failed: " in reason()
-        monkeypatch.setattr(native_triton, "check", lambda _: ["bytes of something"])
+        monkeypatch.setattr(native_triton, "check", lambda *_, **__: ["bytes of something"])
         assert "the fused kernel differs: bytes of something" in reason()
     monkeypatch.setattr(native_triton, "triton", None)
     assert "triton is not installed" in reason()
@@ -176,3 +176,9 @@ def test_it_compiles_ahead_without_spills(
     assert re.search(r"(atom|red)\.\S*max\.s32", ptx), "amax by integer maximum"
     assert ".ftz" not in ptx, "denormal values are values"
     assert re.search(r"ld\.global\S*\.v[24]", ptx), "several elements a load"
+
+
+def test_on_a_cpu_nothing_of_it_is_loaded() -> None:
+    """Triton and the compiler take seconds to import."""
+    code = "import sys; import harness.precision.backends.native; print({'triton', 'torch._dynamo'} & {*sys.modules})"
+    assert interpreted(code) == "set()"
