@@ -84,6 +84,21 @@ def scrub(history: Tensor) -> tuple[Tensor, Tensor]:
     return history.masked_fill(bad, 0.0), bad.sum()
 
 
+def roll(
+    history: Tensor, scale: Tensor, fp8_max: Tensor, margin: int, algo: str, scrub_inf: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`update` as a run does it: (history, scale, how many infinite amaxes were dropped first, 0-d).
+
+    Arguments as `update`'s. A margin that leaves less than the inverse of FLT_MAX would make 1 / scale, and with it
+    every product, infinite: the scale stays at SMALLEST_SCALE there.
+    """
+    dropped = torch.zeros((), dtype=torch.int64, device=history.device)
+    if scrub_inf:
+        history, dropped = scrub(history)
+    history, scale = update(history, scale, fp8_max, margin, algo)
+    return history, scale.clamp_min(SMALLEST_SCALE), dropped
+
+
 def amax(x: Tensor) -> Tensor:
     """max|x| as float32 0-d, NaN ignored, Inf kept; 0 for an empty tensor."""
     if x.numel() == 0:

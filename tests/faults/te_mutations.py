@@ -37,16 +37,20 @@ TRANSFORMER_ENGINE = (
         "",
         _SAME,
     ),
-    Mutation(15, "scales roll once per micro-batch", _SCALES, "        self._put(*rolled)\n", "", _SAME),
+    Mutation(15, "TE's scales roll", _SCALES, "        self._put(*rolled)\n", "", _SAME),
+    Mutation(
+        15, "scales roll once per micro-batch", _SCALES, 'if self._config.roll == "micro_batch":', "if False:", _SAME
+    ),
+    Mutation(15, "scales roll once per step", _SCALES, 'if self._config.roll == "step":', "if False:", _SAME),
     Mutation(
         15,
         "infinite amaxes are scrubbed under TE",
         _SCALES,
-        "if self._config.scrub_inf:",
-        "if False:",
+        "config.amax_compute_algo, config.scrub_inf",
+        "config.amax_compute_algo, False",
         _SAME,
     ),
-    Mutation(15, "the recipe's margin under TE", _SCALES, "self._config.margin,", "0,", _SAME),
+    Mutation(15, "the recipe's margin under TE", _SCALES, "config.margin,", "0,", _SAME),
     Mutation(
         15,
         "gradients have the limit of their own format under TE",
@@ -219,7 +223,7 @@ TRANSFORMER_ENGINE = (
         16,
         "a recomputation after scales moved is refused",
         _TE,
-        "        self._watch.rolled_under = open_forwards > 0\n",
+        "        self._watch.rolled_under = self._rolls_between and open_forwards > 0\n",
         "",
         "tests/te_cpu/conftest.py -k scales_moved",
     ),

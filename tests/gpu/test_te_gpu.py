@@ -128,8 +128,9 @@ def test_evaluation_leaves_no_trace(pair: Pair, fp8_gpu: torch.device) -> None:
         assert torch.equal(tensor, before[name]), name
 
 
-def test_micro_batches_roll_one_by_one_and_the_window_shows_the_largest(pair: Pair, fp8_gpu: torch.device) -> None:
-    backend, model = pair
+@pytest.mark.parametrize("roll", ["step", "micro_batch"])
+def test_histories_roll_as_the_recipe_says_and_the_window_shows_the_largest(fp8_gpu: torch.device, roll: str) -> None:
+    backend, model = make(fp8_gpu, amax_history_len=LENGTH, roll=roll)
     inputs = [batch(fp8_gpu, scale) for scale in (4.0, 1.0)]
     backend.begin_window(sample=False)
     for x, grad in inputs:
@@ -140,7 +141,7 @@ def test_micro_batches_roll_one_by_one_and_the_window_shows_the_largest(pair: Pa
         backend.end_micro_batch(same)
     stats = backend.end_window(backend.amax(), torch.zeros((), device=fp8_gpu), same)
     amaxes = [largest(x.bfloat16()) for x, _ in inputs]
-    assert clones(backend)["history"][-2:, 0].tolist() == amaxes
+    assert clones(backend)["history"][-2:, 0].tolist() == ([0.0, max(amaxes)] if roll == "step" else amaxes)
     assert stats[0, 0].item() == max(amaxes)
 
 

@@ -128,7 +128,7 @@ def test_layers_that_share_a_parameter_each_have_slots(fp8_gpu: torch.device, ki
 
 
 def test_torch_checkpointing_after_scales_moved_is_refused(fp8_gpu: torch.device) -> None:
-    backend, model = make(fp8_gpu)
+    backend, model = make(fp8_gpu, roll="micro_batch")
     backend.begin_window(sample=False)
     batches, outs = [batch(fp8_gpu) for _ in range(2)], []
     for x, _ in batches:

@@ -1,4 +1,4 @@
-"""The same training under the native backend, rolling as TE does, and under TE's Python: every figure side by side."""
+"""The same training under the native backend and under TE's Python: every figure side by side."""
 
 from __future__ import annotations
 

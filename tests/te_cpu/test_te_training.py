@@ -25,7 +25,7 @@ RECIPE = """
 name: side_by_side
 ladder:
   - {{backend: {backend}, precision: fp8, tiers: [CPU]}}
-fp8: {{roll: micro_batch, stats_every: 3}}
+fp8: {{roll: step, stats_every: 3}}
 layers: {{min_features: 16}}
 fallback: {fallback}
 """

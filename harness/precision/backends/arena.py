@@ -155,16 +155,13 @@ class Arena:
 
     def _roll(self, amax: Tensor) -> None:
         self.history[0] = amax
-        if self.config.scrub_inf:
-            scrubbed, count = scaling.scrub(self.history)
-            self.history.copy_(scrubbed)
-            self.scrubbed += count
-        history, scale = scaling.update(
-            self.history, self.scale, self.fp8_max, self.config.margin, self.config.amax_compute_algo
+        config = self.config
+        history, scale, dropped = scaling.roll(
+            self.history, self.scale, self.fp8_max, config.margin, config.amax_compute_algo, config.scrub_inf
         )
         self.history.copy_(history)
-        # A margin that leaves less than the inverse of FLT_MAX would make the inverse, and every product, infinite.
-        self.scale.copy_(scale.clamp_min(scaling.SMALLEST_SCALE))
+        self.scale.copy_(scale)
+        self.scrubbed += dropped
 
     def stats(self, sums: Tensor) -> Tensor:
         """float32 [6, slots], rows as in STAT_ROWS, of the window that just ended. sums: `self.sums`, rank-reduced.

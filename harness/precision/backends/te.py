@@ -46,8 +46,8 @@ from harness.precision.swap import swap_linears
 class TransformerEngineBackend:
     """One outer te.autocast with one recipe object for the whole run; demoted layers disable it for themselves.
 
-    Under delayed scaling histories roll once per micro-batch, after its backward and one MAX over ranks. A demoted
-    layer keeps a shadow amax, which rolls like any other, so that it returns with a warm scale. Raises MachineError if
+    Under delayed scaling histories roll when the recipe says (`fp8.roll`), after one MAX over ranks. A demoted layer
+    keeps a shadow amax, which rolls like any other, so that it returns with a warm scale. Raises MachineError if
     TE cannot be imported, lacks what this was written for or cannot compute this way here, ConfigError naming layers
     that it cannot stand in for.
     """
@@ -57,12 +57,13 @@ class TransformerEngineBackend:
         fp8 = recipe.fp8
         self._te, self._recipe = library.pytorch, te_library.make_recipe(library, fp8)
         self.device, self.scaling = device, fp8.scaling
+        self._rolls_between = fp8.scaling == "delayed" and fp8.roll == "micro_batch"
         self.layers = plan.fp8_layers()
         self.slot_names = plan.slot_names()
         self.formats = ["e4m3", "e4m3", "e5m2" if fp8.format == "hybrid" else "e4m3"] * len(self.layers)
         self.note = f"transformer_engine {library.version}, {fp8.scaling} scaling"
         if fp8.scaling == "delayed":
-            self.note += ", rolls once per micro-batch"
+            self.note += ", rolls once per " + fp8.roll.replace("_", "-")
         check_convertible(model, self.layers)
         sampled = None if fp8.scaling == "block" else SampledStats(self.formats, device)
         self._watch = Watch(len(self.slot_names), device, fp8.scaling != "delayed", sampled)
@@ -117,8 +118,8 @@ class TransformerEngineBackend:
     def backward_context(self, last: bool | None = None) -> Iterator[None]:
         """Around backward, where activation checkpointing runs forwards again, and must compute the same.
 
-        Under delayed scaling, when several forwards came before the first backward, only te.checkpoint does; any other
-        raises MisuseError.
+        Under `roll: micro_batch`, when several forwards came before the first backward, only te.checkpoint does; any
+        other raises MisuseError.
         """
         self._watch.active = self._watch.in_backward = True
         try:
@@ -137,7 +138,7 @@ class TransformerEngineBackend:
 
     @torch.no_grad()
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """After backward. reduce: MAX over ranks, used only under delayed scaling."""
+        """After backward. reduce: MAX over ranks, used only under `roll: micro_batch`."""
         self._scales.after_backward(reduce)
         self._settle(max(self._open - 1, 0))
 
@@ -145,13 +146,13 @@ class TransformerEngineBackend:
         """So many forwards still wait for their backward; without any, what te.checkpoint keeps for them is garbage:
         of a loss that was dropped, of a forward that failed."""
         self._open = open_forwards
-        self._watch.rolled_under = open_forwards > 0
+        self._watch.rolled_under = self._rolls_between and open_forwards > 0
         if not open_forwards:
             te_library.forget_recomputations(self._library, [module.fp8_meta for module in self.modules.values()])
 
     def amax(self) -> Tensor:
-        """What current and block scaling measured, float32 [slots]; 0 under delayed scaling, which has rolled."""
-        return self._watch.amax.clone()
+        """What the window's one MAX over ranks must carry, float32 [slots]: amaxes since scales last moved; a copy."""
+        return self._scales.staged()
 
     @torch.no_grad()
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:

@@ -36,8 +36,12 @@ class Scales(Protocol):
         """A micro-batch ended. reduce: MAX over ranks."""
         ...
 
+    def staged(self) -> Tensor:
+        """What this rank saw since scales last moved, for the window's MAX over ranks; float32 [slots], a copy."""
+        ...
+
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
-        """End of a window; float32 [3, slots]: amax, scale in use, saturation. amax: measured, reduced over ranks."""
+        """End of a window; float32 [3, slots]: amax, scale in use, saturation. amax: `staged`, reduced over ranks."""
         ...
 
     def tensors(self) -> TensorDict:
@@ -50,7 +54,7 @@ class Scales(Protocol):
 
 
 class DelayedScales:
-    """TE's casts stage their amaxes in row 0 of one history for the whole model; it rolls here, once per micro-batch.
+    """TE's casts stage their amaxes in row 0 of one history for the whole model; it rolls here, as the recipe says.
 
     Each layer's `amax_history` [L, 3 or 2] and `scale` [3 or 2] in `fp8_meta` become views of `_history` and `_scale`,
     and its quantizers are made anew from them: nothing is copied between TE and here, and a roll, a skip or a
@@ -89,26 +93,35 @@ class DelayedScales:
         self._entry = (self._history.clone(), self._scale.clone())
 
     def after_backward(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Roll: the amaxes of this micro-batch set the scales of the next."""
-        amax = reduce(self._history[0].clone())
-        torch.maximum(self._peak, amax, out=self._peak)
-        torch.maximum(self._saturation, amax * self._scale / self._fp8_max, out=self._saturation)
-        history = torch.cat([amax[None], self._history[1:]])
-        if self._config.scrub_inf:
-            history, dropped = scaling.scrub(history)
-            self.scrubbed += dropped
-        rolled = scaling.update(
-            history, self._scale, self._fp8_max, self._config.margin, self._config.amax_compute_algo
-        )
-        self._put(*rolled)
+        """Under `roll: micro_batch` the amaxes of this micro-batch set the scales of the next."""
+        if self._config.roll == "micro_batch":
+            self._roll(reduce(self._history[0].clone()))
+
+    def staged(self) -> Tensor:
+        """Amaxes since the last roll; all 0 under `roll: micro_batch`."""
+        return self._history[0, self._columns]
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
-        """Everything rolled already; after a skipped step all of it is as before the window. `amax` has nothing."""
+        """Roll unless micro-batches did; after a skipped step history and scale are as before the window."""
+        if self._config.roll == "step":
+            everywhere = torch.zeros_like(self._scale)
+            everywhere[self._columns] = amax
+            self._roll(everywhere)
         skipped = skip > 0
         history, scale = self._entry
         self._put(torch.where(skipped, history, self._history), torch.where(skipped, scale, self._scale))
         self._history[0].zero_()
         return torch.stack([self._peak, scale, self._saturation])[:, self._columns]
+
+    def _roll(self, amax: Tensor) -> None:
+        torch.maximum(self._peak, amax, out=self._peak)
+        torch.maximum(self._saturation, amax * self._scale / self._fp8_max, out=self._saturation)
+        history, config = torch.cat([amax[None], self._history[1:]]), self._config
+        *rolled, dropped = scaling.roll(
+            history, self._scale, self._fp8_max, config.margin, config.amax_compute_algo, config.scrub_inf
+        )
+        self._put(*rolled)
+        self.scrubbed += dropped
 
     def tensors(self) -> TensorDict:
         """Copies; the same layout as the native backend's."""
@@ -159,6 +172,10 @@ class TensorScales:
 
     def after_backward(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Nothing rolls."""
+
+    def staged(self) -> Tensor:
+        """Measured by hook."""
+        return self._amax.clone()
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
         """`skip` changes nothing."""

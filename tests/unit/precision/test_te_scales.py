@@ -63,7 +63,7 @@ class Layer:
 
 
 def make(**config: object) -> tuple[DelayedScales, list[Layer]]:
-    fp8 = Fp8Config.model_validate({"amax_history_len": LENGTH, **config})
+    fp8 = Fp8Config.model_validate({"amax_history_len": LENGTH, "roll": "micro_batch", **config})
     layers = [Layer() for _ in range(LAYERS)]
     return DelayedScales(layers, fp8, FP8_MAX, "2.20.2"), layers
 
@@ -84,7 +84,7 @@ def window(
         for layer, row in zip(layers, amaxes, strict=True):
             layer.cast(row)
         scales.after_backward(reduce)
-    return scales.finish(NOTHING, skip)
+    return scales.finish(reduce(scales.staged()), skip)
 
 
 def test_quantizers_are_views_of_one_state() -> None:
@@ -125,8 +125,24 @@ def test_every_micro_batch_rolls_by_the_rule(algo: str) -> None:
         assert scales.tensors()["scale"].tolist() == scale
 
 
-def test_amaxes_are_those_of_all_ranks() -> None:
-    scales, layers = make()
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_under_roll_step_a_window_rolls_once_with_its_largest_amaxes(algo: str) -> None:
+    scales, layers = make(amax_compute_algo=algo, margin=1, roll="step")
+    history, scale = [[0.0] * 9 for _ in range(LENGTH)], [1.0] * 9
+    torch.manual_seed(0)
+    for _ in range(6):
+        amaxes = 10 ** torch.empty(2, LAYERS, 3).uniform_(-3, 3)
+        stats = window(scales, layers, *amaxes.tolist())
+        assert stats[1].tolist() == scale, "in use when the window began"
+        history[0] = amaxes.amax(0).flatten().tolist()
+        history, scale = oracle.update(history, scale, FP8_MAX.tolist(), 1, algo)
+        assert torch.equal(scales.tensors()["history"], torch.tensor(history))
+        assert scales.tensors()["scale"].tolist() == scale
+
+
+@pytest.mark.parametrize("roll", ["step", "micro_batch"])
+def test_amaxes_are_those_of_all_ranks(roll: str) -> None:
+    scales, layers = make(roll=roll)
     stats = window(scales, layers, [[1.0, 2.0, 3.0]] * LAYERS, reduce=lambda values: 2 * values)
     assert stats[0].tolist() == [2.0, 4.0, 6.0] * LAYERS
     assert scales.tensors()["history"][-1].tolist() == [2.0, 4.0, 6.0] * LAYERS
