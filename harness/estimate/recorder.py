@@ -1,0 +1,296 @@
+"""Every operation on its way to a device: what it costs, where it comes from, and how much memory is allocated."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.estimate.operations import ATTENTION, GEMMS, WAITING, flops, kernels, touched, traffic, unit
+from harness.estimate.roofline import Op
+
+# The caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
+_BLOCK = 512
+_DEPTH = 80
+_SHOWN_FRAMES = 8
+_TORCH = str(Path(torch.__file__ or "").parent) + "/"
+_HERE = str(Path(__file__).parent) + "/"
+_OPTIM = _TORCH + "optim/"
+_GEMM_NAMES = {"fp8": "GEMMs in FP8", "half": "GEMMs in 16 bits", "tf32": "GEMMs in TF32", "fp32": "GEMMs in fp32"}
+_NO_META = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+_COPIES = ("_to_copy", "copy_", "_copy_from")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A place where the host waits for the device. what: the operation. where: innermost frame first."""
+
+    what: str
+    phase: str
+    where: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One copy between host and device. direction: such as "cpu->cuda". pinned: the host's side is page-locked."""
+
+    direction: str
+    bytes: int
+    pinned: bool
+    non_blocking: bool
+    phase: str
+    where: tuple[str, ...]
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations on one kind of device, from all threads that autograd starts, while it is entered.
+
+    device: "cuda" (fakes) or "cpu" (fakes or real tensors). live, peak: bytes of storages in `_BLOCK` roundings, now
+    and at most; kinds, kinds_at_peak: the same by kind (see `label`). ops, waits, transfers: what was seen since
+    `forget`. phase, step, micro: what the driver of a step says of the operations that follow.
+
+    A host read of a fake value is answered, by zero or true, so that the code that asked for it goes on.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        self.device = device
+        self.ops: list[Op] = []
+        self.micros: list[int] = []
+        self.waits: list[Wait] = []
+        self.transfers: list[Transfer] = []
+        self.phase, self.step, self.micro = "build", "", 0
+        self.live = self.peak = 0
+        self.kinds: Counter[str] = Counter()
+        self.kinds_at_peak: Counter[str] = Counter()
+        self.shapes: frozenset[tuple[int, ...]] = frozenset()
+        self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
+        self._pinned: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._paused = 0
+
+    @contextmanager
+    def phased(self, phase: str) -> Iterator[None]:
+        """Operations in here belong to `phase`."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations in here are not recorded: they stand for work that is not the step's."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def label(self, kind: str, tensors: Iterable[Tensor]) -> int:
+        """Call the storages of these tensors `kind`; returns their bytes."""
+        size = 0
+        for tensor in tensors:
+            key = id(tensor.untyped_storage())
+            if key in self._storages and self._storages[key][1] != kind:
+                old_size, old_kind, ref = self._storages[key]
+                self._storages[key] = (old_size, kind, ref)
+                self.kinds[old_kind] -= old_size
+                self.kinds[kind] += old_size
+                size += old_size
+        return size
+
+    def weights_are(self, parameters: Iterable[Tensor]) -> None:
+        """What gradients and low-precision copies of weights are told by: their shapes."""
+        self.shapes = frozenset(shape for p in parameters for shape in (tuple(p.shape), tuple(p.shape[::-1])))
+
+    def forget(self) -> None:
+        """Drop what was recorded; the peak starts from what lives now."""
+        self.ops, self.micros, self.waits, self.transfers = [], [], [], []
+        self.peak, self.kinds_at_peak = self.live, Counter(self.kinds)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.partition("::")[2]
+        ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fake = any(isinstance(tensor, FakeTensor) for tensor in ins)
+        if name == "is_pinned" and fake:
+            return ins[0].untyped_storage() in self._pinned
+        if name == "_pin_memory" and fake:
+            return self._pin(ins[0])
+        if self._paused:
+            return func(*args, **kwargs)
+        self._note_wait(func, name, args, ins)
+        if fake and name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
+            return _answer(name, ins[0])
+        # Fused optimizers have no meta kernel; they work in place and return nothing.
+        out = None if fake and name in _NO_META else func(*args, **kwargs)
+        outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in outs:
+            self._track(tensor)
+        self._note(func, name, args, kwargs, ins, outs)
+        return out
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        with self.paused():
+            copy = torch.empty_like(tensor)
+        self._pinned[copy.untyped_storage()] = True
+        return copy
+
+    def _note_wait(self, func: Any, name: str, args: tuple[Any, ...], ins: list[Tensor]) -> None:
+        waits = name in WAITING
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_") and len(args) > 1:
+            # A mask is turned into indices, whose number the host must know; one value for all of them is not.
+            masked = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] or ())
+            waits = masked and (name == "index" or args[2].numel() != 1)
+        if waits and any(tensor.device.type == self.device == "cuda" for tensor in ins):
+            self.waits.append(Wait(str(func), self.phase, _where()))
+
+    def _note(
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], ins: list[Tensor], outs: list[Tensor]
+    ) -> None:
+        devices = {tensor.device.type for tensor in (*ins, *outs)}
+        if self.device not in devices:
+            return
+        if len(devices) > 1 and name in _COPIES and outs:
+            self._note_transfer(name, args, kwargs, ins, outs)
+        count = kernels(func, name, args, ins, outs)
+        if not count:
+            return
+        reads, writes = traffic(name, args, ins, outs)
+        frames = _frames()
+        kind = unit(name, ins)
+        op = Op(
+            name=name,
+            phase=self.phase,
+            purpose=_purpose(func, name, kind, self.phase, frames),
+            reads=reads,
+            writes=writes,
+            flops=flops(name, args),
+            unit=kind,
+            attention=name in ATTENTION,
+            kernels=count,
+            shapes=tuple(tuple(tensor.shape) for tensor in (*ins[:4], *outs[:2])),
+            where=_told(frames),
+            step=self.step,
+        )
+        self.ops.append(op)
+        self.micros.append(self.micro)
+
+    def _note_transfer(
+        self, name: str, args: Any, kwargs: dict[str, Any], ins: list[Tensor], outs: list[Tensor]
+    ) -> None:
+        source, target = (ins[1] if name == "copy_" else ins[0]), outs[0]
+        if source.device.type == target.device.type:
+            return
+        position = 2 if name in ("copy_", "_copy_from") else len(args)
+        non_blocking = bool(kwargs.get("non_blocking", args[position] if len(args) > position else False))
+        direction = f"{source.device.type}->{target.device.type}"
+        pinned = (source if source.device.type == "cpu" else target).untyped_storage() in self._pinned
+        where = _where()
+        self.transfers.append(Transfer(direction, touched(target), pinned, non_blocking, self.phase, where))
+        if not non_blocking:
+            self.waits.append(Wait(f"blocking copy {direction}, {tuple(target.shape)}", self.phase, where))
+
+    def _track(self, tensor: Tensor) -> None:
+        if tensor.device.type != self.device:
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
+        if key in self._storages or not size:
+            return
+
+        def freed(_: Any, key: int = key) -> None:
+            size, kind, _ref = self._storages.pop(key, (0, "", None))
+            self.live -= size
+            self.kinds[kind] -= size
+
+        kind = self._kind(tensor)
+        self._storages[key] = (size, kind, weakref.ref(storage, freed))
+        self.live += size
+        self.kinds[kind] += size
+        if self.live > self.peak:
+            self.peak, self.kinds_at_peak = self.live, Counter(self.kinds)
+
+    def _kind(self, tensor: Tensor) -> str:
+        if self.phase == "build":
+            return "built"
+        is_weights = tensor.ndim > 1 and tuple(tensor.shape) in self.shapes
+        if self.phase == "forward":
+            low = is_weights and tensor.element_size() < 4
+            return "low-precision copies of weights" if low else "activations"
+        if self.phase == "backward":
+            return "gradients" if is_weights or tuple(tensor.shape) in self.shapes else "backward's own"
+        return "the update's own"
+
+
+def _answer(name: str, tensor: Tensor) -> bool | float | int:
+    if name in ("is_nonzero", "equal") or tensor.dtype == torch.bool:
+        return True
+    return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+Frame = tuple[str, str, int]
+
+
+def _frames() -> list[Frame]:
+    """(file, function, line) of what is not PyTorch's (but its optimizers) nor this recorder, innermost first."""
+    found: list[Frame] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(found) < _DEPTH:
+        path = frame.f_code.co_filename
+        own = path.startswith((_TORCH, _HERE)) and not path.startswith(_OPTIM)
+        if not own and not path.startswith("<") and not path.endswith(("/contextlib.py", "/threading.py")):
+            found.append((path, frame.f_code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _where() -> tuple[str, ...]:
+    return _told(_frames())
+
+
+def _told(frames: list[Frame]) -> tuple[str, ...]:
+    return tuple(f"{_short(path)}:{line} {function}" for path, function, line in frames[:_SHOWN_FRAMES])
+
+
+def _short(path: str) -> str:
+    for mark in ("/site-packages/", "/harness/"):
+        before, found, after = path.rpartition(mark)
+        if found:
+            return after if mark == "/site-packages/" else f"harness/{after}" if before else path
+    return path
+
+
+def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -> str:
+    """What an operation is for, by where it is called from. Backward's kernels have no frames but of own Functions."""
+    if name in GEMMS:
+        return _GEMM_NAMES[kind]
+    if name in ATTENTION:
+        return "attention"
+    files = [_short(path) for path, _, _ in frames]
+    if any(file.startswith(("harness/precision/sampling", "harness/precision/statistics")) for file in files) or any(
+        function == "quantization_stats" for _, function, _ in frames
+    ):
+        return "FP8 statistics"
+    fp8 = ("harness/precision/backends/", "harness/precision/scaling", "torchao/", "transformer_engine/")
+    if func.namespace == "hopper_harness" or any(file.startswith(fp8) for file in files):
+        return "FP8 casts and scales"
+    if any(file.startswith(("torch/optim/", "harness/core/update")) for file in files):
+        return "optimizer"
+    if phase in ("forward", "backward"):
+        return "rest of the model"
+    return "norms, gate, facts"

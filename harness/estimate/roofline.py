@@ -1,0 +1,172 @@
+"""Cards on paper and the roofline: how long an operation takes at a usual share of a card's peaks. Torch-free.
+
+Everything that this gives is a prediction. The constants stand for sustained training on a card that nothing else
+uses; they change only with measurements from a card (`harness estimate --calibration`), never to please a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.core.errors import ConfigError, Problem, near_match
+
+GIB = 2**30
+Unit = Literal["fp8", "half", "tf32", "fp32", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One card. memory: bytes that torch reports; bandwidth: B/s; half (fp16 or bf16 with fp32 accumulation), fp8 and
+    fp32: dense peaks in FLOP/s, without sparsity, 0 where the card has no such unit."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    bandwidth: float
+    half: float
+    fp8: float
+    fp32: float
+    processors: int
+
+    @property
+    def tf32(self) -> float:
+        """FLOP/s of float32 GEMMs under TF32: half the 16-bit rate on every card of 8.0 and more, else plain fp32."""
+        return self.half / 2 if self.capability >= (8, 0) else self.fp32
+
+
+# Peaks are NVIDIA's dense figures: half of those printed "with sparsity". Memory is what torch calls "total capacity"
+# in its out-of-memory messages, which is less than the round figure of the datasheet: ECC and the driver take theirs.
+CARDS: dict[str, Card] = {
+    # NVIDIA H100 Tensor Core GPU datasheet, column SXM: 3.35 TB/s, 1,979 / 3,958 / 67 TFLOPS (the first two sparse).
+    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), int(79.1 * GIB), 3.35e12, 989e12, 1979e12, 67e12, 132),
+    # NVIDIA H200 Tensor Core GPU datasheet, column SXM: 4.8 TB/s; the processor is the H100's.
+    "H200": Card("NVIDIA H200", (9, 0), int(139.7 * GIB), 4.8e12, 989e12, 1979e12, 67e12, 132),
+    # NVIDIA HGX B200 datasheet, for eight cards, dense: 18 PFLOPS 16-bit, 36 FP8, 600 TFLOPS fp32, 62 TB/s, 1.44 TB.
+    "B200": Card("NVIDIA B200", (10, 0), int(178.3 * GIB), 7.7e12, 2250e12, 4500e12, 75e12, 148),
+    # NVIDIA L40S datasheet: 864 GB/s, 362.05 and 733 TFLOPS dense, 91.6 fp32.
+    "L40S": Card("NVIDIA L40S", (8, 9), int(44.4 * GIB), 0.864e12, 362e12, 733e12, 91.6e12, 142),
+    # NVIDIA L4 datasheet: 300 GB/s, 242 and 485 TFLOPS with sparsity, 30.3 fp32.
+    "L4": Card("NVIDIA L4", (8, 9), int(22.0 * GIB), 0.3e12, 121e12, 242e12, 30.3e12, 58),
+    # NVIDIA Ada GPU architecture whitepaper, appendix A: 1,008 GB/s; tensor cores with fp32 accumulation, dense.
+    "RTX4090": Card("NVIDIA GeForce RTX 4090", (8, 9), int(23.6 * GIB), 1.008e12, 165.2e12, 330.3e12, 82.6e12, 128),
+    # NVIDIA A100 Tensor Core GPU datasheet, SXM: 2,039 and 1,555 GB/s, 312 TFLOPS, 19.5 fp32.
+    "A100-80GB": Card("NVIDIA A100-SXM4-80GB", (8, 0), int(79.1 * GIB), 2.039e12, 312e12, 0.0, 19.5e12, 108),
+    "A100-40GB": Card("NVIDIA A100-SXM4-40GB", (8, 0), int(39.4 * GIB), 1.555e12, 312e12, 0.0, 19.5e12, 108),
+    # NVIDIA A10 datasheet: 600 GB/s, 125 TFLOPS, 31.2 fp32.
+    "A10": Card("NVIDIA A10", (8, 6), int(22.0 * GIB), 0.6e12, 125e12, 0.0, 31.2e12, 72),
+    # NVIDIA T4 datasheet: 320 GB/s (maximum), 65 TFLOPS, 8.1 fp32.
+    "T4": Card("Tesla T4", (7, 5), int(14.6 * GIB), 0.32e12, 65e12, 0.0, 8.1e12, 40),
+    # NVIDIA V100 datasheet, SXM2: 900 GB/s, 125 TFLOPS, 15.7 fp32; 16 and 32 GB.
+    "V100-16GB": Card("Tesla V100-SXM2-16GB", (7, 0), int(15.7 * GIB), 0.9e12, 125e12, 0.0, 15.7e12, 80),
+    "V100-32GB": Card("Tesla V100-SXM2-32GB", (7, 0), int(31.7 * GIB), 0.9e12, 125e12, 0.0, 15.7e12, 80),
+}
+_ALIASES = {"A100": "A100-80GB", "V100": "V100-16GB", "4090": "RTX4090"}
+
+# Share of the dense peak that large GEMMs reach. torchao's own roofline of float8 training on an H100 takes 0.78
+# (torchao/testing/training/roofline_utils.py); a step of many sizes, on a card that lowers its clock, a little less.
+_GEMM_SHARE = 0.75
+# FlashAttention-2, forward and backward, causal, head_dim 128: half of the 16-bit peak of an A100 and more (Dao 2023,
+# arXiv 2307.08691); less of an H100, for which it was not written.
+_ATTENTION_SHARE = 0.5
+# Share of the datasheet's bandwidth that a streaming kernel reaches: torchao's roofline takes 0.84 to 0.92.
+_BANDWIDTH_SHARE = 0.85
+# The shortest kernel, from its start to the start of the next one in the same stream. Usual figures, of no datasheet.
+_SHORTEST_SECONDS = 2e-6
+# What eager PyTorch's host side spends on an operation: dispatcher, allocator, launch. The same.
+_LAUNCH_SECONDS = 4e-6
+# A process's CUDA context with its loaded kernels, and cuBLAS's workspaces. The same.
+_CONTEXT_BYTES = int(0.65 * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a card sustains. GEMMs and attention: FLOP/s; bandwidth: B/s; times: seconds a kernel; context: bytes."""
+
+    gemm_half: float
+    gemm_fp8: float
+    gemm_tf32: float
+    gemm_fp32: float
+    attention: float
+    bandwidth: float
+    shortest_seconds: float = _SHORTEST_SECONDS
+    launch_seconds: float = _LAUNCH_SECONDS
+    context_bytes: int = _CONTEXT_BYTES
+
+    def gemm(self, unit: Unit) -> float:
+        """FLOP/s of GEMMs on `unit`; 0 where the card has none."""
+        return {
+            "fp8": self.gemm_fp8,
+            "half": self.gemm_half,
+            "tf32": self.gemm_tf32,
+            "fp32": self.gemm_fp32,
+            "none": 0.0,
+        }[unit]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation on the device, as the recorder saw it.
+
+    reads, writes: bytes, each distinct element once. flops: of GEMMs and attention, else 0. unit: what computes them.
+    kernels: launches. phase: forward, backward, update or step (what is around them). purpose: for people. shapes: of
+    the tensors in, then out. where: `file:line function`, innermost first. step: which step of the trace.
+    """
+
+    name: str
+    phase: str
+    purpose: str
+    reads: int
+    writes: int
+    flops: float
+    unit: Unit
+    attention: bool
+    kernels: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    where: tuple[str, ...] = ()
+    step: str = ""
+
+
+def usual_rates(card: Card) -> Rates:
+    """The uncalibrated roofline: datasheet peaks times a usual share."""
+    return Rates(
+        gemm_half=card.half * _GEMM_SHARE,
+        gemm_fp8=card.fp8 * _GEMM_SHARE,
+        gemm_tf32=card.tf32 * _GEMM_SHARE,
+        gemm_fp32=card.fp32 * _GEMM_SHARE,
+        attention=card.half * _ATTENTION_SHARE,
+        bandwidth=card.bandwidth * _BANDWIDTH_SHARE,
+    )
+
+
+def seconds_of(op: Op, rates: Rates) -> float:
+    """Predicted seconds on the device: traffic or arithmetic, whichever takes longer, and no kernel under a minimum."""
+    seconds = (op.reads + op.writes) / rates.bandwidth
+    if op.flops:
+        rate = rates.gemm(op.unit)
+        if op.attention and op.unit == "half":
+            rate = rates.attention
+        seconds = max(seconds, op.flops / rate)
+    return max(seconds, rates.shortest_seconds * op.kernels)
+
+
+def device_seconds(ops: Iterable[Op], rates: Rates) -> float:
+    """Predicted seconds of a stream that runs `ops` one after the other."""
+    return sum(seconds_of(op, rates) for op in ops)
+
+
+def step_seconds(ops: Sequence[Op], rates: Rates) -> float:
+    """Predicted seconds of a step: the device's, or the host's if it cannot launch as fast as the device works."""
+    return max(device_seconds(ops, rates), rates.launch_seconds * sum(op.kernels for op in ops))
+
+
+def find_card(name: str) -> Card:
+    """The card of that short name, in any case. Raises ConfigError that lists the cards."""
+    key = name.upper().replace("RTX ", "RTX").replace(" ", "-")
+    key = _ALIASES.get(key, key)
+    if key in CARDS:
+        return CARDS[key]
+    hint = near_match(key, [*CARDS, *_ALIASES])
+    fix = f"{hint + ' ' if hint.startswith('did') else ''}known cards: {', '.join(CARDS)}"
+    raise ConfigError(Problem("no such card on paper", f"--card {name}", fix=fix))

@@ -1,0 +1,221 @@
+"""A run as `harness train` builds it, on a card on paper, and some of its steps under the recorder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harness.build import Place, build_run
+from harness.capability.libraries import LibraryFacts, library_facts
+from harness.capability.probe import Device, MachineFacts
+from harness.checkpoint.store import Store
+from harness.core.config import RunConfig
+from harness.core.facts import LayerPlan, Window
+from harness.core.state import Incidents
+from harness.engines.process_group import Launch, Ranks
+from harness.estimate.paper import on_paper
+from harness.estimate.recorder import Recorder, Transfer, Wait
+from harness.estimate.roofline import Card, Op
+from harness.models.task import build_model
+from harness.precision.plan import Plan, make_plan
+from harness.precision.recipe import Recipe, Rung
+from harness.run import Run
+from harness.step import train_step
+from harness.tracking.console import Console
+from harness.tracking.journal import Journal
+
+# The first micro-batch is not as the others (weights are quantised in it), and the others are alike.
+_MICRO_BATCHES = 2
+FIRST, USUAL, SAMPLED = "first", "usual", "sampled"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trace:
+    """What some steps did. steps: operations of each, with all its micro-batches. static: bytes that live between
+    steps. peak: at most, in any step; peak_kinds: what it is made of. parameters: elements of the model."""
+
+    rung: Rung
+    layers: tuple[LayerPlan, ...]
+    steps: dict[str, list[Op]]
+    static: int
+    peak: int
+    peak_kinds: Counter[str]
+    waits: tuple[Wait, ...]
+    transfers: tuple[Transfer, ...]
+    parameters: int
+
+
+def facts_of(card: Card, te: bool = True) -> MachineFacts:
+    """A machine with one `card` and the libraries of this one. te: Transformer Engine is installed there."""
+    libraries = library_facts()
+    libraries["transformer_engine"] = LibraryFacts(None, te, "not looked at" if not te else "taken to be installed")
+    return MachineFacts(
+        python=platform.python_version(),
+        torch_version=str(torch.__version__),
+        torch_cuda=torch.version.cuda or "13.0",
+        cuda_available=True,
+        devices=(Device(card.name, card.capability, card.memory),),
+        libraries=libraries,
+    )
+
+
+def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int = 1) -> Trace:
+    """Two usual steps and a sampled one of the run that `config`, `recipe` and `rung` make on `card`.
+
+    ranks: processes that share the global batch; what they say to each other is not part of the trace.
+    Raises ConfigError as building the run does.
+    """
+    batches = config.train.global_batch // (config.train.micro_batch * ranks)
+    traced = min(batches, _MICRO_BATCHES)
+    with tempfile.TemporaryDirectory(prefix="estimate-") as folder, on_paper(card):
+        recorder = Recorder()
+        with recorder:
+            run, plan, model = _build(config, recipe, card, rung, Path(folder), traced, recorder)
+            recorder.forget()
+            static = recorder.live
+            _step(run, recorder, 1, FIRST)
+            recorder.forget()
+            _step(run, recorder, _usual(run), USUAL)
+            _step(run, recorder, 2 * run.stats_every, SAMPLED)
+            steps = {name: _whole(recorder, name, batches) for name in (USUAL, SAMPLED)}
+            return Trace(
+                rung=plan.rung,
+                layers=plan.layers,
+                steps=steps,
+                static=static,
+                peak=recorder.peak,
+                peak_kinds=recorder.kinds_at_peak,
+                waits=tuple(recorder.waits),
+                transfers=tuple(recorder.transfers),
+                parameters=sum(parameter.numel() for parameter in model.parameters()),
+            )
+
+
+def _usual(run: Run) -> int:
+    """A step that measures nothing beyond what every step does, if there is one."""
+    measured = run.config.guard.measure_every
+    steps = range(2, 2 + 2 * run.stats_every * measured)
+    return next((step for step in steps if step % run.stats_every and (step - 1) % measured), 2)
+
+
+def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:
+    """Operations of a step with `batches` micro-batches, of which at most two were traced: the second is repeated."""
+    ops = [op for op in recorder.ops if op.step == step]
+    if batches <= _MICRO_BATCHES:
+        return ops
+    again = [op for op, micro in zip(recorder.ops, recorder.micros, strict=True) if op.step == step and micro == 2]
+    return ops + again * (batches - _MICRO_BATCHES)
+
+
+def _build(
+    config: RunConfig, recipe: Recipe, card: Card, rung: Rung, folder: Path, batches: int, recorder: Recorder
+) -> tuple[Run, Plan, nn.Module]:
+    device = torch.device("cuda", 0)
+    facts = facts_of(card)
+    place = Place(Launch(), "python", device, facts, Ranks(device))
+    # Copies of the state on the host, for saves and rollbacks, are no memory of the card's.
+    config = config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update={"background": False}),
+            "guard": config.guard.model_copy(update={"snapshot_every": 0}),
+        }
+    )
+    torch.manual_seed(config.train.seed)
+    # Made on the device: fake parameters cannot be moved and stay the same objects.
+    with device:
+        model = build_model(config.model)
+    plan = make_plan(recipe, facts, rung, (), model)
+    data = _Tokens(config, batches, recorder)
+    with open(os.devnull, "w") as nowhere:
+        console = Console(config.train.steps, stream=nowhere)
+        journal = Journal(Path(os.devnull))
+        store = Store(folder, readonly=True)
+        run = build_run(config, recipe, folder, place, plan, model, data, journal, Incidents(), store, console)
+    recorder.weights_are(model.parameters())
+    recorder.label("weights", model.parameters())
+    recorder.label("buffers", model.buffers())
+    optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    recorder.label("optimizer state", state)
+    phased = dataclasses.replace(run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder))
+    return phased, plan, model
+
+
+def _step(run: Run, recorder: Recorder, number: int, name: str) -> None:
+    recorder.step, recorder.micro = name, 0
+    with recorder.phased("step"):
+        samples = np.zeros(run.config.train.global_batch, dtype=np.int64)
+        train_step(run, Window(number - 1, number - 1, samples))
+
+
+class _Tokens:
+    """Batches of fake tokens on the host."""
+
+    name = "tokens on paper"
+
+    def __init__(self, config: RunConfig, batches: int, recorder: Recorder) -> None:
+        self.tokens_per_sample = config.data.context
+        self._shape = (config.train.micro_batch, config.data.context)
+        self._batches = batches
+        self._recorder = recorder
+
+    def window(self, step: int, index: int) -> Window:
+        return Window(step, index, np.zeros(1, dtype=np.int64))
+
+    def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+        with self._recorder.paused():
+            return [(self._tokens(), self._tokens()) for _ in range(self._batches)]
+
+    def validation(self, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+        return []
+
+    def _tokens(self) -> Tensor:
+        return torch.zeros(self._shape, dtype=torch.int64, device="cpu")
+
+
+class _Engine:
+    """An engine whose backward and update tell the recorder their phase, and each micro-batch its number."""
+
+    def __init__(self, engine: Any, recorder: Recorder) -> None:
+        self._engine, self._recorder = engine, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self._recorder.micro += 1
+        with self._engine.micro_batch(last):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        with self._recorder.phased("backward"):
+            self._engine.backward(loss)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.micro = 0
+        with self._recorder.phased("update"):
+            return self._engine.step(*args, **kwargs)
+
+
+class _Loss:
+    """A task whose loss is the forward phase."""
+
+    def __init__(self, task: Any, recorder: Recorder) -> None:
+        self.vocab_size = task.vocab_size
+        self._task, self._recorder = task, recorder
+
+    def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._recorder.phased("forward"):
+            return self._task.loss(module, inputs, targets)
