@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +20,7 @@ from benchmarks.proof.registry import Answer, NotHere, Task
 KERNEL_HOME = "harness.precision.backends.native_triton"
 CONFIG = "llama3_8b_8layers"
 GIB = 2**30
+_PATIENCE = 4.0
 # Names in the estimate of the rows that measured memory.
 RECIPES = {"native": "fp8_hybrid", "16 bit": "bf16"}
 
@@ -24,14 +28,15 @@ RECIPES = {"native": "fp8_hybrid", "16 bit": "bf16"}
 def tests(task: Task) -> Answer:
     """tests/gpu by pytest. Warnings do not fail them here: other versions of torch have other ones."""
     report = task.folder / "junit.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", "tests/gpu"]
-    code, output = run(command, max(1.0, task.left() - 2))
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    command += ["--color=no", f"--junitxml={report}", "tests/gpu"]
+    code, output = run(command, max(1.0, task.left() - 6), gently=True)
     sys.stdout.write(output)
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
-        why = "was stopped before its end" if code is None else f"ended with code {code}"
+        begun = [line.split()[0] for line in output.splitlines() if line.startswith("tests/gpu/")]
+        why = f"did not come back from {begun[-1] if begun else 'collecting'}" if code is None else f"ended with {code}"
         raise RuntimeError(f"pytest {why} and wrote no report") from None
     outcomes: dict[str, list[dict[str, str]]] = {"passed": [], "failed": [], "skipped": []}
     for case in cases:
@@ -86,15 +91,26 @@ def memory(task: Task) -> Answer:
     raise NotHere("not written yet")
 
 
-def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Exit code (None: stopped after `seconds`) and output of a command in the checkout."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        return None, (error.stdout or b"").decode(errors="replace")
-    return done.returncode, done.stdout.decode(errors="replace")
+def run(command: Sequence[str], seconds: float, *, gently: bool = False) -> tuple[int | None, str]:
+    """Exit code (None: stopped after `seconds`) and output of a command in the checkout.
+
+    gently: as by Ctrl-C, so that it can tell how far it came; if it does not end then either, it is killed.
+    """
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        stopped = False
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            stopped = True
+            if gently:
+                child.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_PATIENCE)
+            child.kill()
+            child.wait()
+        output.seek(0)
+        return None if stopped else child.returncode, output.read().decode(errors="replace")
 
 
 def estimate(arguments: Sequence[str], seconds: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import io
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -146,14 +147,13 @@ def start(
     """A run of `recipe`, built as `harness train` builds one, closed with `stack`. over: sections of the config.
 
     Weights are drawn on the device. Snapshots and saves are off unless `over` says otherwise: they take host memory of
-    the size of the state. Raises NotHere if the plan refuses the combination.
+    the size of the state. Raises NotHere if the plan refuses the combination, or a library that it needs does not load.
     """
     folder = task.folder / name
     folder.mkdir()
     text = task.folder / "text.txt"
     if not text.exists():
-        letters = torch.randint(32, 127, (64 * max(4096, size.context),), generator=torch.Generator().manual_seed(0))
-        text.write_bytes(letters.byte().numpy().tobytes())
+        text.write_bytes(bytes(32 + byte % 95 for byte in random.Random(0).randbytes(64 * max(4096, size.context))))
     sections: dict[str, Any] = {
         "recipe": recipe.name,
         "train": {"steps": NEVER, "global_batch": 1, "micro_batch": 1, "eval_every": 0, "lr": 1e-4},
@@ -166,20 +166,16 @@ def start(
     for section, values in (over or {}).items():
         sections[section] = {**sections.get(section, {}), **values}
     config = RunConfig.model_validate(sections)
-    place = find_place(config, "python")
     try:
+        place = find_place(config, "python")
         with torch.device(task.device):
             plan, model = build_plan(config, recipe, place)
+        data = build_data(config, folder, place)
+        journal = stack.enter_context(open_journal(folder, place, 1, None))
+        console, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, place)
+        run = build_run(config, recipe, folder, place, plan, model, data, journal, Incidents(), store, console)
     except (ConfigError, MachineError) as error:
-        raise NotHere(
-            "; ".join(f"{problem.what}: {problem.why or problem.fix}" for problem in error.problems)
-        ) from error
-    data = build_data(config, folder, place)
-    journal = stack.enter_context(open_journal(folder, place, 1, None))
-    console = Console(config.train.steps, stream=io.StringIO())
-    run = build_run(
-        config, recipe, folder, place, plan, model, data, journal, Incidents(), open_store(folder, place), console
-    )
+        raise NotHere("; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)) from error
     stack.callback(run.stop.uninstall)
     return Contender(run, plan.resolved)
 
