@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from harness.core.errors import ExitCode, HarnessError, LostRankError
+from harness.core.errors import ConfigError, ExitCode, HarnessError, LostRankError, Problem
 from harness.core.wrapper import tell_wrapper
 from harness.stop import StoppedEarly, end_at_a_signal, stop_while_starting
 
@@ -104,8 +104,6 @@ def train(
 
 def _both(load_config: Callable, load_recipe: Callable, recipe: str | None) -> tuple:
     """Config and recipe, every problem of both in one error."""
-    from harness.core.errors import ConfigError
-
     problems = []
     config = policy = None
     try:
@@ -120,6 +118,15 @@ def _both(load_config: Callable, load_recipe: Callable, recipe: str | None) -> t
     if problems:
         raise ConfigError(problems)
     return config, policy
+
+
+def _collected(problems: list[Problem], action: Callable[[], tuple]) -> tuple:
+    """The pair that `action` returns; its problems go to the others, so that all are told together."""
+    try:
+        return action()
+    except ConfigError as error:
+        problems += error.problems
+        return None, None
 
 
 def _launcher(has_local_rank: bool) -> str:
@@ -186,6 +193,49 @@ def doctor() -> None:
         from harness.tools.doctor import doctor
 
         return doctor(Console())
+
+    _guarded(action)
+
+
+@app.command()
+def estimate(
+    overrides: Annotated[list[str] | None, typer.Argument(help="config overrides, key.path=value")] = None,
+    card: Annotated[str, typer.Option(help="card to estimate for, such as H100")] = "H100",
+    recipe: Annotated[str | None, typer.Option(help="precision recipe, name or path [default: the config's]")] = None,
+    config: Annotated[str, typer.Option(help="run config, name or path")] = "quickstart",
+    ranks: Annotated[int, typer.Option(min=1, help="processes that share the global batch")] = 1,
+    calibration: Annotated[
+        Path | None, typer.Option(help="measurements of a card that `make proof` wrote [default: datasheet peaks]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Predict memory and speed of a run on a card that need not be there. Nothing runs on a GPU."""
+
+    def action() -> int:
+        from harness.core.config import load_config
+        from harness.estimate.calibration import read_calibration, uncalibrated
+        from harness.estimate.roofline import find_card
+        from harness.precision.recipe import load_recipe
+
+        def asked() -> tuple:
+            return _both(lambda: load_config(config, overrides or [], recipe), load_recipe, recipe)
+
+        def measured() -> tuple:
+            found = find_card(card)
+            return found, read_calibration(calibration, found) if calibration else uncalibrated(found)
+
+        problems: list[Problem] = []
+        (resolved, policy), (found, rates) = _collected(problems, asked), _collected(problems, measured)
+        if problems:
+            raise ConfigError(problems)
+        from harness.estimate import device
+
+        device.load()  # before anything imports torch
+        from rich.console import Console
+
+        from harness.tools.estimate import estimate
+
+        return estimate(resolved, policy, found, rates, ranks, as_json, Console())
 
     _guarded(action)
 

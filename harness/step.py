@@ -87,7 +87,7 @@ def train_step(run: Run, window: Window) -> PendingFacts:
     loss, bad, forward = _accumulate(run, window)
     mean_loss = engine.mean(loss)
     over = ~(mean_loss <= limits.loss)  # NaN is over every limit
-    told = _on(engine.device, _told(run, bad, forward))
+    told = _to(engine.device, torch.tensor(_told(run, bad, forward), dtype=torch.float32))
     bad_flag = (over | ~torch.isfinite(mean_loss) | (told[1:4].amax() > 0)).float().reshape(1)
     measure = _measures(run, step)
     agree = torch.cat([bad_flag, told, _param_norm(run, measure), precision.amax()])
@@ -131,8 +131,7 @@ def _accumulate(run: Run, window: Window) -> tuple[Tensor, int, float]:
         bad |= found
         if found:
             inputs, targets = harmless(inputs, targets)
-        inputs = inputs.to(engine.device, non_blocking=True)
-        targets = targets.to(engine.device, non_blocking=True)
+        inputs, targets = _to(engine.device, inputs), _to(engine.device, targets)
         with engine.micro_batch(last=number == len(batches)):
             with run.forward_clock.forward(), precision.context():
                 loss = run.task.loss(engine.module, inputs, targets)
@@ -163,10 +162,9 @@ def _param_norm(run: Run, measure: bool) -> Tensor:
     return torch.nan_to_num(norm, nan=math.inf, posinf=math.inf).to(run.engine.device).reshape(1)
 
 
-def _on(device: torch.device, values: list[float]) -> Tensor:
-    """float32 [n]; a pinned copy does not wait for the device."""
-    tensor = torch.tensor(values, dtype=torch.float32)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def to_host(pending: PendingFacts) -> StepFacts:

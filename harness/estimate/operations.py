@@ -138,12 +138,12 @@ def flops(name: str, args: Sequence[Any]) -> float:
     return 0.0
 
 
-def unit(name: str, ins: Sequence[Tensor]) -> Unit:
-    """What computes a GEMM or attention of these operands."""
+def unit(name: str, ins: Sequence[Tensor], tf32: bool) -> Unit:
+    """What computes a GEMM or attention of these operands. tf32: the card has it."""
     if name not in GEMMS and name not in ATTENTION:
         return "none"
     if name.startswith("_scaled_mm"):
         return "fp8"
     if ins[0].dtype != torch.float32:
         return "half"
-    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if tf32 and torch.get_float32_matmul_precision() != "highest" else "fp32"

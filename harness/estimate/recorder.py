@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.estimate.operations import ATTENTION, GEMMS, WAITING, flops, kernels, touched, traffic, unit
 from harness.estimate.roofline import Op
@@ -28,7 +29,10 @@ _TORCH = str(Path(torch.__file__ or "").parent) + "/"
 _HERE = str(Path(__file__).parent) + "/"
 _OPTIM = _TORCH + "optim/"
 _GEMM_NAMES = {"fp8": "GEMMs in FP8", "half": "GEMMs in 16 bits", "tf32": "GEMMs in TF32", "fp32": "GEMMs in fp32"}
+WEIGHTS, COPIES, BUILT = "weights", "copies of weights", "state of the harness"
 _NO_META = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+_PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
+_COMPARISONS = ("lt", "le", "gt", "ge")
 _COPIES = ("_to_copy", "copy_", "_copy_from")
 
 
@@ -56,16 +60,16 @@ class Transfer:
 class Recorder(TorchDispatchMode):
     """Records the operations on one kind of device, from all threads that autograd starts, while it is entered.
 
-    device: "cuda" (fakes) or "cpu" (fakes or real tensors). live, peak: bytes of storages in `_BLOCK` roundings, now
-    and at most; kinds, kinds_at_peak: the same by kind (see `label`). ops, waits, transfers: what was seen since
-    `forget`. phase, step, micro: what the driver of a step says of the operations that follow.
+    device: "cuda" (fakes) or "cpu" (fakes or real tensors). tf32: the card has it. live, peak: bytes of storages in
+    `_BLOCK` roundings, now and at most; kinds, kinds_at_peak: the same by kind (see `label`). ops, waits, transfers:
+    what was seen since `forget`. phase, step, micro: what the driver of a step says of the operations that follow.
 
-    A host read of a fake value is answered, by zero or true, so that the code that asked for it goes on.
+    A host read of a fake value is answered, by zero or true unless it is known, so that the code that asked goes on.
     """
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self, device: str = "cuda", tf32: bool = True) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.tf32 = device, tf32
         self.ops: list[Op] = []
         self.micros: list[int] = []
         self.waits: list[Wait] = []
@@ -74,9 +78,10 @@ class Recorder(TorchDispatchMode):
         self.live = self.peak = 0
         self.kinds: Counter[str] = Counter()
         self.kinds_at_peak: Counter[str] = Counter()
-        self.shapes: frozenset[tuple[int, ...]] = frozenset()
+        self._shapes: frozenset[tuple[int, ...]] = frozenset()
         self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
         self._pinned: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._values = WeakIdKeyDictionary()
         self._paused = 0
 
     @contextmanager
@@ -111,8 +116,11 @@ class Recorder(TorchDispatchMode):
         return size
 
     def weights_are(self, parameters: Iterable[Tensor]) -> None:
-        """What gradients and low-precision copies of weights are told by: their shapes."""
-        self.shapes = frozenset(shape for p in parameters for shape in (tuple(p.shape), tuple(p.shape[::-1])))
+        """What gradients are told by: their shapes. Labels the weights themselves."""
+        weights = list(parameters)
+        # Some libraries compute the gradient of the transposed weight.
+        self._shapes = frozenset(shape for w in weights for shape in (tuple(w.shape), tuple(w.shape[::-1])))
+        self.label(WEIGHTS, weights)
 
     def forget(self) -> None:
         """Drop what was recorded; the peak starts from what lives now."""
@@ -122,6 +130,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, Tensor) and kind not in _PLAIN for kind in types):
+            return NotImplemented  # torchao's tensors: they say of what plain operations theirs are made
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -134,14 +144,38 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self._note_wait(func, name, args, ins)
         if fake and name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
-            return _answer(name, ins[0])
+            return self._answer(name, ins[0])
         # Fused optimizers have no meta kernel; they work in place and return nothing.
         out = None if fake and name in _NO_META else func(*args, **kwargs)
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if fake:
+            self._remember(func, name, args, outs)
+        of_weights = name not in GEMMS and any(self._kind_of(tensor) in (WEIGHTS, COPIES) for tensor in ins)
         for tensor in outs:
-            self._track(tensor)
+            self._track(tensor, of_weights and any(tensor.numel() == source.numel() for source in ins))
         self._note(func, name, args, kwargs, ins, outs)
         return out
+
+    def _remember(self, func: Any, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> None:
+        """Values of 0-d fakes that code gave as numbers, such as a learning rate, and of comparisons with them."""
+        source = args[0] if args and isinstance(args[0], FakeTensor) else None
+        known = None if source is None else self._values.get(source, source.constant)
+        if source is not None and name.endswith("_") and source in self._values:
+            del self._values[source]  # written in place
+        elif known is not None and outs and name == "_to_copy":
+            self._values[outs[0]] = known
+        elif known is not None and outs and name in _COMPARISONS and not isinstance(args[1], Tensor):
+            with unset_fake_temporarily():
+                self._values[outs[0]] = torch.tensor(getattr(known.item(), f"__{name}__")(args[1]))
+
+    def _answer(self, name: str, tensor: Tensor) -> bool | float | int:
+        known = self._values.get(tensor)
+        if known is not None:
+            with unset_fake_temporarily():
+                return known.item()
+        if name in ("is_nonzero", "equal") or tensor.dtype == torch.bool:
+            return True
+        return 0.0 if tensor.dtype.is_floating_point else 0
 
     def _pin(self, tensor: Tensor) -> Tensor:
         with self.paused():
@@ -171,7 +205,7 @@ class Recorder(TorchDispatchMode):
             return
         reads, writes = traffic(name, args, ins, outs)
         frames = _frames()
-        kind = unit(name, ins)
+        kind = unit(name, ins, self.tf32)
         op = Op(
             name=name,
             phase=self.phase,
@@ -204,7 +238,10 @@ class Recorder(TorchDispatchMode):
         if not non_blocking:
             self.waits.append(Wait(f"blocking copy {direction}, {tuple(target.shape)}", self.phase, where))
 
-    def _track(self, tensor: Tensor) -> None:
+    def _kind_of(self, tensor: Tensor) -> str:
+        return self._storages.get(id(tensor.untyped_storage()), (0, "", None))[1]
+
+    def _track(self, tensor: Tensor, of_weights: bool) -> None:
         if tensor.device.type != self.device:
             return
         storage = tensor.untyped_storage()
@@ -218,29 +255,22 @@ class Recorder(TorchDispatchMode):
             self.live -= size
             self.kinds[kind] -= size
 
-        kind = self._kind(tensor)
+        kind = self._kind(tensor, of_weights)
         self._storages[key] = (size, kind, weakref.ref(storage, freed))
         self.live += size
         self.kinds[kind] += size
         if self.live > self.peak:
             self.peak, self.kinds_at_peak = self.live, Counter(self.kinds)
 
-    def _kind(self, tensor: Tensor) -> str:
+    def _kind(self, tensor: Tensor, of_weights: bool) -> str:
         if self.phase == "build":
-            return "built"
-        is_weights = tensor.ndim > 1 and tuple(tensor.shape) in self.shapes
+            return BUILT
         if self.phase == "forward":
-            low = is_weights and tensor.element_size() < 4
-            return "low-precision copies of weights" if low else "activations"
+            return COPIES if of_weights else "activations"
         if self.phase == "backward":
-            return "gradients" if is_weights or tuple(tensor.shape) in self.shapes else "backward's own"
+            gradient = tensor.dtype == torch.float32 and tuple(tensor.shape) in self._shapes
+            return "gradients" if gradient else "backward's own"
         return "the update's own"
-
-
-def _answer(name: str, tensor: Tensor) -> bool | float | int:
-    if name in ("is_nonzero", "equal") or tensor.dtype == torch.bool:
-        return True
-    return 0.0 if tensor.dtype.is_floating_point else 0
 
 
 Frame = tuple[str, str, int]

@@ -79,7 +79,7 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
     batches = config.train.global_batch // (config.train.micro_batch * ranks)
     traced = min(batches, _MICRO_BATCHES)
     with tempfile.TemporaryDirectory(prefix="estimate-") as folder, on_paper(card):
-        recorder = Recorder()
+        recorder = Recorder(tf32=card.capability >= (8, 0))
         with recorder:
             run, plan, model = _build(config, recipe, card, rung, Path(folder), traced, recorder)
             recorder.forget()
@@ -143,7 +143,6 @@ def _build(
         store = Store(folder, readonly=True)
         run = build_run(config, recipe, folder, place, plan, model, data, journal, Incidents(), store, console)
     recorder.weights_are(model.parameters())
-    recorder.label("weights", model.parameters())
     recorder.label("buffers", model.buffers())
     optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]

@@ -19,7 +19,10 @@ class Scores(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [batch, heads, time, head_dim]; k, v: the same with as many or fewer heads -> the shape of q."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and not _fuses_groups(q):
+            k, v, grouped = spread(k, q.shape[1]), spread(v, q.shape[1]), False
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -117,6 +120,24 @@ class GPT(nn.Module):
             x = block(x, rotation)
         logits = self.lm_head(self.norm(x))
         return logits if targets is None else self.loss(logits, targets)
+
+
+def _fuses_groups(q: Tensor) -> bool:
+    """Whether PyTorch has a fused attention kernel for grouped queries of this dtype on this device.
+
+    On CUDA that is FlashAttention alone: 16 bits, compute capability 8.0. Without it grouped queries fall to plain
+    mathematics, which keeps the scores of every pair of tokens.
+    """
+    if q.device.type != "cuda":
+        return True
+    return q.dtype != torch.float32 and torch.cuda.get_device_properties(q.device).major >= 8
+
+
+def spread(x: Tensor, heads: int) -> Tensor:
+    """[batch, kv_heads, time, head_dim] -> [batch, heads, time, head_dim]: each head repeated for its group of queries,
+    side by side, as `enable_gqa` shares them."""
+    batch, kv_heads, time, width = x.shape
+    return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, time, width).reshape(batch, heads, time, width)
 
 
 def rotary(time: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

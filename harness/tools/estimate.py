@@ -1,0 +1,123 @@
+"""`harness estimate`: what a config and a recipe would take on a card that is not there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from harness.core.config import RunConfig
+from harness.estimate.calibration import Calibration
+from harness.estimate.prediction import Prediction, largest, pageable, predict
+from harness.estimate.roofline import GIB, Card
+from harness.precision.recipe import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHOWN_WAITS = 5
+# Over this share of the card, fragmentation of the allocator's memory may be what is too much.
+_TIGHT = 0.92
+
+
+def estimate(
+    config: RunConfig,
+    recipe: Recipe,
+    card: Card,
+    calibration: Calibration,
+    ranks: int,
+    as_json: bool,
+    console: Console,
+) -> int:
+    """Predict and print; 0 whether it fits or not. Raises as `predict` does."""
+    made = predict(config, recipe, card, calibration, ranks)
+    if as_json:
+        print(json.dumps(made.as_dict(), indent=2))
+    else:
+        _say(made, console)
+    return 0
+
+
+def _say(made: Prediction, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    basis = "calibrated with measurements from such a card" if made.calibration.calibrated else "uncalibrated"
+    console.print(f"[bold]{escape(made.card.name)}, recipe {escape(made.recipe)}[/]", highlight=False)
+    text = f"A prediction ({basis}): the training step on fake tensors, and a roofline. Nothing ran on a GPU."
+    console.print(text, highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, line in [*_precision(made), *_memory(made), *_time(made), *_host(made)]:
+        table.add_row(name, escape(line))
+    for index, note in enumerate(made.notes):
+        table.add_row("" if index else "note", escape(note))
+    console.print(table)
+
+
+def _precision(made: Prediction) -> list[tuple[str, str]]:
+    layers = made.trace.layers
+    fp8, linear = sum(layer.precision == "fp8" for layer in layers), sum(bool(layer.shape) for layer in layers)
+    counts = f", {fp8} of {linear} Linear layers in FP8" if fp8 else ""
+    rows = [("precision", f"{made.taken}{counts}; {made.trace.parameters / 1e6:,.0f}M parameters")]
+    for verdict in made.rungs:
+        if verdict.taken:
+            break
+        rows.append(("", f"not {verdict.rung}: {verdict.reason}"))
+    return rows
+
+
+def _memory(made: Prediction) -> list[tuple[str, str]]:
+    context, card = made.calibration.rates.context_bytes, made.card.memory
+    if made.trace.static + context > card:
+        verdict = f"does NOT fit: {_gib(made.trace.static)} of it are weights and optimizer, whatever the batch"
+    elif not made.fits:
+        verdict = "does NOT fit: lower train.micro_batch or data.context, or take a larger card"
+    elif made.needed > _TIGHT * card:
+        verdict = "fits, but so tightly that fragmentation may be too much"
+    else:
+        verdict = "fits"
+    peak = made.trace.peak
+    text = f"{_gib(peak)} at the peak + {_gib(context)} for CUDA itself, of {_gib(card)}: {verdict}"
+    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in largest(made.trace))
+    rows = [("memory", text), ("", kinds)]
+    if made.bf16 is not None and made.bf16 is not made.trace:
+        rows.append(("", f"in bf16 the peak would be {_gib(made.bf16.peak)}"))
+    return rows
+
+
+def _time(made: Prediction) -> list[tuple[str, str]]:
+    timing, baseline = made.timing, made.bf16_timing
+    text = f"{timing.mean * 1e3:,.1f} ms, {made.tokens / timing.mean:,.0f} tokens/s"
+    if made.ranks > 1:
+        text += f" over {made.ranks} ranks"
+    if baseline is not None and made.bf16 is not made.trace:
+        text += f"; {timing.mean / baseline.mean:.2f} of bf16's {baseline.mean * 1e3:,.1f} ms"
+    rows = [("step", text)]
+    if timing.sampled > 1.01 * timing.usual:
+        rows.append(("", f"one that samples FP8 statistics {timing.sampled * 1e3:,.1f} ms"))
+    device = ", ".join(f"{name} {seconds * 1e3:,.1f}" for name, seconds in timing.by_purpose.items() if seconds > 5e-5)
+    return [*rows, ("", f"{device} ms")]
+
+
+def _host(made: Prediction) -> list[tuple[str, str]]:
+    text = f"{made.timing.kernels:,} kernel launches a step"
+    if made.timing.host_bound:
+        text += ": the card waits for them; larger micro-batches or engine.compile=blocks would help"
+    waits = Counter((wait.what, wait.where[0] if wait.where else "?") for wait in made.trace.waits)
+    if not waits:
+        return [("host", f"{text}; it never waits for the card within a step"), *_copies(made)]
+    rows = [("host", text)]
+    for (what, where), count in waits.most_common(_SHOWN_WAITS):
+        rows.append(("", f"waits for the card: {what} at {where}" + (f" ({count} times)" if count > 1 else "")))
+    return [*rows, *_copies(made)]
+
+
+def _copies(made: Prediction) -> list[tuple[str, str]]:
+    places = Counter(pageable(made.trace))
+    return [("", f"copies from pageable memory at {where}") for where, _ in places.most_common(_SHOWN_WAITS)]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 2 else f"{size / 2**20:,.1f} MiB"
