@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.proof import page
-from benchmarks.proof.children import LEAST, ROOT, adopt_orphans, environment, run_row
+from benchmarks.proof.children import FIRST, LEAST, ROOT, adopt_orphans, environment, run_row
 from benchmarks.proof.registry import BUDGET, ROWS, Row, lacks
 
 MINUTES = 9.5
@@ -47,17 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     rows = [row for row in ROWS if row.name == "machine" or not options.only or row.name in options.only]
     adopt_orphans()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="proof-", ignore_cleanup_errors=True) as name:
         work = Path(name)
         outcomes, complete = ask(rows, options.rehearse, 60 * options.minutes, work)
-        machine = outcomes[0]["figures"] if outcomes else {}
-        if not options.rehearse and not machine.get("card"):
+        if not outcomes or not usable(outcomes[0], options.rehearse):
             return no_card(outcomes)
-        if not machine:
-            say(f"proof: this machine cannot be looked at: {outcomes[0]['reason'] if outcomes else 'interrupted'}")
-            return FAILED
         given = [*(sys.argv[1:] if arguments is None else arguments)]
         proof = page.record(
             outcomes,
@@ -67,7 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             minutes=(time.monotonic() - began) / 60,
         )
-        written = write(page.Scrubber().all(proof), out, work / "keep")
+        clean = page.Scrubber().all(proof)
+        try:
+            written = write(clean, out, work / "keep")
+        except OSError as error:  # full by now: minutes on a rented card must not be lost for that
+            out = Path(tempfile.mkdtemp(prefix="proof-results-"))
+            say(f"proof: {error}; the results are in {out}")
+            written = write(clean, out, work / "keep")
     failed = [row["name"] for row in outcomes if row["status"] == "failed"]
     farewell(options.rehearse, outcomes, written)
     return FAILED if failed or not complete else PASSED
@@ -115,12 +118,13 @@ def ask(rows: Sequence[Row], rehearsal: bool, seconds: float, work: Path) -> tup
             machine = outcomes[0]["figures"] if outcomes else {}
             limit = began + used - time.monotonic()
             reason = lacks(row, machine) if outcomes else ""
+            limit = limit if outcomes else max(limit, FIRST)
             if not reason and limit < LEAST:
                 reason = f"no time left, the rows before it took theirs: more --minutes, or --only {row.name}"
             if reason:
                 outcomes.append(skipped(row, reason))
             else:
-                earlier = {each["name"]: each["figures"] for each in outcomes}
+                earlier = page.passed(outcomes)
                 outcomes.append(
                     run_row(row, limit, work, rehearsal=rehearsal, environ=environ, earlier=earlier, keep=keep)
                 )
@@ -153,7 +157,9 @@ def skipped(row: Row, reason: str) -> dict[str, Any]:
 
 def no_card(outcomes: Sequence[Mapping[str, Any]]) -> int:
     """Say why there is nothing to prove."""
-    machine = outcomes[0] if outcomes else {"figures": {}, "reason": "interrupted"}
+    if not outcomes:
+        return FAILED
+    machine = outcomes[0]
     say("proof: no card that can be used, so there is nothing to prove here")
     say(f"  why: {machine['figures'].get('problem') or machine['reason']}")
     say("  to see that the rows run, on a CPU at toy sizes: python -m benchmarks.proof --rehearse")

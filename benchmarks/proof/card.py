@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distributions, version
@@ -31,7 +33,7 @@ VERSIONS = ("triton", "transformer-engine", "transformer-engine-torch", "torchao
 # Over these at the start, somebody else is using the card.
 BUSY_PERCENT, BUSY_BYTES = 10, 2 * GIB
 SMI_BASE = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")
-SMI_MORE = ("utilization.gpu", "mig.mode.current", "temperature.gpu", "ecc.mode.current", "persistence_mode")
+SMI_MORE = ("utilization.gpu", "mig.mode.current", "temperature.gpu", "ecc.mode.current", "compute_mode")
 SMI_LOAD = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
@@ -40,9 +42,7 @@ def machine(task: Task) -> Answer:
     facts = probe(task.folder)
     problem = "; ".join(" ".join(str(each).split()) for each in check_usable(facts))
     if not problem and not facts.cuda_available:
-        problem = "torch sees no CUDA card" + (f": {facts.torch_error}" if facts.torch_error else "")
-        if facts.torch_cuda is None:
-            problem += f" (torch {facts.torch_version} is a CPU build)"
+        problem = no_card(facts)
     card = None
     if not problem:
         try:
@@ -55,6 +55,7 @@ def machine(task: Task) -> Answer:
         "libraries": {
             name: "" if library.ok else f"{name}: {library.reason}" for name, library in facts.libraries.items()
         },
+        "no_compiling": no_compiling(facts),
         "packages": [name for name in PACKAGES if find_spec(name) is not None],
         "versions": versions(facts),
         "cpu": {"model": cpu_model(), "cores": facts.cpu_cores, "memory": facts.memory_bytes},
@@ -63,6 +64,15 @@ def machine(task: Task) -> Answer:
     }
     what = f"{card['name']}, driver {card['smi'].get('driver_version', 'unknown')}" if card else figures["cpu"]["model"]
     return Answer(f"{what}; torch {facts.torch_version}", figures)
+
+
+def no_card(facts: MachineFacts) -> str:
+    """Why torch sees none, on a machine where nothing speaks for one."""
+    if facts.cpu_on_purpose:
+        return "CUDA_VISIBLE_DEVICES hides every card"
+    told = f": {facts.torch_error}" if facts.torch_error else ""
+    build = f" (torch {facts.torch_version} is a CPU build)" if facts.torch_cuda is None else ""
+    return f"torch sees no CUDA card{told}{build}"
 
 
 def about_card() -> dict[str, Any]:
@@ -110,6 +120,18 @@ def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
                 name: value for name, value in zip(fields, values, strict=True) if value and not value.startswith("[")
             }
     return {}
+
+
+def no_compiling(facts: MachineFacts) -> str:
+    """Why neither torch.compile nor a Triton kernel can be built here; empty if nothing speaks against it."""
+    compilers = (os.environ.get("CC", "cc"), "cc", "gcc", "clang")
+    if not any(shutil.which(name) for name in compilers):
+        return "there is no C compiler, which Triton and torch.compile start: apt install gcc g++"
+    if facts.cuda_available and find_spec("triton") is None:
+        return "triton is not installed"
+    if facts.cuda_available and not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "Python.h is missing, which Triton needs: apt install python3-dev"
+    return ""
 
 
 def versions(facts: MachineFacts) -> dict[str, str | None]:
@@ -161,7 +183,10 @@ def source() -> dict[str, Any]:
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     found: dict[str, Any] = {"commit": None, "changed": None, "sha256": digest.hexdigest(), "why": ""}
     try:
-        found["commit"] = git("rev-parse", "HEAD").strip()
+        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if Path(top).resolve() != ROOT:
+            raise OSError("this folder is part of another checkout")
+        found["commit"] = commit
         # What a proof itself writes is no change of the code.
         status = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
         found["changed"] = [line[3:] for line in status.splitlines()][:20]

@@ -22,6 +22,8 @@ STATUSES = ("passed", "failed", "not run")
 LOG_LINES = 40
 # A row hears of an end that is this much earlier than the one it is killed at.
 MARGIN = 4.0
+FIRST = 60.0
+"""Seconds that the first row has at least: the first `import torch` from a slow disk may take most of it."""
 LEAST = 6.0
 """Seconds under which starting a row is of no use: importing torch alone takes that long."""
 
@@ -91,10 +93,14 @@ def run_row(
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     began, before = time.monotonic(), children_of(os.getpid())
     with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.proof.child", str(folder)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=dict(environ), start_new_session=True,
-        )  # fmt: skip
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.proof.child", str(folder)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=dict(environ), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            failed = {"status": "failed", "reason": f"no process could be started: {error}", "summary": ""}
+            return asdict(row) | failed | {"figures": {}, "log": [], "seconds": 0.0, "limit": round(seconds, 1)}
         try:
             child.wait(timeout=seconds)
             late = False

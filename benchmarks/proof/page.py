@@ -57,7 +57,8 @@ class Scrubber:
             key=lambda pair: -len(pair[0]),
         )
         found = [*hosts, socket.gethostname(), platform.node(), environ.get("HOSTNAME", "")]
-        names = {name: "<host>" for host in found for name in (host, host.partition(".")[0])}
+        parts = [(host, *host.partition(".")[::2]) for host in found]
+        names = {name: "<host>" for host, short, domain in parts for name in (host, short, domain * ("." in domain))}
         people = [*users, environ.get("USER", ""), environ.get("LOGNAME", ""), environ.get("SUDO_USER", "")]
         with suppress(OSError, KeyError, ImportError):
             people.append(getpass.getuser())
@@ -65,7 +66,7 @@ class Scrubber:
         self._names = [
             (re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"), instead)
             for name, instead in sorted(names.items(), key=lambda pair: -len(pair[0]))
-            if len(name) > 2 and name.lower() not in _COMMON
+            if len(name) > 1 and name.lower() not in _COMMON
         ]
         self._secrets = [value for name, value in environ.items() if _SECRET.search(name) and len(value) >= 8]
 
@@ -90,18 +91,15 @@ class Scrubber:
         return value
 
 
-def roofline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def roofline(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Figures for `harness estimate --calibration`: FLOP/s, B/s, s and bytes; null where not measured.
 
-    All are null for a slice of a card and for one that somebody else was using: they would be no card's figures.
-    `why` says so.
+    figures: of the rows that passed, by name. All are null if `flaw` finds that they are no whole card's.
     """
-    figures = {row["name"]: row["figures"] for row in rows if row["status"] == "passed"}
     card = figures.get("machine", {}).get("card") or {}
-    why = "a slice of a card (MIG)" if card.get("mig") else card.get("busy", "") if card else "no card"
 
     def measured(row: str, *keys: str) -> float | None:
-        value: Any = None if why else figures.get(row)
+        value: Any = None if flaw(card) else figures.get(row)
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
@@ -115,8 +113,19 @@ def roofline(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "bandwidth": measured("bandwidth", "rate", "copy", "median"),
         "launch_seconds": measured("launch", "seconds", "median"),
         "context_bytes": measured("launch", "context_bytes"),
-        "why": why,
     }
+
+
+def flaw(card: Mapping[str, Any]) -> str:
+    """Why a card's figures are not those of a whole, idle card; empty if they are."""
+    if not card:
+        return "no card"
+    return "; ".join(filter(None, ("it is a slice of a card (MIG)" if card["mig"] else "", card["busy"])))
+
+
+def passed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Figures of the rows that passed, by name."""
+    return {row["name"]: row["figures"] for row in rows if row["status"] == "passed"}
 
 
 def slug(text: str) -> str:
@@ -147,7 +156,8 @@ def record(
         "card": machine.get("card"),
         "versions": machine.get("versions"),
         "source": machine.get("source"),
-        "roofline": roofline(rows),
+        "roofline": roofline(passed(rows)),
+        "flaw": flaw(machine.get("card") or {}),
         "rows": list(rows),
     }
 
@@ -163,8 +173,10 @@ def markdown(proof: Mapping[str, Any]) -> str:
             f"- card: {card['name']}, compute capability {card['capability'][0]}.{card['capability'][1]}, "
             f"{card['memory'] / 2**30:.1f} GiB, {card['multiprocessors']} SMs; {smi or 'nvidia-smi does not tell'}"
         )
-        flaws = filter(None, (card["busy"], "it is a slice of a card (MIG)" if card["mig"] else ""))
-        lines += [f"- NOTE: {flaw}; its figures are not those of a whole, idle card" for flaw in flaws]
+        if proof["flaw"]:
+            lines.append(
+                f"- NOTE: {proof['flaw']}; these are not the figures of a whole, idle card, and calibrate none"
+            )
     changed = source["changed"]
     state = "not known" if changed is None else f"changed: {', '.join(changed)}" if changed else "as committed"
     lines += [

@@ -256,7 +256,8 @@ def race(task: Task, backend: str, compiled: bool) -> Answer:
         for name, recipe in (("fp8", recipe_of(backend)), ("16 bit", recipe_of("16 bit"))):
             others = allocated(task.device)
             contenders[name] = start(stack, task, name, size, recipe, over)
-            facts[name] = warm(contenders[name], 2)
+            # Past a step that samples statistics: it is the one that takes the most memory.
+            facts[name] = warm(contenders[name], 2 if task.rehearsal else recipe.fp8.stats_every)
             if facts[name]["peak"] is not None:
                 facts[name]["peak"] -= others
         figures: dict[str, Any] = {
