@@ -185,12 +185,9 @@ class Precision:
 
         layers: shell patterns on module names, as in the model or, if none matches, padded. Returns what moved, names
         padded; layers that the plan keeps out of FP8 anyway are not among them. Raises MisuseError for a pattern that
-        matches no Linear, and under Transformer Engine before the first step, which every layer must take in FP8.
+        matches no Linear.
         """
         ready = self._between_steps("demote()")
-        if ready.plan.rung.backend == "transformer_engine" and ready.steps == 0:
-            what = "Transformer Engine needs every FP8 layer in FP8 in the first step"
-            raise misuse("demote()", what, fix="leave the layer out from the start: layers.exclude in the recipe")
         names = ready.select("demote()", layers)
         ready.held |= set(names)
         moved = tuple(name for name in names if name not in ready.backend.demoted)

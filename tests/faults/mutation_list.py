@@ -8,6 +8,7 @@ from mutation import Mutation
 from process_mutations import PROCESS
 from resume_mutations import RESUME
 from survival_mutations import SURVIVAL
+from te_mutations import TRANSFORMER_ENGINE
 from tracking_mutations import TRACKING
 
-MUTATIONS: tuple[Mutation, ...] = (*SURVIVAL, *RESUME, *PROCESS, *GUARD, *TRACKING, *DATA)
+MUTATIONS: tuple[Mutation, ...] = (*SURVIVAL, *RESUME, *PROCESS, *GUARD, *TRACKING, *DATA, *TRANSFORMER_ENGINE)

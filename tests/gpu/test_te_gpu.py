@@ -85,7 +85,7 @@ def test_a_demoted_layer_is_bf16_and_returns_with_a_warm_scale(pair: Pair, fp8_g
     _, stats = window(backend, model, x, grad)
     after = clones(backend)
     history = before["history"].clone()
-    history[0] = stats[0].cpu()
+    history[0] = stats[0].cpu()  # one micro-batch: what it staged
     expected_history, expected_scale = scaling.update(history, before["scale"], FP8_MAX.repeat(2))
     assert torch.equal(after["history"], expected_history), "shadow amax rolls by the same rule"
     assert torch.equal(after["scale"], expected_scale)
@@ -169,8 +169,14 @@ def test_state_round_trip_before_the_first_forward(pair: Pair, fp8_gpu: torch.de
     assert torch.equal(actual, expected)
     for name, tensor in clones(backend).items():
         assert torch.equal(clones(fresh)[name], tensor), name
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=f"history length {LENGTH + 1}, this run has {LENGTH}"):
         fresh.load_state_dict({**tensors, "history": torch.zeros(LENGTH + 1, 6)}, meta)
+    with pytest.raises(CheckpointError, match=r"01\.grad_output in e4m3, this run has e5m2"):
+        fresh.load_state_dict(tensors, {**meta, "formats": [*meta["formats"][:5], "e4m3"]})
+    with pytest.raises(CheckpointError, match=r"3 slots, this run has 6 \(01\.grad_output is in one of them only\)"):
+        fresh.load_state_dict(tensors, {**meta, "slots": meta["slots"][:3]})
+    with pytest.raises(CheckpointError, match="in another order"):
+        fresh.load_state_dict(tensors, {**meta, "slots": meta["slots"][::-1]})
     other, _ = make(fp8_gpu, scaling="current")
-    with pytest.raises(CheckpointError, match="scaling"):
+    with pytest.raises(CheckpointError, match="delayed scaling, this run has current"):
         other.load_state_dict(tensors, meta)

@@ -54,13 +54,17 @@ def test_conversion_shares_parameters_draws_nothing_and_adds_no_state(fp8_gpu: t
     assert torch.equal(state["scale"], torch.ones(6))
 
 
-def test_the_state_is_what_te_reduces_and_rolls(fp8_gpu: torch.device) -> None:
-    """TE's global buffers are lists of the layers' own tensors, which is why those are read and not the buffers."""
+def test_te_neither_reduces_nor_rolls_the_state(fp8_gpu: torch.device) -> None:
+    """Its order of slots is that of first use, which ranks may not share; and it rolls all models of the process."""
+    before = len(reduced_by_te())
     backend, model = make(fp8_gpu)
-    assert not any(own is state for own in states(model) for state in reduced_by_te()), "empty before the first use"
     window(backend, model, *batch(fp8_gpu))
-    held = reduced_by_te()
-    assert all(sum(own is state for state in held) == 1 for own in states(model))
+    assert len(reduced_by_te()) == before
+    found = [tensor.detach().clone() for tensor in states(model)]
+    x, grad = batch(fp8_gpu)
+    window(backend, model, 100 * x, 100 * grad)
+    moved = [not torch.equal(own, old) for own, old in zip(states(model), found, strict=True)]
+    assert all(moved), "what the layers hold is what the harness rolls"
 
 
 def test_hooks_and_attributes_of_the_linear_survive(fp8_gpu: torch.device) -> None:
@@ -123,21 +127,29 @@ def test_layers_that_share_a_parameter_each_have_slots(fp8_gpu: torch.device, ki
     assert stats[0, 1].item() == stats[0, 4].item()
 
 
-def test_torch_checkpointing_under_delayed_scaling_is_refused(fp8_gpu: torch.device) -> None:
+def test_torch_checkpointing_after_scales_moved_is_refused(fp8_gpu: torch.device) -> None:
     backend, model = make(fp8_gpu)
-    x, grad = batch(fp8_gpu)
     backend.begin_window(sample=False)
-    with backend.context():
-        out = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    batches, outs = [batch(fp8_gpu) for _ in range(2)], []
+    for x, _ in batches:
+        with backend.context():
+            outs.append(checkpoint(model, x.requires_grad_(), use_reentrant=False))
+    with backend.backward_context():
+        outs[0].backward(batches[0][1])
+    backend.end_micro_batch(same)
     with pytest.raises(MisuseError, match="layer 0") as caught, backend.backward_context():
-        out.backward(grad)
+        outs[1].backward(batches[1][1])
     (problem,) = caught.value.problems
+    assert "two forwards before a backward" in problem.what
     assert "transformer_engine.pytorch.checkpoint" in problem.fix
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_te_checkpointing_changes_neither_gradients_nor_state(fp8_gpu: torch.device, reentrant: bool) -> None:
-    te = import_module("transformer_engine.pytorch")
+@pytest.mark.parametrize("with_te", [False, True])
+def test_checkpointing_changes_neither_gradients_nor_state(
+    fp8_gpu: torch.device, reentrant: bool, with_te: bool
+) -> None:
+    compute_again = import_module("transformer_engine.pytorch").checkpoint if with_te else checkpoint
     found = []
     for again in (False, True):
         backend, model = make(fp8_gpu)
@@ -147,7 +159,7 @@ def test_te_checkpointing_changes_neither_gradients_nor_state(fp8_gpu: torch.dev
             backend.begin_window(sample=False)
             with backend.context():
                 inputs = x.requires_grad_()
-                out = te.checkpoint(model, inputs, use_reentrant=reentrant) if again else model(inputs)
+                out = compute_again(model, inputs, use_reentrant=reentrant) if again else model(inputs)
             with backend.backward_context():
                 out.backward(grad)
             backend.end_micro_batch(same)
@@ -207,22 +219,43 @@ def test_a_deep_copy_follows_and_records_nothing(fp8_gpu: torch.device, kind: st
         assert torch.equal(twin(x), model(x)), "BF16, as the original"
 
 
-def test_a_copy_made_before_the_first_step_adds_nothing_to_what_te_reduces(fp8_gpu: torch.device) -> None:
+def test_a_copy_made_before_the_first_step_shares_the_state_and_adds_nothing(fp8_gpu: torch.device) -> None:
     backend, model = make(fp8_gpu)
     twin = copy.deepcopy(model)
+    before = len(reduced_by_te())
     backend.begin_window(sample=False)
     x, grad = batch(fp8_gpu)
     with backend.context():
-        out = model(x) + twin(x)
+        out = model(x) + twin(3 * x)
     with backend.backward_context():
         out.backward(grad)
     backend.end_micro_batch(same)
     backend.end_window(backend.amax(), torch.zeros((), device=fp8_gpu), same)
-    held = reduced_by_te()
-    for module in (model, twin):
-        assert all(sum(own is state for state in held) == 1 for own in states(module))
-    assert {id(own) for own in states(twin)} == {id(own) for own in states(model)}
+    assert len(reduced_by_te()) == before
+    assert [id(own) for own in states(twin)] == [id(own) for own in states(model)]
     assert clones(backend)["history"][-1, 0].item() == largest(x.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+@pytest.mark.parametrize("demoted", [False, True])
+def test_a_second_backward_and_gradients_of_gradients_are_refused_by_name(
+    fp8_gpu: torch.device, kind: str, demoted: bool
+) -> None:
+    backend, model = make(fp8_gpu, scaling=kind)
+    backend.switch(demote=["00", "01"] if demoted else [], promote=[])
+    x, grad = batch(fp8_gpu)
+    backend.begin_window(sample=False)
+    with backend.context():
+        out = model(x)
+    with backend.backward_context():
+        out.backward(grad, retain_graph=True)
+        with pytest.raises(MisuseError, match="one backward for each forward") as caught:
+            out.backward(grad)
+    assert "layer 1" in str(caught.value)
+    with backend.context():
+        out = model(x.requires_grad_())
+    with pytest.raises(MisuseError, match="no gradients of gradients"):
+        torch.autograd.grad(out.float().sum(), x, create_graph=True)
 
 
 def test_a_pickled_layer_is_a_plain_linear(fp8_gpu: torch.device) -> None:

@@ -1,38 +1,37 @@
 """FP8 by Transformer Engine: te.Linear on shared Parameters, one outer autocast, FP8 state of our own.
 
 `fp8.scaling` chooses TE's recipe: delayed (DelayedScaling), current (Float8CurrentScaling), block (Float8BlockScaling).
-It has not run on a GPU yet (tests/gpu holds the checks). Every name and behaviour it leans on was read in the Python
-sources of TE 2.20.2 (quantization.py, module/base.py, module/linear.py, distributed.py), in csrc/quantizer.cpp and in
-recipe/delayed_scaling.cu:
+It has not run on a GPU yet (tests/gpu holds the checks); TE's own Python runs under it on the CPU (tests/te_cpu). What
+it leans on was read in the Python sources of TE 2.20.2 (quantization.py, module/base.py, module/linear.py,
+distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
 
-- `te.autocast(enabled, recipe=...)` updates forward slots when the outermost enabled one exits with gradients on;
-  backward slots update at the end of the backward of the forward's first FP8 module. After backward both have rolled.
 - Entering an autocast with `enabled=False` inside an enabled one runs that module in BF16 and touches no FP8 state,
   whatever the scaling.
 - `fp8_meta["scaling_fwd" | "scaling_bwd"]` exists once `init_fp8_metadata` ran inside an enabled autocast (outside of
-  one it does nothing) and keeps its tensors for life: quantizers and the global buffers hold views of them, so they
-  are written in place. Writing between two steps is safe: everything is on one stream.
-- A slot with a staging amax of 0 does not roll; amaxes are all-reduced only if torch.distributed is initialised.
+  one it does nothing) and lives as long as the module.
+- Under delayed scaling a cast reads its quantizer's scale and raises its amax, views of that state. TE rolls what
+  modules have put into its global buffers, at their first forward; one whose `fp8_meta` names a place there already is
+  left out, and rolls here (`DelayedScales`).
 - Weights are quantised at every forward unless `is_first_microbatch` is passed, so no stale FP8 copy outlives a switch.
-- With gradients off nothing rolls, but amaxes still land in row 0 of the history.
-- Several calls of one module in a forward accumulate their largest amax in row 0; two modules that share a Parameter
-  quantise it each for itself.
+- Several calls of one module in a forward accumulate their largest amax; two modules that share a Parameter quantise
+  it each for itself.
 - Current and block scaling keep no state, and no amax that could be read.
-- torch.utils.checkpoint runs a forward again in backward, where the outer autocast has been left and scales have
-  rolled. te.checkpoint puts both back. Under current and block scaling entering an autocast around backward is enough.
+- torch.utils.checkpoint runs a forward again in backward, where the outer autocast has been left: entering it around
+  backward is enough, as scales move only after it. te.checkpoint keeps history and scale of the first time in a queue
+  for each module, one entry for a forward, and puts them back for the second.
+- A backward frees what its forward saved, and gradients are not differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.core.errors import CheckpointError, MachineError, Problem
-from harness.core.facts import ROLES
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import te_library
@@ -47,14 +46,14 @@ from harness.precision.swap import swap_linears
 class TransformerEngineBackend:
     """One outer te.autocast with one recipe object for the whole run; demoted layers disable it for themselves.
 
-    Under delayed scaling TE rolls its histories itself, once per micro-batch, and reduces amax over ranks. A demoted
-    layer keeps a shadow amax and gets its history and scale updated by the same rule, once per step, so that it
-    returns with a warm scale. Raises MachineError if TE cannot be imported, lacks what this was written for or cannot
-    compute this way here, ConfigError naming layers that it cannot stand in for.
+    Under delayed scaling histories roll once per micro-batch, after its backward and one MAX over ranks. A demoted
+    layer keeps a shadow amax, which rolls like any other, so that it returns with a warm scale. Raises MachineError if
+    TE cannot be imported, lacks what this was written for or cannot compute this way here, ConfigError naming layers
+    that it cannot stand in for.
     """
 
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
-        library = te_library.load()
+        library = self._library = te_library.load()
         fp8 = recipe.fp8
         self._te, self._recipe = library.pytorch, te_library.make_recipe(library, fp8)
         self.device, self.scaling = device, fp8.scaling
@@ -80,7 +79,7 @@ class TransformerEngineBackend:
         else:
             self._scales = TensorScales(fp8_max, self._watch.amax, blocks=fp8.scaling == "block")
         self.lowered = ""
-        self.switch((), ())
+        self._open = 0
 
     def _start(self) -> None:
         """Let TE allocate its FP8 state, and say whether it can compute this way on this card."""
@@ -88,6 +87,7 @@ class TransformerEngineBackend:
             with torch.no_grad(), self._te.autocast(True, recipe=self._recipe):
                 for module in self.modules.values():
                     module.init_fp8_metadata()
+                    te_library.keep_out_of_global_state(self._library, module.fp8_meta)
         except (RuntimeError, AssertionError) as error:
             what = f"Transformer Engine cannot compute FP8 with {self.scaling} scaling here: {error}"
             fix = "take a recipe with another fp8.scaling or without it, e.g. --recipe bf16"
@@ -100,28 +100,29 @@ class TransformerEngineBackend:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """te.autocast inside bf16 autocast. With gradients off, what TE notes in its history is taken back."""
-        put_back = None if torch.is_grad_enabled() else self._scales.held()
+        """te.autocast inside bf16 autocast. What runs in it without gradients records nothing."""
+        opened = self._watch.with_gradients = torch.is_grad_enabled()
+        self._open += opened
         self._watch.active = True
         try:
             with torch.autocast(self.device.type, dtype=torch.bfloat16), self._te.autocast(True, recipe=self._recipe):
                 yield
+        except BaseException:
+            self._open -= opened  # no backward will follow
+            raise
         finally:
             self._watch.active = False
-            if put_back is not None:
-                put_back()
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """Around backward, where activation checkpointing runs forwards again.
+        """Around backward, where activation checkpointing runs forwards again, and must compute the same.
 
-        Under current and block scaling they compute the same again. Under delayed scaling those of te.checkpoint do;
-        any other raises MisuseError.
+        Under delayed scaling, when several forwards came before the first backward, only te.checkpoint does; any other
+        raises MisuseError.
         """
-        again = nullcontext() if self.scaling == "delayed" else self._te.autocast(True, recipe=self._recipe)
         self._watch.active = self._watch.in_backward = True
         try:
-            with again:
+            with self._te.autocast(True, recipe=self._recipe):
                 yield
         finally:
             self._watch.active = self._watch.in_backward = False
@@ -133,14 +134,24 @@ class TransformerEngineBackend:
         if self._watch.sampled is not None:
             self._watch.sampled.begin(sample)
         self._scales.begin()
+        self._settle(0)
 
     @torch.no_grad()
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """After backward: TE has rolled and reduced what it rolls."""
-        self._scales.after_backward(self._is_demoted)
+        """After backward. reduce: MAX over ranks, used only under delayed scaling."""
+        self._scales.after_backward(reduce)
+        self._settle(max(self._open - 1, 0))
+
+    def _settle(self, open_forwards: int) -> None:
+        """So many forwards still wait for their backward; without any, what te.checkpoint keeps for them is garbage:
+        of a loss that was dropped, of a forward that failed."""
+        self._open = open_forwards
+        self._watch.rolled_under = open_forwards > 0
+        if not open_forwards:
+            te_library.forget_recomputations(self._library, [module.fp8_meta for module in self.modules.values()])
 
     def amax(self) -> Tensor:
-        """What was measured here, float32 [slots]; 0 for slots that TE rolls, which it reduces over ranks itself."""
+        """What current and block scaling measured, float32 [slots]; 0 under delayed scaling, which has rolled."""
         return self._watch.amax.clone()
 
     @torch.no_grad()
@@ -158,8 +169,6 @@ class TransformerEngineBackend:
         """Move layers (padded names) to BF16 and back, between two steps and alike on every rank."""
         self._watch.demoted |= {self.modules[name].slot for name in demote}
         self._watch.demoted -= {self.modules[name].slot for name in promote}
-        flags = [module.demoted for module in self.modules.values() for _ in ROLES]
-        self._is_demoted = torch.tensor(flags, dtype=torch.bool, device=self.device)
 
     def lower(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
@@ -176,7 +185,7 @@ class TransformerEngineBackend:
         return self._scales.tensors(), {**meta, "scaling": self.scaling, "lowered": self.lowered}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore in place. Raises CheckpointError if slots, scaling or history length differ.
+        """Restore in place. Raises CheckpointError naming what differs: slots, formats, scaling or history length.
 
         What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
         """
@@ -187,12 +196,30 @@ class TransformerEngineBackend:
             self.lowered = ""
             self.switch((), list(self.modules))
             return
-        mine = (list(self.slot_names), self.scaling, self._scales.tensors()["history"].shape)
-        if mine != (list(meta["slots"]), meta.get("scaling", "delayed"), tensors["history"].shape):
-            fix = "resume with the recipe and model that wrote the checkpoint"
-            raise CheckpointError(
-                Problem("slots, scaling or history length differ from this run's", "fp8 state", fix=fix)
-            )
+        self._check_same(tensors, meta)
         self._scales.load(tensors)
         self.lowered = meta["lowered"]
         self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])
+
+    def _check_same(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        saved, mine = list(meta["slots"]), list(self.slot_names)
+        found: list[str] = []
+        if saved != mine:
+            only = [*sorted(set(saved) - set(mine)), *sorted(set(mine) - set(saved))]
+            which = f"{only[0]} is in one of them only" if only else "in another order"
+            found.append(f"{len(saved)} slots, this run has {len(mine)} ({which})")
+        elif list(meta["formats"]) != self.formats:
+            pairs = zip(saved, meta["formats"], self.formats, strict=True)
+            name, theirs, ours = next(each for each in pairs if each[1] != each[2])
+            found.append(f"{name} in {theirs}, this run has {ours}")
+        kind, lengths = (
+            meta.get("scaling", "delayed"),
+            [len(tensors["history"]), len(self._scales.tensors()["history"])],
+        )
+        if kind != self.scaling:
+            found.append(f"{kind} scaling, this run has {self.scaling}")
+        elif lengths[0] != lengths[1]:
+            found.append(f"history length {lengths[0]}, this run has {lengths[1]}")
+        if found:
+            fix = "resume with the recipe and model that wrote the checkpoint"
+            raise CheckpointError([Problem(f"FP8 state is of {what}", "fp8 state", fix=fix) for what in found])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -24,11 +24,13 @@ _OVERRIDES = (
 
 class Library(NamedTuple):
     """pytorch: the module transformer_engine.pytorch. recipes: transformer_engine.common.recipe. recomputing: whether
-    TE's own checkpoint runs a forward again."""
+    te.checkpoint runs a forward again. checkpointing: whether it runs one at all. manager: TE's global FP8 state."""
 
     pytorch: Any
     recipes: Any
     recomputing: Callable[[], bool]
+    checkpointing: Callable[[], bool]
+    manager: Any
     version: str
 
 
@@ -45,17 +47,24 @@ def load() -> Library:
         recipes = import_module("transformer_engine.common.recipe")
         pytorch = import_module("transformer_engine.pytorch")
         distributed = import_module("transformer_engine.pytorch.distributed")
+        quantization = import_module("transformer_engine.pytorch.quantization")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         fix = "make setup builds it; or take a recipe without it, e.g. --recipe bf16"
         raise MachineError(Problem(f"Transformer Engine does not import: {error}", WHERE, fix=fix)) from error
     version = str(getattr(package, "__version__", "of unknown version"))
     needed = [(pytorch, "autocast"), (pytorch, "Linear"), (distributed, "in_fp8_activation_recompute_phase")]
+    needed += [(distributed, "is_fp8_activation_recompute_enabled")]
     needed += [(recipes, name) for name in ("Format", *_RECIPES.values())]
-    needed += [(getattr(pytorch, "Linear", None), "init_fp8_metadata")]
+    needed += [(getattr(pytorch, "Linear", None), "init_fp8_metadata"), (quantization, "FP8GlobalStateManager")]
+    manager = getattr(quantization, "FP8GlobalStateManager", None)
+    needed += [
+        (manager, name) for name in ("quantization_state", "get_buffer_info", "add_fp8_tensors_to_global_buffer")
+    ]
     missing = [name for owner, name in needed if not hasattr(owner, name)]
     if missing:
         raise unexpected(version, f"has no {', '.join(missing)}")
-    return Library(pytorch, recipes, distributed.in_fp8_activation_recompute_phase, version)
+    phases = (distributed.in_fp8_activation_recompute_phase, distributed.is_fp8_activation_recompute_enabled)
+    return Library(pytorch, recipes, *phases, manager, version)
 
 
 def make_recipe(library: Library, fp8: Fp8Config) -> Any:
@@ -77,6 +86,32 @@ def make_recipe(library: Library, fp8: Fp8Config) -> Any:
     if dropped:
         raise unexpected(library.version, f"ignores {', '.join(dropped)} of {_RECIPES[fp8.scaling]}")
     return recipe
+
+
+def keep_out_of_global_state(library: Library, fp8_meta: dict[str, Any]) -> None:
+    """TE neither reduces nor rolls this module's amaxes. Raises MachineError if it would all the same."""
+    manager = library.manager
+    fp8_meta[manager.get_buffer_info()] = []
+    held = _held_by_te(manager)
+    manager.add_fp8_tensors_to_global_buffer(fp8_meta)
+    if _held_by_te(manager) != held:
+        raise unexpected(library.version, "rolls amax histories of modules that it was told to leave alone")
+
+
+def _held_by_te(manager: Any) -> int:
+    return sum(map(len, manager.quantization_state.global_amax_buffer.values()))
+
+
+def forget_recomputations(library: Library, metas: Iterable[Mapping[str, Any]]) -> None:
+    """Empty the queues from which te.checkpoint takes history and scale of a first forward: none is left to repeat.
+
+    An entry that nobody took would be taken by the next backward, which would compute with the scales of another step.
+    """
+    queues = library.manager.quantization_state.fp8_tensors_recompute_buffer
+    for meta in metas:
+        place = meta.get("global_fp8_buffer_pos_fwd_recompute")
+        if place is not None and place < len(queues):
+            queues[place].clear()
 
 
 def unexpected(version: str, what: str) -> MachineError:

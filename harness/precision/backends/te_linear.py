@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ _PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta")))  # on "meta" nothing is
 class Watch:
     """What all converted layers of a model share. Nothing here waits for the device.
 
-    amax: float32 [slots], running max|x| of what is measured by hook. everything: measure every layer, not only those
-    in BF16, as TE keeps no amax under current and block scaling. sampled: what casts lose; None under block scaling,
-    whose casts have a scale for every block. demoted: first slots of layers in BF16. active: in a forward or backward
-    under the precision context. in_backward: a forward that runs now is a recomputation.
+    amax: float32 [slots], running max|x| under current and block scaling, where TE keeps none. everything: they are
+    measured by hook, for layers in FP8 too. sampled: what casts lose; None under block scaling, whose casts have a
+    scale for every block. demoted: first slots of layers in BF16. active: in a forward or backward under the precision
+    context. with_gradients: it was entered with gradients on. in_backward: a forward that runs now is a recomputation.
+    rolled_under: scales have moved since a forward whose backward is still to come.
     """
 
     def __init__(self, slots: int, device: torch.device, everything: bool, sampled: SampledStats | None = None) -> None:
@@ -35,17 +37,21 @@ class Watch:
         self.everything = everything
         self.demoted: set[int] = set()
         self.active = False
+        self.with_gradients = False
         self.in_backward = False
+        self.rolled_under = False
 
-    def observe(self, slot: int, x: Tensor) -> None:
-        """Raise the slot's amax to max|x|; an infinity counts, a tensor with a NaN in it gives no evidence.
 
-        One reduction without temporaries, as this runs for every tensor of every layer under current scaling. A step
-        with a NaN is not applied anyway.
-        """
-        if x.numel():
-            largest = torch.linalg.vector_norm(x.detach(), torch.inf).float()
-            self.amax[slot] = torch.fmax(self.amax[slot], largest)
+@torch.no_grad()
+def observe(amax: Tensor, x: Tensor) -> None:
+    """Raise `amax`, one float32, to max|x|; an infinity counts, a tensor with a NaN in it gives no evidence.
+
+    One reduction without temporaries, as this runs for every tensor of every layer under current scaling. A step
+    with a NaN is not applied anyway.
+    """
+    if x.numel():
+        largest = torch.linalg.vector_norm(x.detach(), torch.inf).float()
+        torch.fmax(amax, largest, out=amax)
 
 
 def check_convertible(model: nn.Module, layers: Sequence[str]) -> None:
@@ -91,17 +97,22 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
     class Linear(te.Linear):
         """slot: number of its first slot (input, weight, grad_output). name_in_model: for messages.
 
-        The input is cast to autocast's dtype first, as every Linear's is: TE would quantise a float32 one as it is.
-        A number of tokens that TE's GEMMs do not take is filled up with zeros, which change no sum and no amax. Called
-        several times in a forward, a layer's amax is the largest of all calls, which share one scale.
+        In the precision context the input is cast to BF16 first, as every Linear's is: TE would quantise a float32 one
+        as it is. Outside of it, or in that of another model only, the layer is a plain one. Where a model turns
+        autocast off, the output has the input's dtype. A number of tokens that TE's GEMMs do not take is filled up with
+        zeros, which change no sum and no amax. Called several times in a forward, a layer's amax is the largest of all
+        calls, which share one scale.
 
-        A deep copy (an EMA of the weights, a teacher) follows the original: it computes in FP8 or BF16 as that does,
-        with the same scales, and records nothing. Pickled, it is a plain Linear.
+        A forward without gradients computes in FP8 and records nothing, wherever it is called. A deep copy (an EMA of
+        the weights, a teacher) follows the original: it computes in FP8 or BF16 as that does, with the same scales, and
+        records nothing. Pickled, it is a plain Linear.
         """
 
         slot: int
         name_in_model: str
         follows = False
+        # Quantizers of the forward with the same scales, whose amaxes are nobody's; made when first wanted.
+        silent: Sequence[Any] | None = None
         # TE's own extra state is a pickle, and empty after a BF16 forward.
         get_extra_state = nn.Module.get_extra_state
         set_extra_state = nn.Module.set_extra_state
@@ -112,43 +123,72 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             return self.slot in watch.demoted
 
         def forward(self, input: Tensor) -> Tensor:
-            if kind == "delayed" and watch.in_backward and not library.recomputing():
+            if torch.compiler.is_compiling():
+                _refuse_compiled(self.name_in_model)
+            if kind == "delayed" and watch.in_backward and watch.rolled_under and not library.recomputing():
                 raise _recomputed(self.name_in_model)
-            if torch.is_autocast_enabled("cuda"):
-                input = input.to(torch.get_autocast_dtype("cuda"))
-            run = super().forward
-            if self.demoted:
-                with te.autocast(False, recipe=recipe):
-                    out = run(input)
-            else:
-                out = filled_up(run, input, multiple)
-            if watch.active and torch.is_grad_enabled() and not self.follows:
-                for role, tensor in enumerate((input, self.weight)):
-                    self._measure(role, tensor)
+            around = torch.is_autocast_enabled(input.device.type)
+            own_dtype = torch.get_autocast_dtype(input.device.type) if around else input.dtype
+            if input.is_floating_point():
+                input = input.to(torch.bfloat16 if watch.active else own_dtype)
+            in_fp8 = watch.active and not self.demoted
+            with self._autocast(in_fp8):
+                if not in_fp8:
+                    out = super().forward(input)
+                elif kind != "delayed" or self.follows or self._records():
+                    out = filled_up(super().forward, input, multiple)
+                else:
+                    out = self._silently(super().forward, input)
+            if out.grad_fn is not None:
+                out.grad_fn.register_prehook(_Once(self.name_in_model))
+            if watch.active and not self.follows:
+                if self._records() and not library.recomputing():
+                    self._measure(0, input)
+                    self._measure(1, self.weight)
                 if out.requires_grad and (watch.everything or self.demoted or self._samples()):
                     out.register_hook(lambda grad: self._measure(2, grad))
-            return out
+            return out if around else out.to(own_dtype)
+
+        def _autocast(self, in_fp8: bool) -> AbstractContextManager[Any]:
+            """TE's autocast is one for the process: around this layer it is this model's, or none."""
+            state = library.manager.quantization_state
+            as_it_is = state.fp8_enabled == in_fp8 and (not in_fp8 or state.fp8_recipe is recipe)
+            return nullcontext() if as_it_is else te.autocast(in_fp8, recipe=recipe)
+
+        def _records(self) -> bool:
+            """Gradients are wanted: te.checkpoint may run a forward that is to have some without them."""
+            return torch.is_grad_enabled() or (watch.with_gradients and library.checkpointing())
+
+        def _silently(self, run: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+            """`run` with quantizers that have the same scales and note their amaxes where nobody looks."""
+            own = self.quantizers
+            if self.silent is None:
+                self.silent = [_unrecorded(quantizer) for quantizer in own["scaling_fwd"]]
+            self.quantizers = {**own, "scaling_fwd": self.silent}
+            try:
+                return filled_up(run, input, multiple)
+            finally:
+                self.quantizers = own
 
         def _measure(self, role: int, x: Tensor) -> None:
             """role: 0 input, 1 weight, 2 grad_output."""
-            if watch.everything or self.demoted:
-                watch.observe(self.slot + role, x)
+            key, column = ("scaling_bwd", 0) if role == 2 else ("scaling_fwd", role)
+            if watch.everything:
+                observe(watch.amax[self.slot + role], x)
+            elif self.demoted:
+                observe(self.fp8_meta[key].amax_history[0, column], x)
             if watch.sampled is not None and self._samples():
-                scale = None
-                if kind == "delayed":
-                    key, column = ("scaling_bwd", 0) if role == 2 else ("scaling_fwd", role)
-                    scale = self.fp8_meta[key].scale[column]
+                scale = self.fp8_meta[key].scale[column] if kind == "delayed" else None
                 watch.sampled.add(self.slot + role, x, scale)
 
         def _samples(self) -> bool:
             return watch.sampled is not None and watch.sampled.sampling
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            # Shared, as TE takes every layer's state into its global buffers once, at its first forward.
             memo[id(self.fp8_meta)] = self.fp8_meta
             memo[id(self.quantizers)] = {key: [_unrecorded(q) for q in own] for key, own in self.quantizers.items()}
             made = memo[id(self)] = object.__new__(type(self))
-            made.__dict__.update(copy.deepcopy(vars(self), memo))
+            made.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "silent"}, memo))
             made.follows = True
             return made
 
@@ -158,6 +198,25 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             return made, arguments, {**state, "_parameters": parameters}
 
     return Linear
+
+
+class _Once:
+    """Called before a layer's backward. Raises MisuseError where TE would fail obscurely, or leave a term out."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._passed = name, False
+
+    def __call__(self, *_: Any) -> None:
+        where, fix = f"layer {self._name}", "keep the layer out of FP8 (layers.exclude), or take a native rung"
+        if torch.is_grad_enabled():
+            why = "its backward cannot be differentiated: the terms through this layer would be missing in silence"
+            what = "Transformer Engine has no gradients of gradients (create_graph=True)"
+            raise MisuseError(Problem(what, where, why, fix))
+        if self._passed:
+            why = "it frees what the layer saved in the first one"
+            what = "Transformer Engine has one backward for each forward (retain_graph=True)"
+            raise MisuseError(Problem(what, where, why, f"run the forward again, or add up the losses; or {fix}"))
+        self._passed = True
 
 
 def filled_up(run: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:
@@ -179,6 +238,15 @@ def _unrecorded(quantizer: Any) -> Any:
 
 
 def _recomputed(name: str) -> MisuseError:
-    why = "a forward that runs again in backward would be in BF16, with scales that have moved since, unlike the first"
+    what = "torch.utils.checkpoint with two forwards before a backward does not go with delayed scaling"
+    why = "the forward that runs again in backward would use scales that have moved since, unlike the first"
     fix = "checkpoint the block with transformer_engine.pytorch.checkpoint, or take fp8.scaling: current"
-    return MisuseError(Problem("torch.utils.checkpoint does not go with delayed scaling", f"layer {name}", why, fix))
+    return MisuseError(Problem(what, f"layer {name}", why, fix))
+
+
+@torch.compiler.disable(reason="the transformer_engine backend does not compile: leave the model eager")
+def _refuse_compiled(name: str) -> None:
+    """A call that graphs break at: what is raised while a graph is traced may be swallowed, and the code run eager."""
+    why = "it refuses DelayedScaling in a graph, and what is measured by hook would be lost under any scaling"
+    fix = "leave the model eager, or take a recipe whose rung here is native"
+    raise MisuseError(Problem("the transformer_engine backend does not compile", f"layer {name}", why, fix))

@@ -1,4 +1,4 @@
-"""Amax and scale of every slot under Transformer Engine: read from TE where it keeps them, measured where it does not.
+"""Amax and scale of every slot under Transformer Engine: kept here, used and filled by TE's casts.
 
 Slots are ordered layer by layer, each input, weight, grad_output, in the layout of `scaling.update`.
 """
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from harness.core.protocols import TensorDict
@@ -19,7 +18,8 @@ from harness.precision.recipe import Fp8Config
 
 # te.Linear's columns: scaling_fwd has input, weight, output; scaling_bwd has grad_output, grad_input. The last one of
 # each is never quantised here and stays at history 0, scale 1.
-_COLUMNS = {"scaling_fwd": slice(0, 2), "scaling_bwd": slice(2, 3)}
+_COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}
+_SLOTS = (0, 1, 3)
 
 
 class Scales(Protocol):
@@ -32,16 +32,12 @@ class Scales(Protocol):
         """A window begins."""
         ...
 
-    def after_backward(self, demoted: Tensor) -> None:
-        """A micro-batch ended; demoted: bool [slots], which slots were in BF16."""
+    def after_backward(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """A micro-batch ended. reduce: MAX over ranks."""
         ...
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
         """End of a window; float32 [3, slots]: amax, scale in use, saturation. amax: measured, reduced over ranks."""
-        ...
-
-    def held(self) -> Callable[[], None]:
-        """What puts the state back as it is now."""
         ...
 
     def tensors(self) -> TensorDict:
@@ -54,103 +50,94 @@ class Scales(Protocol):
 
 
 class DelayedScales:
-    """TE rolls the histories of FP8 layers itself, once per micro-batch; layers in BF16 roll here, once per window.
+    """TE's casts stage their amaxes in row 0 of one history for the whole model; it rolls here, once per micro-batch.
 
-    Each layer's tensors are read and written in place: TE's quantizers and global buffers hold the very same ones.
-    Those buffers are lists of them, in the order of first use and empty before, so they would save no kernel over
-    stacking the layers' own: four stacks for any number of layers. A window costs one read, another for each
-    micro-batch, and one write.
+    Each layer's `amax_history` [L, 3 or 2] and `scale` [3 or 2] in `fp8_meta` become views of `_history` and `_scale`,
+    and its quantizers are made anew from them: nothing is copied between TE and here, and a roll, a skip or a
+    checkpoint is a handful of kernels for any number of layers. Rolling as TE does would go by the order in which the
+    layers of all models in the process were first used, which ranks may not share, and at moments that depend on which
+    layer came first and whether it is in the loss.
 
     Raises MachineError if TE does not keep its state as this was written for.
     """
 
     def __init__(self, modules: Sequence[Any], config: Fp8Config, fp8_max: Tensor, version: str) -> None:
-        self.modules, self.config, self._fp8_max = list(modules), config, fp8_max
-        self._check_layout(version)
-        self._peak, self._saturation = torch.zeros(2, len(fp8_max), device=fp8_max.device)
-        self.scrubbed = torch.zeros((), device=fp8_max.device)
-        self._entry = self._latest = self._read()
+        self._config, device, width = config, fp8_max.device, sum(_COLUMNS.values())
+        _check_layout(modules, config.amax_history_len, version)
+        self._history = torch.zeros(config.amax_history_len, width * len(modules), device=device)
+        self._scale = torch.ones(width * len(modules), device=device)
+        self._columns = torch.tensor([width * i + slot for i in range(len(modules)) for slot in _SLOTS], device=device)
+        self._fp8_max = torch.ones_like(self._scale)
+        self._fp8_max[self._columns] = fp8_max
+        first = 0
+        for module in modules:
+            for key, columns in _COLUMNS.items():
+                state, own = module.fp8_meta[key], slice(first, first + columns)
+                state.amax_history, state.scale = self._history[:, own], self._scale[own]
+                module.quantizers[key] = state.make_quantizers()
+                first += columns
+        self._peak, self._saturation = torch.zeros(2, len(self._scale), device=device)
+        self.scrubbed = torch.zeros((), device=device)
+        self._entry = (self._history.clone(), self._scale.clone())
 
     def begin(self) -> None:
-        """Remember what a skipped step must restore."""
+        """Drop what was staged since the last window, and remember what a skipped step must restore."""
         self._peak.zero_()
         self._saturation.zero_()
-        self._entry = self._latest = self._read()
+        self.scrubbed.zero_()
+        self._history[0].zero_()
+        self._entry = (self._history.clone(), self._scale.clone())
 
-    def after_backward(self, demoted: Tensor) -> None:
-        """TE has rolled: note the amaxes that it saw, and their saturation under the scale that was in use.
-
-        A slot that TE did not roll (its tensor was all zero) shows the amax of its last roll.
-        """
-        scale_in_use = self._latest[1]
-        self._latest = self._read()
-        self._note(torch.where(demoted, 0.0, self._latest[0][-1]), scale_in_use)
+    def after_backward(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Roll: the amaxes of this micro-batch set the scales of the next."""
+        amax = reduce(self._history[0].clone())
+        torch.maximum(self._peak, amax, out=self._peak)
+        torch.maximum(self._saturation, amax * self._scale / self._fp8_max, out=self._saturation)
+        history = torch.cat([amax[None], self._history[1:]])
+        if self._config.scrub_inf:
+            history, dropped = scaling.scrub(history)
+            self.scrubbed += dropped
+        rolled = scaling.update(
+            history, self._scale, self._fp8_max, self._config.margin, self._config.amax_compute_algo
+        )
+        self._put(*rolled)
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
-        """Roll layers in BF16 by the shared rule, scrub, or restore everything after a skipped step."""
-        old_history, old_scale = self._entry
-        self._note(amax, old_scale)
-        history, scale = self._latest[0].clone(), self._latest[1]
-        history[0] = amax  # 0 where TE rolled, and `update` leaves such slots alone
-        if self.config.scrub_inf:
-            history, dropped = scaling.scrub(history)
-            self.scrubbed = dropped.float()
-        history, scale = scaling.update(
-            history, scale, self._fp8_max, self.config.margin, self.config.amax_compute_algo
-        )
+        """Everything rolled already; after a skipped step all of it is as before the window. `amax` has nothing."""
         skipped = skip > 0
-        self._write(torch.where(skipped, old_history, history), torch.where(skipped, old_scale, scale))
-        return torch.stack([self._peak, old_scale, self._saturation])
-
-    def _note(self, amax: Tensor, scale: Tensor) -> None:
-        torch.maximum(self._peak, amax, out=self._peak)
-        torch.maximum(self._saturation, amax * scale / self._fp8_max, out=self._saturation)
-
-    def held(self) -> Callable[[], None]:
-        """With gradients off TE rolls nothing, but notes amaxes in row 0, which the next roll would take up."""
-        kept = self._read()
-        return lambda: self._write(*kept)
+        history, scale = self._entry
+        self._put(torch.where(skipped, history, self._history), torch.where(skipped, scale, self._scale))
+        self._history[0].zero_()
+        return torch.stack([self._peak, scale, self._saturation])[:, self._columns]
 
     def tensors(self) -> TensorDict:
         """Copies; the same layout as the native backend's."""
-        history, scale = self._read()
-        return {"history": history, "scale": scale}
+        return {"history": self._history[:, self._columns], "scale": self._scale[self._columns]}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Any device; shapes as `tensors` gives them."""
-        device = self._fp8_max.device
-        self._write(tensors["history"].to(device), tensors["scale"].to(device))
+        device = self._scale.device
+        self._history[:, self._columns] = tensors["history"].to(device)
+        self._scale[self._columns] = tensors["scale"].to(device)
 
-    def _buffers(self, key: str, attribute: str) -> list[Tensor]:
-        return [getattr(module.fp8_meta[key], attribute) for module in self.modules]
+    def _put(self, history: Tensor, scale: Tensor) -> None:
+        """In place, as TE's quantizers hold views. Between forward and backward: everything is on one stream."""
+        self._history.copy_(history)
+        self._scale.copy_(scale)
 
-    @torch.no_grad()
-    def _read(self) -> tuple[Tensor, Tensor]:
-        """Copies: history [L, slots], scale [slots]."""
-        histories = [torch.stack(self._buffers(key, "amax_history")) for key in _COLUMNS]
-        scales = [torch.stack(self._buffers(key, "scale")) for key in _COLUMNS]
-        history = torch.cat([histories[0][..., :2], histories[1][..., :1]], dim=-1)  # [layers, L, 3]
-        scale = torch.cat([scales[0][..., :2], scales[1][..., :1]], dim=-1)  # [layers, 3]
-        return history.transpose(0, 1).flatten(1), scale.flatten()
 
-    @torch.no_grad()
-    def _write(self, history: Tensor, scale: Tensor) -> None:
-        """Into TE's own tensors, in place; the inverse of `_read`. Between steps: everything is on one stream."""
-        layers = len(self.modules)
-        histories, scales = history.reshape(-1, layers, 3).transpose(0, 1), scale.reshape(layers, 3)
-        for key, roles in _COLUMNS.items():
-            torch._foreach_copy_(self._buffers(key, "amax_history"), list(F.pad(histories[..., roles], (0, 1))))
-            torch._foreach_copy_(self._buffers(key, "scale"), list(F.pad(scales[..., roles], (0, 1), value=1.0)))
-
-    def _check_layout(self, version: str) -> None:
-        for key, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
-            wanted = {"amax_history": (self.config.amax_history_len, columns), "scale": (columns,)}
+def _check_layout(modules: Sequence[Any], length: int, version: str) -> None:
+    for key, columns in _COLUMNS.items():
+        wanted = {"amax_history": (length, columns), "scale": (columns,)}
+        for module in modules:
+            state = module.fp8_meta.get(key)
             for attribute, shape in wanted.items():
-                for module in self.modules:
-                    found = getattr(module.fp8_meta.get(key), attribute, None)
-                    if not isinstance(found, Tensor) or found.shape != shape or found.dtype != torch.float32:
-                        what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
-                        raise unexpected(version, f"keeps {key}.{attribute} as {what}, not as {shape} of float32")
+                found = getattr(state, attribute, None)
+                if not isinstance(found, Tensor) or found.shape != shape or found.dtype != torch.float32:
+                    what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
+                    raise unexpected(version, f"keeps {key}.{attribute} as {what}, not as {shape} of float32")
+            if not hasattr(state, "make_quantizers"):
+                raise unexpected(version, f"makes no quantizers from {key}")
 
 
 class TensorScales:
@@ -170,7 +157,7 @@ class TensorScales:
     def begin(self) -> None:
         """Nothing is kept from window to window."""
 
-    def after_backward(self, demoted: Tensor) -> None:
+    def after_backward(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Nothing rolls."""
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
@@ -180,10 +167,6 @@ class TensorScales:
         scale = torch.where(usable, (self._fp8_max / amax).clamp_max(limit), 1.0)
         saturation = amax * scale / self._fp8_max
         return torch.stack([amax, torch.full_like(scale, torch.nan) if self._blocks else scale, saturation])
-
-    def held(self) -> Callable[[], None]:
-        """Nothing to put back."""
-        return lambda: None
 
     def tensors(self) -> TensorDict:
         """The last amaxes as a history of one row."""

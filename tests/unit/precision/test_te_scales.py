@@ -1,12 +1,14 @@
-"""Amax and scale under Transformer Engine: packing of its tensors, roll of layers in BF16, current and block scaling.
+"""Amax and scale under Transformer Engine: the state its casts use, the roll, current and block scaling.
 
-TE's own part (casting, rolling) is played by the oracle, on tensors laid out as TE's: see tests/gpu for the real one.
+TE's casts are played on layers laid out as TE's: its own Python runs in tests/te_cpu, all of it in tests/gpu.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import fp8_oracle as oracle
 import numpy as np
@@ -25,13 +27,17 @@ LENGTH, LAYERS = 4, 3
 FP8_MAX = torch.tensor([448.0, 448.0, 57344.0] * LAYERS)
 APPLY, SKIP = torch.zeros(()), torch.ones(())
 NOTHING = torch.zeros(3 * LAYERS)
-IN_FP8 = torch.zeros(3 * LAYERS, dtype=torch.bool)
 
 
 @dataclass
 class State:
     amax_history: Tensor
     scale: Tensor
+
+    def make_quantizers(self) -> list[SimpleNamespace]:
+        """Views, as TE's: one scale and one staging amax each."""
+        pairs = zip(self.scale, self.amax_history[0], strict=True)
+        return [SimpleNamespace(scale=scale, amax=amax.reshape(1)) for scale, amax in pairs]
 
 
 @dataclass
@@ -40,23 +46,20 @@ class Layer:
 
     length: int = LENGTH
     fp8_meta: dict[str, State] = field(default_factory=dict)
+    quantizers: dict[str, list[SimpleNamespace]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
             self.fp8_meta[key] = State(torch.zeros(self.length, columns), torch.ones(columns))
 
-    def columns(self) -> list[tuple[State, int, float]]:
-        forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        return [(forward, 0, 448.0), (forward, 1, 448.0), (backward, 0, 57344.0)]
+    def used(self) -> list[SimpleNamespace]:
+        """Quantizers of input, weight and grad_output."""
+        return [*self.quantizers["scaling_fwd"][:2], self.quantizers["scaling_bwd"][0]]
 
-    def roll(self, amaxes: list[float]) -> None:
-        """What TE does in one micro-batch."""
-        for (state, column, fp8_max), amax in zip(self.columns(), amaxes, strict=True):
-            history = [[value] for value in state.amax_history[:, column].tolist()]
-            history[0] = [amax]
-            rolled, scale = oracle.update(history, [state.scale[column].item()], [fp8_max], 0, "max")
-            state.amax_history[:, column] = torch.tensor(rolled)[:, 0]
-            state.scale[column] = scale[0]
+    def cast(self, amaxes: list[float]) -> None:
+        """What TE's casts do in one micro-batch."""
+        for quantizer, amax in zip(self.used(), amaxes, strict=True):
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, torch.tensor([amax])))
 
 
 def make(**config: object) -> tuple[DelayedScales, list[Layer]]:
@@ -65,84 +68,90 @@ def make(**config: object) -> tuple[DelayedScales, list[Layer]]:
     return DelayedScales(layers, fp8, FP8_MAX, "2.20.2"), layers
 
 
-def window(scales: DelayedScales, layers: list[Layer], amaxes: list[list[float]], skip: Tensor = APPLY) -> Tensor:
+def same(values: Tensor) -> Tensor:
+    return values
+
+
+def window(
+    scales: DelayedScales,
+    layers: list[Layer],
+    *micro_batches: list[list[float]],
+    skip: Tensor = APPLY,
+    reduce: Callable[[Tensor], Tensor] = same,
+) -> Tensor:
     scales.begin()
-    for layer, row in zip(layers, amaxes, strict=True):
-        layer.roll(row)
-    scales.after_backward(IN_FP8)
+    for amaxes in micro_batches:
+        for layer, row in zip(layers, amaxes, strict=True):
+            layer.cast(row)
+        scales.after_backward(reduce)
     return scales.finish(NOTHING, skip)
 
 
-def test_state_is_read_and_written_in_place() -> None:
+def test_quantizers_are_views_of_one_state() -> None:
     scales, layers = make()
     tensors = scales.tensors()
     assert tensors["history"].shape == (LENGTH, 3 * LAYERS)
-    kept = [(state, state.amax_history, state.scale) for layer in layers for state in layer.fp8_meta.values()]
+    assert not tensors["history"].any()
+    kept = [layer.used() for layer in layers]
     history = torch.arange(1.0, 1 + LENGTH * 3 * LAYERS).reshape(LENGTH, -1)
     scale = torch.arange(1.0, 1 + 3 * LAYERS)
     scales.load({"history": history, "scale": scale})
-    for state, amax_history, own_scale in kept:
-        assert state.amax_history is amax_history
-        assert state.scale is own_scale
-        assert not amax_history[:, -1].any(), "the unused column"
-        assert own_scale[-1] == 1
+    assert [q.scale.item() for own in kept for q in own] == scale.tolist()
+    assert [q.amax.item() for own in kept for q in own] == history[0].tolist()
+    for layer in layers:
+        for state in layer.fp8_meta.values():
+            assert not state.amax_history[:, -1].any(), "the unused column"
+            assert state.scale[-1] == 1
     assert torch.equal(layers[1].fp8_meta["scaling_bwd"].amax_history[:, 0], history[:, 5])
-    assert layers[2].fp8_meta["scaling_fwd"].scale[1] == scale[7]
     assert all(
         torch.equal(tensor, {"history": history, "scale": scale}[name]) for name, tensor in scales.tensors().items()
     )
 
 
-def test_what_te_rolled_is_reported_under_the_scale_in_use() -> None:
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_every_micro_batch_rolls_by_the_rule(algo: str) -> None:
+    scales, layers = make(amax_compute_algo=algo, margin=1)
+    history, scale = [[0.0] * 9 for _ in range(LENGTH)], [1.0] * 9
+    torch.manual_seed(0)
+    for _ in range(6):
+        amaxes = (10 ** torch.empty(2, LAYERS, 3).uniform_(-3, 3)).tolist()
+        amaxes[1][2][2] = 0.0
+        stats = window(scales, layers, *amaxes)
+        assert stats[1].tolist() == scale, "in use when the window began"
+        for micro_batch in amaxes:
+            history[0] = [amax for row in micro_batch for amax in row]
+            history, scale = oracle.update(history, scale, FP8_MAX.tolist(), 1, algo)
+        assert torch.equal(scales.tensors()["history"], torch.tensor(history))
+        assert scales.tensors()["scale"].tolist() == scale
+
+
+def test_amaxes_are_those_of_all_ranks() -> None:
     scales, layers = make()
-    rows = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 0.0]]
-    first = window(scales, layers, rows)
-    assert first[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
-    assert first[1].tolist() == [1.0] * 9
-    second = window(scales, layers, [[10 * value for value in row] for row in rows])
-    assert second[1, 0].item() == 448.0
-    assert second[2, :8].tolist() == pytest.approx([10.0] * 8)
+    stats = window(scales, layers, [[1.0, 2.0, 3.0]] * LAYERS, reduce=lambda values: 2 * values)
+    assert stats[0].tolist() == [2.0, 4.0, 6.0] * LAYERS
+    assert scales.tensors()["history"][-1].tolist() == [2.0, 4.0, 6.0] * LAYERS
 
 
 def test_micro_batches_show_the_largest_and_the_saturation_of_each_under_its_own_scale() -> None:
     scales, layers = make()
-    scales.begin()
-    for amax in (4.0, 16.0, 1.0):
-        for layer in layers:
-            layer.roll([amax] * 3)
-        scales.after_backward(IN_FP8)
-    stats = scales.finish(NOTHING, APPLY)
+    stats = window(scales, layers, *([[amax] * 3] * LAYERS for amax in (4.0, 16.0, 1.0)))
     assert stats[0].tolist() == [16.0] * 9
     assert stats[2, 0].item() == pytest.approx(16 * (448 / 4) / 448), "the second, under the first one's scale"
 
 
-def test_a_layer_in_bf16_rolls_its_measured_amax_by_the_same_rule() -> None:
+def test_what_was_staged_without_a_backward_ends_with_its_window() -> None:
     scales, layers = make()
     window(scales, layers, [[1.0, 2.0, 3.0]] * LAYERS)
-    twin = Layer()
-    twin.roll([1.0, 2.0, 3.0])
-    demoted = IN_FP8.clone()
-    demoted[3:6] = True
-    measured = torch.zeros(9)
-    measured[3:6] = torch.tensor([5.0, 0.0, 7.0])
-    scales.begin()
-    for index in (0, 2):
-        layers[index].roll([2.0, 2.0, 2.0])
-    scales.after_backward(demoted)
-    stats = scales.finish(measured, APPLY)
-    twin.roll([5.0, 0.0, 7.0])
-    for (state, column, _), (other, _, _) in zip(layers[1].columns(), twin.columns(), strict=True):
-        assert torch.equal(state.amax_history[:, column], other.amax_history[:, column])
-        assert state.scale[column] == other.scale[column]
-    assert stats[0].tolist() == [2, 2, 2, 5, 0, 7, 2, 2, 2]
-    assert stats[2, 3].item() == pytest.approx(5.0)
+    layers[1].cast([1e4, 1e4, 1e4])
+    stats = window(scales, layers, [[1.0, 2.0, 3.0]] * LAYERS)
+    assert stats[0].tolist() == [1.0, 2.0, 3.0] * LAYERS
 
 
 def test_a_skipped_window_leaves_every_bit() -> None:
     scales, layers = make()
     window(scales, layers, [[1.0, 2.0, 3.0]] * LAYERS)
     before = scales.tensors()
-    window(scales, layers, [[100.0, math.inf, 300.0]] * LAYERS, SKIP)
+    window(scales, layers, [[100.0, math.inf, 300.0]] * LAYERS, skip=SKIP)
     for name, tensor in scales.tensors().items():
         assert torch.equal(tensor, before[name]), name
     window(scales, layers, [[100.0, math.inf, 300.0]] * LAYERS)
@@ -158,17 +167,8 @@ def test_infinite_amaxes_are_dropped_and_counted_unless_told_otherwise(scrub: bo
     assert scales.scrubbed.item() == (2 if scrub else 0)
     assert bool(scales.tensors()["history"].isfinite().all()) is scrub
     window(scales, layers, [[4.0, 1.0, 1.0]] * LAYERS)
+    assert scales.scrubbed.item() == 0, "counted from window to window"
     assert scales.tensors()["scale"][0].item() == (112.0 if scrub else 448.0), "not scrubbed, the scale is frozen"
-
-
-def test_evaluation_can_be_taken_back() -> None:
-    scales, layers = make()
-    window(scales, layers, [[1.0, 2.0, 3.0]] * LAYERS)
-    before = scales.tensors()
-    put_back = scales.held()
-    layers[1].fp8_meta["scaling_fwd"].amax_history[0, 0] = 1e4
-    put_back()
-    assert torch.equal(scales.tensors()["history"], before["history"])
 
 
 @pytest.mark.parametrize("change", ["columns", "length", "dtype", "missing"])
