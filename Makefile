@@ -14,7 +14,7 @@ TEST_READY := $(VENV)/.test-ready
 RUN := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-gpu test-faults mutations lint clean
+.PHONY: help setup train test test-all test-te test-paper test-slow test-gpu test-faults proof mutations lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,11 +28,27 @@ train: $(READY) ## train the quickstart model (RECIPE=, CONFIG=, ARGS=); run it 
 test: lint ## lint, types, then every test that is not slow and needs no GPU
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
-test-slow: $(TEST_READY) ## the slow tests
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -m "slow and not gpu" $(ARGS)
+test-all: test-te test-paper test-slow ## what make test leaves out: Transformer Engine, paper and slow tests (half an hour)
+
+# Each of the next two changes the process that it runs in (another Transformer Engine, another CUDA): never together.
+test-te: $(TEST_READY) ## Transformer Engine's own Python on the CPU, in every version that is supported
+	@# Without network the tests say why they are skipped; where CI is set they fail instead.
+	@$(RUN) python tests/te_cpu/te_wheels.py || true
+	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.18.0 python -m pytest -q --timeout 1200 tests/te_cpu $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.19.0 python -m pytest -q --timeout 1200 tests/te_cpu $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.20.2 python -m pytest -q --timeout 1200 tests/te_cpu $(ARGS)
+
+test-paper: $(TEST_READY) ## the CUDA step on fake tensors of an H100, A100 and T4; no card is needed
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 tests/cuda_on_paper $(ARGS)
+
+test-slow: $(TEST_READY) ## the slow tests, those of make test-faults too
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
 
 test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
 	$(RUN) python -m pytest -q --timeout 600 -m gpu $(ARGS)
+
+proof: $(TEST_READY) ## on a machine with an NVIDIA GPU: what runs, how fast, against what was predicted (10 minutes)
+	$(RUN) python -m benchmarks.proof $(ARGS)
 
 test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an hour); writes docs/reliability.md
 	@mkdir -p build && rm -f build/figures.jsonl

@@ -135,8 +135,8 @@ run)
   mv "$log" "$venv/setup.log"
   log=$venv/setup.log
   if [ -n "$system" ]; then
-    # Pinned to what is there, so that nothing replaces the torch of the image.
-    { grep -v '^torch==' constraints.txt; echo "torch==$system"; } >"$pins"
+    # Pinned to what is there, so that nothing replaces the torch of the image, or the triton that belongs to it.
+    { grep -Ev '^(torch|triton)==' constraints.txt; echo "torch==$system"; } >"$pins"
     echo "setup: PyTorch $system of $python is reused"
   else
     cp constraints.txt "$pins"

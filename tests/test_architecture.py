@@ -50,6 +50,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "mlflow": ("harness/tracking/*.py",),
     "torchao": ("harness/precision/backends/torchao*.py", "harness/optim/*.py"),
     "transformer_engine": ("harness/precision/backends/te*.py",),
+    "triton": ("harness/precision/backends/native_triton*.py",),
 }
 TORCH_FREE = (
     "harness",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections import Counter
@@ -302,7 +303,7 @@ def _short(path: str) -> str:
         before, found, after = path.rpartition(mark)
         if found:
             return after if mark == "/site-packages/" else f"harness/{after}" if before else path
-    return path
+    return path.removeprefix(f"{os.getcwd()}/")
 
 
 def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -> str:

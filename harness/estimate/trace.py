@@ -70,36 +70,100 @@ def facts_of(card: Card, te: bool = True) -> MachineFacts:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PaperRun:
+    """A run whose steps tell `recorder` their phases."""
+
+    run: Run
+    plan: Plan
+    model: nn.Module
+    recorder: Recorder
+
+    def step(self, number: int, name: str) -> None:
+        """Run step `number` (from 1); its operations are recorded under `name`."""
+        self.recorder.step, self.recorder.micro = name, 0
+        samples = np.zeros(self.run.config.train.global_batch, dtype=np.int64)
+        with self.recorder.phased("step"):
+            train_step(self.run, Window(number - 1, number - 1, samples))
+
+
 def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int = 1) -> Trace:
-    """Two usual steps and a sampled one of the run that `config`, `recipe` and `rung` make on `card`.
+    """A usual step and a sampled one of the run that `config`, `recipe` and `rung` make on `card`, after a first one.
 
     ranks: processes that share the global batch; what they say to each other is not part of the trace.
     Raises ConfigError as building the run does.
     """
     batches = config.train.global_batch // (config.train.micro_batch * ranks)
     traced = min(batches, _MICRO_BATCHES)
-    with tempfile.TemporaryDirectory(prefix="estimate-") as folder, on_paper(card):
-        recorder = Recorder(tf32=card.capability >= (8, 0))
-        with recorder:
-            run, plan, model = _build(config, recipe, card, rung, Path(folder), traced, recorder)
-            recorder.forget()
-            static = recorder.live
-            _step(run, recorder, 1, FIRST)
-            recorder.forget()
-            _step(run, recorder, _usual(run), USUAL)
-            _step(run, recorder, 2 * run.stats_every, SAMPLED)
-            steps = {name: _whole(recorder, name, batches) for name in (USUAL, SAMPLED)}
-            return Trace(
-                rung=plan.rung,
-                layers=plan.layers,
-                steps=steps,
-                static=static,
-                peak=recorder.peak,
-                peak_kinds=recorder.kinds_at_peak,
-                waits=tuple(recorder.waits),
-                transfers=tuple(recorder.transfers),
-                parameters=sum(parameter.numel() for parameter in model.parameters()),
-            )
+    with on_card(config, recipe, card, rung, traced) as made:
+        recorder, run = made.recorder, made.run
+        static = recorder.live
+        made.step(1, FIRST)
+        recorder.forget()
+        made.step(_usual(run), USUAL)
+        made.step(2 * run.stats_every, SAMPLED)
+        return Trace(
+            rung=made.plan.rung,
+            layers=made.plan.layers,
+            steps={name: _whole(recorder, name, batches) for name in (USUAL, SAMPLED)},
+            static=static,
+            peak=recorder.peak,
+            peak_kinds=recorder.kinds_at_peak,
+            waits=tuple(recorder.waits),
+            transfers=tuple(recorder.transfers),
+            parameters=sum(parameter.numel() for parameter in made.model.parameters()),
+        )
+
+
+@contextmanager
+def on_card(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, batches: int) -> Iterator[PaperRun]:
+    """The run on `card` on paper, with `batches` micro-batches a step; the recorder is on and knows nothing yet."""
+    device, facts, recorder = torch.device("cuda", 0), facts_of(card), Recorder(tf32=card.capability >= (8, 0))
+    with on_paper(card), recorder, built(config, recipe, facts, device, rung, batches, recorder) as made:
+        recorder.forget()
+        yield made
+
+
+@contextmanager
+def built(
+    config: RunConfig,
+    recipe: Recipe,
+    facts: MachineFacts,
+    device: torch.device,
+    rung: Rung,
+    batches: int,
+    recorder: Recorder,
+) -> Iterator[PaperRun]:
+    """The run as `harness train` builds it on one process, with `batches` micro-batches a step of made-up tokens.
+
+    Whether its tensors are fakes is up to the caller. It writes no file that outlives this context.
+    """
+    place = Place(Launch(), "python", device, facts, Ranks(device))
+    # Copies of the state on the host, for saves and rollbacks, are no memory of the card's.
+    config = config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update={"background": False}),
+            "guard": config.guard.model_copy(update={"snapshot_every": 0}),
+        }
+    )
+    torch.manual_seed(config.train.seed)
+    # Made on the device: fake parameters cannot be moved and stay the same objects.
+    with device:
+        model = build_model(config.model)
+    plan = make_plan(recipe, facts, rung, (), model)
+    data = _Tokens(config, batches, recorder)
+    with tempfile.TemporaryDirectory(prefix="estimate-") as folder, open(os.devnull, "w") as nowhere:
+        root = Path(folder)
+        console = Console(config.train.steps, stream=nowhere)
+        journal, store = Journal(Path(os.devnull)), Store(root, readonly=True)
+        run = build_run(config, recipe, root, place, plan, model, data, journal, Incidents(), store, console)
+        recorder.weights_are(model.parameters())
+        recorder.label("buffers", model.buffers())
+        optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]
+        state = (value for values in optimizer.state.values() for value in values.values())
+        recorder.label("optimizer state", (value for value in state if isinstance(value, Tensor)))
+        phased = dataclasses.replace(run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder))
+        yield PaperRun(phased, plan, model, recorder)
 
 
 def _usual(run: Run) -> int:
@@ -116,46 +180,6 @@ def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:
         return ops
     again = [op for op, micro in zip(recorder.ops, recorder.micros, strict=True) if op.step == step and micro == 2]
     return ops + again * (batches - _MICRO_BATCHES)
-
-
-def _build(
-    config: RunConfig, recipe: Recipe, card: Card, rung: Rung, folder: Path, batches: int, recorder: Recorder
-) -> tuple[Run, Plan, nn.Module]:
-    device = torch.device("cuda", 0)
-    facts = facts_of(card)
-    place = Place(Launch(), "python", device, facts, Ranks(device))
-    # Copies of the state on the host, for saves and rollbacks, are no memory of the card's.
-    config = config.model_copy(
-        update={
-            "checkpoint": config.checkpoint.model_copy(update={"background": False}),
-            "guard": config.guard.model_copy(update={"snapshot_every": 0}),
-        }
-    )
-    torch.manual_seed(config.train.seed)
-    # Made on the device: fake parameters cannot be moved and stay the same objects.
-    with device:
-        model = build_model(config.model)
-    plan = make_plan(recipe, facts, rung, (), model)
-    data = _Tokens(config, batches, recorder)
-    with open(os.devnull, "w") as nowhere:
-        console = Console(config.train.steps, stream=nowhere)
-        journal = Journal(Path(os.devnull))
-        store = Store(folder, readonly=True)
-        run = build_run(config, recipe, folder, place, plan, model, data, journal, Incidents(), store, console)
-    recorder.weights_are(model.parameters())
-    recorder.label("buffers", model.buffers())
-    optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    recorder.label("optimizer state", state)
-    phased = dataclasses.replace(run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder))
-    return phased, plan, model
-
-
-def _step(run: Run, recorder: Recorder, number: int, name: str) -> None:
-    recorder.step, recorder.micro = name, 0
-    with recorder.phased("step"):
-        samples = np.zeros(run.config.train.global_batch, dtype=np.int64)
-        train_step(run, Window(number - 1, number - 1, samples))
 
 
 class _Tokens:

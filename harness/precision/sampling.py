@@ -22,12 +22,12 @@ class SampledStats:
 
     def __init__(self, formats: Sequence[str], device: torch.device, by_row: bool = False) -> None:
         self.formats, self.by_row, self.sampling = tuple(formats), by_row, False
-        self._sums = torch.zeros(len(self.formats), 5, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(self.formats), 5, dtype=torch.float64, device=device)
 
     def begin(self, sample: bool) -> None:
         """A window begins."""
         self.sampling = sample
-        self._sums.zero_()
+        self.sums.zero_()
 
     @torch.no_grad()
     def add(self, slot: int, x: Tensor, scale: Tensor | None = None) -> None:
@@ -44,8 +44,8 @@ class SampledStats:
             scale = scaling.FORMATS[fmt].max / rows.abs().amax(dim=-1, keepdim=True).float()
         # A tensor or row of zeros has an infinite scale; under any other it is zeros as well.
         scale = torch.where(torch.isfinite(scale), scale, 1.0)
-        self._sums[slot] += scaling.quantization_stats(rows, scaling.quantize(rows, scale, fmt), scale, fmt)
+        self.sums[slot] += scaling.quantization_stats(rows, scaling.quantize(rows, scale, fmt), scale, fmt)
 
     def rows(self, mean: Callable[[Tensor], Tensor]) -> Tensor:
         """float32 [3, slots]: clipped, underflow, SQNR in dB; NaN where not sampled. mean: over ranks."""
-        return scaling.shares(mean(self._sums) if self.sampling else self._sums)
+        return scaling.shares(mean(self.sums) if self.sampling else self.sums)

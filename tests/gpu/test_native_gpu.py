@@ -1,4 +1,4 @@
-"""The native backend's FP8 GEMMs on a GPU against its bfloat16 carriers on the CPU. Not run on a GPU yet."""
+"""The native backend's casts and FP8 GEMMs on a GPU against its bfloat16 carriers on the CPU. Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 from gpu_support import backend_on, clones, distance, window
 from torch import nn
+
+from harness.precision.backends import native_triton
+from harness.precision.backends.autocast import AutocastBackend
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +50,44 @@ def test_the_three_gemms_agree_with_the_cpu_and_the_state_is_bit_equal(
         torch.testing.assert_close(stats[3:].cpu(), expected_stats[3:], rtol=1e-5, atol=1e-6, equal_nan=True)
     for name, tensor in clones(ours).items():
         assert torch.equal(clones(theirs)[name], tensor), name
+
+
+def test_the_fused_kernel_has_the_bits_of_torch_and_is_what_runs(fp8_gpu: torch.device) -> None:
+    assert native_triton.check(fp8_gpu) == []
+    backend = backend_on(nn.Sequential(nn.Linear(64, 64)).to(fp8_gpu), "native", fp8_gpu)
+    assert backend.note.startswith("fused FP8 casts by triton")
+
+
+def test_torch_operations_give_the_same_bits_as_the_kernel(fp8_gpu: torch.device) -> None:
+    torch.manual_seed(0)
+    fused = nn.Sequential(nn.Linear(256, 512)).to(fp8_gpu)
+    plain = copy.deepcopy(fused)
+    backends = [backend_on(model, "native", fp8_gpu) for model in (fused, plain)]
+    arena = backends[1].arena  # type: ignore[attr-defined]
+    arena.cast = native_triton.quantize_pair
+    for number in range(3):
+        x = 10.0**number * torch.randn(200, 256, device=fp8_gpu)
+        grad = torch.randn(200, 512, device=fp8_gpu, dtype=torch.bfloat16)
+        results = [window(backend, model, x, grad) for backend, model in zip(backends, (fused, plain), strict=True)]
+        for left, right in zip(*results, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+    for left, right in zip(fused.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)  # type: ignore[arg-type]
+
+
+def test_a_forward_keeps_less_than_bf16_does(fp8_gpu: torch.device) -> None:
+    def kept(name: str) -> int:
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).to(fp8_gpu)
+        backend = backend_on(model, name, fp8_gpu) if name == "native" else AutocastBackend("bf16", fp8_gpu)
+        x = torch.randn(8192, 1024, device=fp8_gpu, requires_grad=True)
+        backend.begin_window(sample=False)
+        before = torch.cuda.memory_allocated(fp8_gpu)
+        with backend.context():
+            out = model(x)
+        after = torch.cuda.memory_allocated(fp8_gpu) - out.nbytes
+        return after - before
+
+    assert kept("native") < 0.75 * kept("bf16")
 
 
 def test_a_skipped_window_leaves_the_state_bit_equal(fp8_gpu: torch.device) -> None:

@@ -15,18 +15,19 @@ from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import native_kernel
+from harness.precision.backends.native_gemm import Carrier, Operand
 from harness.precision.recipe import Fp8Config
 
 STAT_ROWS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
 
 
 class Arena:
-    """Delayed-scaling state of every slot of one model.
+    """Delayed-scaling state of every slot of one model, and the casts under it, here to bfloat16 carriers.
 
     names: `<layer>.<role>`. formats: "e4m3" or "e5m2" for each. `history` float32 [L, slots], row 0 staging;
     `scale` float32 [slots]. `active` is on inside a precision context; `sampling` adds the statistics that need
     more than an amax. demoted: first slots of the layers in BF16. epoch counts changes of `scale`, window counts
-    optimizer steps begun.
+    optimizer steps begun. weights: quantised ones by their layer's first slot, with what they were made from and when.
     """
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
@@ -41,15 +42,25 @@ class Arena:
         self.active = False
         self.sampling = False
         self.demoted: set[int] = set()
+        self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
         self.epoch = 0
         self.window = 0
         self.scrubbed = torch.zeros((), device=device)
         self.kernel, self.kernel_note = native_kernel.load() if device.type == "cpu" else (None, "PyTorch casts")
-        self.scales: list[float] = []
-        self.inverses: list[float] = []
         self._scratch = torch.zeros(1)
         self._entry = (self.history, self.scale)
         self._scales_changed()
+
+    def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Operand:
+        """`rows` [m, n] of any float dtype, rounded to bfloat16 and then cast under the slot's scale.
+
+        record: note amax and statistics. rights: it will be a right operand or a transposed left one, too.
+        """
+        return self.operand(rows.to(torch.bfloat16).contiguous(), slot, record, rights)
+
+    def operand(self, x: Tensor, slot: int, record: bool, rights: bool = True) -> Operand:
+        """As `activation`, from `x` [m, n] as it is."""
+        return Carrier(self.quantize(x.contiguous(), slot, record), self.inverses[slot])
 
     def quantize(self, x: Tensor, slot: int, record: bool) -> Tensor:
         """Raw FP8 values of `x` (contiguous) in bfloat16 under the slot's scale; `record`: note amax and statistics."""
@@ -79,9 +90,16 @@ class Arena:
         staged = self.history[0, slot]
         staged.copy_(torch.maximum(staged, scaling.amax(x)))
 
-    def inverse_of(self, slot: int) -> Tensor | float:
-        """1 / scale, correctly rounded to float32: a host float on a CPU, a 0-d tensor elsewhere (no sync)."""
-        return self.inverses[slot] if self.inverses else self.inverse[slot]
+    def may_release(self) -> bool:
+        """Whether a layer may give its quantised weight up once backward has used it: here it stays for the window."""
+        return False
+
+    def backward_begins(self) -> None:
+        """One more micro-batch of the window goes backward."""
+
+    def before_update(self) -> Tensor:
+        """All of a window's backwards are done: what was staged, float32 [slots], a copy."""
+        return self.history[0].clone()
 
     def begin_window(self, sample: bool) -> None:
         """Start collecting for one optimizer step; `sample`: with underflow, clipped share and SQNR."""
@@ -132,7 +150,8 @@ class Arena:
             self.history, self.scale, self.fp8_max, self.config.margin, self.config.amax_compute_algo
         )
         self.history.copy_(history)
-        self.scale.copy_(scale)
+        # A margin that leaves less than the inverse of FLT_MAX would make the inverse, and every product, infinite.
+        self.scale.copy_(scale.clamp_min(scaling.SMALLEST_SCALE))
 
     def stats(self, sums: Tensor) -> Tensor:
         """float32 [6, slots], rows as in STAT_ROWS, of the window that just ended. sums: `self.sums`, rank-reduced.
@@ -173,8 +192,15 @@ class Arena:
         self._scales_changed()
 
     def _scales_changed(self) -> None:
-        """Refresh what is derived from `scale` and drop cached FP8 weights."""
+        """Refresh what is derived from `scale` and drop cached FP8 weights.
+
+        inverses: 1 / scale, correctly rounded to float32. A carrier's GEMM takes its scales as numbers of the host.
+        """
         self.epoch += 1
+        self.weights.clear()
         self.inverse = torch.ones_like(self.scale) / self.scale
-        if self.device.type == "cpu":
-            self.scales, self.inverses = self.scale.tolist(), self.inverse.tolist()
+        self._read_scales()
+
+    def _read_scales(self) -> None:
+        self.scales: list[float] = self.scale.tolist()
+        self.inverses: list[float] = self.inverse.tolist()

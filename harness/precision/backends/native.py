@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.arena import Arena
+from harness.precision.backends.native_fp8 import Fp8Arena
+from harness.precision.backends.native_gemm import has_fp8_units
 from harness.precision.backends.native_kernel import keep_freed_memory
 from harness.precision.backends.native_linear import NativeLinear
 from harness.precision.plan import Plan, pad_numbers
@@ -27,15 +29,21 @@ from harness.precision.swap import swap_linears, twin
 
 
 class NativeBackend:
-    """Delayed scaling for the Linear layers that the plan names, on one arena."""
+    """Delayed scaling for the Linear layers that the plan names, on one arena.
 
-    def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+    fp8_units: multiply FP8 bytes by `torch._scaled_mm`, which a CPU has too, for tests; None: where the GPU can.
+    """
+
+    def __init__(
+        self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, fp8_units: bool | None = None
+    ) -> None:
         self.layers = plan.fp8_layers()
         if device.type == "cpu":
             keep_freed_memory()
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
-        self.arena = Arena(plan.slot_names(), formats, recipe.fp8, device)
+        on_units = has_fp8_units(device) if fp8_units is None else fp8_units
+        self.arena = (Fp8Arena if on_units else Arena)(plan.slot_names(), formats, recipe.fp8, device)
         self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
         for index, module in enumerate(self.modules.values()):
             module.attach(self.arena, 3 * index)
@@ -51,12 +59,18 @@ class NativeBackend:
     @contextmanager
     def context(self) -> Iterator[None]:
         """FP8 in the converted layers, bf16 autocast elsewhere. With gradients off it leaves no trace."""
-        with self.backward_context(), torch.autocast(self.arena.device.type, dtype=torch.bfloat16):
+        with self._active(), torch.autocast(self.arena.device.type, dtype=torch.bfloat16):
             yield
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
         """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
+        self.arena.backward_begins()
+        with self._active():
+            yield
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
         if self.arena.active:
             raise MisuseError(
                 Problem("precision contexts do not nest", "context()", fix="leave the first context before the next")
@@ -78,7 +92,7 @@ class NativeBackend:
 
     def amax(self) -> Tensor:
         """What the window's one MAX all-reduce must carry: staging amax, float32 [slots]; a copy."""
-        return self.arena.history[0].clone()
+        return self.arena.before_update()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
         """Update scales unless skipped; float32 [6, slots] statistics (rows: arena.STAT_ROWS)."""

@@ -12,13 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from harness.precision.backends import native_op
 from harness.precision.backends.arena import Arena
-from harness.precision.backends.native_gemm import Inverse, matmul, operands_as_they_are
+from harness.precision.backends.native_gemm import Carrier, Operand, operands_as_they_are, plain_operand
 from harness.precision.swap import pickled_as_linear
 
-Inverses = tuple[Inverse, Inverse]
 Needs = tuple[bool, bool, bool]
 # Attributes that a plain Linear has not, or that must not be copied.
-_OF_THE_LAYER = {"arena", "slot", "handle", "follows", "_cached", "_compiled_call_impl"}
+_OF_THE_LAYER = {"arena", "slot", "handle", "follows", "_compiled_call_impl"}
 
 
 class NativeLinear(nn.Linear):
@@ -37,11 +36,10 @@ class NativeLinear(nn.Linear):
     slot: int
     handle: Tensor
     follows: bool = False
-    _cached: dict[tuple[int, ...], tuple[Tensor, Tensor]]
 
     def attach(self, arena: Arena, slot: int) -> None:
         """Take slots `slot` to `slot + 2` of `arena`."""
-        self.arena, self.slot, self.handle, self._cached = arena, slot, native_op.register(self), {}
+        self.arena, self.slot, self.handle = arena, slot, native_op.register(self)
 
     @property
     def demoted(self) -> bool:
@@ -74,61 +72,64 @@ class NativeLinear(nn.Linear):
             return super().__reduce_ex__(protocol)
         return pickled_as_linear(self, _OF_THE_LAYER)
 
-    def quantized_weight(self, weight: Tensor, record: bool) -> Tensor:
-        """Raw FP8 values of `weight` in bfloat16 under the current scale, quantised once per optimizer step.
+    def quantized_weight(self, weight: Tensor, record: bool, rights: bool = True) -> Operand:
+        """`weight` as an operand under the current scale, quantised once per optimizer step.
 
         Fused optimizers do not bump a Parameter's version: arena epoch and window stand for it. Without `record` the
-        weights may be anything (an evaluation of averaged ones, say) and are quantised every time.
+        weights may be anything (an evaluation of averaged ones, say) and are quantised every time. rights: backward
+        wants it, too.
         """
+        if not record:
+            return self.arena.operand(weight.detach(), self.slot + 1, record, rights)
         key = (self.arena.epoch, self.arena.window, weight._version, weight.data_ptr())
-        if record and (cached := self._cached.get(key)) is not None:
-            return cached[0]
+        held = self.arena.weights.get(self.slot)
+        if held is not None and held[0] == key:
+            return held[1]
         plain = weight.detach()
-        quantized = self.arena.quantize(plain.contiguous(), self.slot + 1, record)
-        if record:
-            self._cached.clear()
-            # Holding the weight keeps its address: freed, it could be that of the next one that somebody computes.
-            self._cached[key] = (quantized, plain)
+        quantized = self.arena.operand(plain, self.slot + 1, record)
+        # Holding the weight keeps its address: freed, it could be that of the next one that somebody computes.
+        self.arena.weights[self.slot] = (key, quantized, plain)
         return quantized
 
     def multiply(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, record: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Inverses]:
-        """rows W^T + b: bfloat16 [m, n], and what backward wants: both operands and the inverses of their scales.
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, record: bool, needs: Needs = (True, True, True)
+    ) -> tuple[Tensor, Operand, Operand]:
+        """rows W^T + b: bfloat16 [m, n], and both operands, for backward.
 
-        rows: bfloat16 [m, k], contiguous. A demoted layer's operands are plain bfloat16 (the left one is `rows`
-        itself) and have no inverses.
+        rows: [m, k] of any float dtype. needs: gradients of rows, weight and bias that somebody will want. A demoted
+        layer's operands are plain bfloat16.
         """
         arena, slot = self.arena, self.slot
-        inverses: Inverses = (None, None)
         if self.demoted:
+            left, right = plain_operand(rows), plain_operand(weight)
             if record:
-                arena.observe(rows, slot)
+                arena.observe(left.values, slot)
                 arena.observe(weight, slot + 1)
-            left, right = rows, weight.detach().to(torch.bfloat16)
         else:
-            left, right = arena.quantize(rows, slot, record), self.quantized_weight(weight, record)
-            inverses = (arena.inverse_of(slot), arena.inverse_of(slot + 1))
-        return matmul(left, right.t(), *inverses, ("e4m3", "e4m3"), bias, fast=True), left, right, inverses
+            left = arena.activation(rows, slot, record, needs[1])
+            right = self.quantized_weight(weight, record, needs[0])
+        return left.nt(right, bias), left, right
 
     def gradients(
-        self, grad: Tensor, left: Tensor, right: Tensor, inverses: Inverses, record: bool, needs: Needs
+        self, grad: Tensor, left: Operand, right: Operand, record: bool, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of rows (bfloat16 [m, k]), weight (bfloat16 [n, k]) and bias (float32 [n]); None where not in `needs`.
 
-        grad: bfloat16 [m, n], contiguous. The others are `multiply`'s.
+        grad: [m, n] of any float dtype. The operands are `multiply`'s.
         """
         arena, slot = self.arena, self.slot + 2
+        grad = grad.to(torch.bfloat16).contiguous()
         grad_bias = grad.sum(0, dtype=torch.float32) if needs[2] else None
-        inverse = None
-        if inverses[0] is not None:
-            grad = arena.quantize(grad, slot, record)
-            inverse = arena.inverse_of(slot)
-        elif record:
-            arena.observe(grad, slot)
-        fmt = arena.formats[slot]
-        grad_rows = matmul(grad, right, inverse, inverses[1], (fmt, "e4m3")) if needs[0] else None
-        grad_weight = matmul(grad.t(), left, inverse, inverses[0], (fmt, "e4m3")) if needs[1] else None
+        if isinstance(left, Carrier) and left.inverse is None:
+            scaled: Operand = Carrier(grad)
+            if record:
+                arena.observe(grad, slot)
+        else:
+            scaled = arena.activation(grad, slot, record, needs[1])
+        grad_rows = scaled.nn(right) if needs[0] else None
+        grad_weight = scaled.tn(left) if needs[1] else None
+        if record and arena.may_release():
+            arena.weights.pop(self.slot, None)
         return grad_rows, grad_weight, grad_bias
 
 
@@ -137,19 +138,27 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLinear, record: bool) -> Tensor:
         ctx.layer, ctx.record, ctx.shape = layer, record, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
         with operands_as_they_are(x.device.type):
-            out, left, right, ctx.inverses = layer.multiply(rows, weight, bias, record)
-        ctx.save_for_backward(left, right)
-        return out.reshape(*x.shape[:-1], weight.shape[0])
+            rows = x.reshape(-1, x.shape[-1])
+            out, left, right = layer.multiply(rows, weight, bias, record, ctx.needs_input_grad[:3])
+        (kept_left, ctx.left), (kept_right, ctx.right) = left.kept(), right.kept()
+        wants_rows, wants_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            *(part if wants_weight else None for part in kept_left),
+            *(part if wants_rows else None for part in kept_right),
+        )
+        # Not a view: what follows may work in place on it.
+        return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad = grad_output.reshape(-1, grad_output.shape[-1]).to(torch.bfloat16).contiguous()
+        saved = ctx.saved_tensors
+        left, right = ctx.left(*saved[: len(saved) // 2]), ctx.right(*saved[len(saved) // 2 :])
+        grad = grad_output.reshape(-1, grad_output.shape[-1])
         with operands_as_they_are(grad.device.type):
             grad_rows, grad_weight, grad_bias = ctx.layer.gradients(
-                grad, *ctx.saved_tensors, ctx.inverses, ctx.record, ctx.needs_input_grad[:3]
+                grad, left, right, ctx.record, ctx.needs_input_grad[:3]
             )
         grad_x = None if grad_rows is None else grad_rows.reshape(ctx.shape)
         return grad_x, grad_weight, None if grad_bias is None else grad_bias.to(ctx.bias_dtype), None, None

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from harness.precision.backends.native_gemm import operands_as_they_are
+from harness.precision.backends.native_gemm import Carrier, operands_as_they_are, plain_operand
 
 if TYPE_CHECKING:
     from harness.precision.backends.native_linear import NativeLinear
@@ -41,13 +41,12 @@ def _linear(
     reuse the memory of whatever an operator returns.
     """
     layer = _layers[int(handle)]
-    rows = rows.contiguous()
     with operands_as_they_are(rows.device.type):
-        out, left, _, _ = layer.multiply(rows, weight, bias, record)
-    if left is rows:
-        left = rows.clone()  # an operator's outputs may not alias its inputs
-    inverse = layer.arena.inverse_of(layer.slot)
-    return out, left, inverse.reshape(1).clone() if isinstance(inverse, Tensor) else torch.tensor([inverse])
+        out, left, _ = layer.multiply(rows, weight, bias, record)
+    assert isinstance(left, Carrier)
+    # An operator's outputs may not alias its inputs.
+    values = left.values.clone() if left.inverse is None else left.values
+    return out, values, torch.tensor([layer.arena.inverses[layer.slot]], device=rows.device)
 
 
 def _fake_linear(
@@ -65,17 +64,12 @@ def _linear_backward(
     The quantised weight is the one of forward unless scales were rolled in between, which leaves an equally good one.
     """
     layer = _layers[int(handle)]
-    arena, slot = layer.arena, layer.slot
     with operands_as_they_are(grad.device.type):
         if layer.demoted:
-            right, inverses = weight.detach().to(torch.bfloat16), (None, None)
+            operands = Carrier(left), plain_operand(weight)
         else:
-            right = layer.quantized_weight(weight, record)
-            on_host = left_inverse.device.type == "cpu"
-            inverses = (left_inverse.item() if on_host else left_inverse[0], arena.inverse_of(slot + 1))
-        rows, weights, bias = layer.gradients(
-            grad.contiguous(), left, right, inverses, record, (needs[0], needs[1], needs[2])
-        )
+            operands = Carrier(left, left_inverse.item()), layer.quantized_weight(weight, record)
+        rows, weights, bias = layer.gradients(grad, *operands, record, (needs[0], needs[1], needs[2]))
     nothing = [grad.new_empty(0) if found is None else found for found in (rows, weights)]
     return nothing[0], nothing[1], grad.new_empty(0, dtype=torch.float32) if bias is None else bias
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError
-from harness.models.gpt import build, rotary, rotate
+from harness.models.gpt import Scores, build, rotary, rotate, spread
 from harness.models.task import Task, build_model
 
 
@@ -95,3 +96,28 @@ def test_a_model_that_breaks_the_loss_contract_is_told_so() -> None:
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ConfigError, match=r"returned a tensor \[3\], not a 0-d loss"):
         Task(Wrong(), "wrong").loss(Wrong(), tokens, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_spread_heads_attend_as_grouped_ones(dtype: torch.dtype, kv_heads: int) -> None:
+    """Output bit for bit; the gradients of shared heads are sums over their group, in another order."""
+    generator = torch.Generator().manual_seed(kv_heads)
+    shapes = ((2, 8, 33, 16), (2, kv_heads, 33, 16), (2, kv_heads, 33, 16))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes)
+    grouped = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    spread_out = F.scaled_dot_product_attention(q, spread(k, 8), spread(v, 8), is_causal=True)
+    assert torch.equal(grouped, spread_out)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for expected, found in zip(
+        torch.autograd.grad(grouped.square().sum(), (q, k, v)),
+        torch.autograd.grad(spread_out.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_cpu_shares_heads_as_before() -> None:
+    """Spreading is for cards without a fused kernel: elsewhere a run's losses stay bit for bit as they were."""
+    scores, q, k = Scores(), torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    assert torch.equal(scores(q, k, k), F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True))

@@ -20,12 +20,13 @@ def recipe(**fp8: object) -> Recipe:
     return Recipe.model_validate({**base, "fp8": {**base["fp8"], **fp8}, "layers": {"min_features": 16}})
 
 
-def backend_for(model: nn.Module, **fp8: object) -> NativeBackend:
+def backend_for(model: nn.Module, fp8_units: bool = False, **fp8: object) -> NativeBackend:
+    """On the CPU; `fp8_units`: as on a GPU that has them, with the CPU's `torch._scaled_mm`."""
     policy = recipe(**fp8)
     facts = probe()
     rung, verdicts = resolve(policy, facts)
     assert rung is not None
-    return NativeBackend(make_plan(policy, facts, rung, verdicts, model), policy, model, CPU)
+    return NativeBackend(make_plan(policy, facts, rung, verdicts, model), policy, model, CPU, fp8_units)
 
 
 def same(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,239 @@
+# pyright: reportInvalidTypeForm=false
+"""Quantise, amax and transpose in one pass over a tensor: a Triton kernel, with torch operations as its equal.
+
+The operator `hopper_harness::fp8_quantize` is one launch on a GPU. Triton comes with torch's CUDA builds; without it,
+or where its compiler fails or a single bit differs, `quantize_pair` does the same in torch operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from harness.precision import scaling
+from harness.precision.backends.native_gemm import padded
+
+try:
+    import triton as _triton
+    import triton.language as _tl
+except ImportError:
+    _triton = _tl = None
+# Its kernels are a language of their own, not typed Python.
+triton: Any = _triton
+tl: Any = _tl
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Cast = Callable[[Tensor, Tensor, "Tensor | None", str, bool, bool], tuple[Tensor, Tensor]]
+
+# A tile is ROWS x COLS elements, shared by WARPS x 32 threads.
+ROWS, COLS, WARPS = 64, 64, 8
+
+
+def quantize_pair(
+    x: Tensor, scale: Tensor, amax: Tensor | None, fmt: str, through_bf16: bool, transpose: bool
+) -> tuple[Tensor, Tensor]:
+    """FP8 bytes of x * scale, [r, c], and their transpose [c, r filled with zeros to a multiple of 16].
+
+    x: contiguous float32, bfloat16 or float16 [r, c]. scale: float32 [1]. amax: float32 [1], raised in place to max|x|
+    (NaN is no amax, Inf is), or None. fmt: "e4m3" | "e5m2". through_bf16: round x to bfloat16 first, as the input of a
+    bfloat16 layer is. transpose: without it the second result is [0]. Rounds to nearest even, saturates (Inf too),
+    keeps NaN.
+    """
+    if through_bf16:
+        x = x.to(torch.bfloat16)
+    if amax is not None:
+        torch.maximum(amax, scaling.amax(x), out=amax)
+    rows = scaling.cast(x, scale, fmt)
+    if not transpose:
+        return rows, rows.new_empty(0)
+    turned = rows.view(torch.uint8).t()
+    if x.shape[0] % padded(1):
+        columns = turned.new_zeros(x.shape[1], padded(x.shape[0]))
+        columns[:, : x.shape[0]] = turned
+    else:
+        columns = turned.contiguous()
+    return rows, columns.view(rows.dtype)
+
+
+def _fp8_quantize(
+    x: Tensor, scale: Tensor, amax: Tensor | None, fmt: str, through_bf16: bool, transpose: bool
+) -> tuple[Tensor, Tensor]:
+    """`quantize_pair`, in one launch."""
+    rows, columns = _fake_quantize(x, scale, amax, fmt, through_bf16, transpose)
+    m, n = x.shape
+    tiles = -(-(columns.shape[1] if transpose else m) // ROWS) * -(-n // COLS)
+    if tiles:
+        launch: Any = _kernel[(tiles,)]
+        launch(
+            x,
+            scale,
+            scale if amax is None else amax,
+            rows,
+            columns,
+            m,
+            n,
+            columns.shape[1] if transpose else m,
+            **constants(fmt),
+            THROUGH_BF16=through_bf16 and x.dtype != torch.bfloat16,
+            RECORD=amax is not None,
+            TRANSPOSE=transpose,
+            num_warps=WARPS,
+        )
+    return rows, columns
+
+
+def constants(fmt: str) -> dict[str, float]:
+    """What the kernel is compiled for: tile and format. NAN has no bit set below those that FP8 keeps: a NaN for
+    Triton's interpreter, too, which would round such bits into the exponent.
+    """
+    spec = scaling.FORMATS[fmt]
+    return {
+        "LIMIT": spec.max,
+        "SMALLEST": 2.0**spec.min_exponent,
+        "MAGIC": 1.5 * 2.0 ** (23 - spec.mantissa_bits),
+        "NAN": 0x7F800000 | ((1 << spec.mantissa_bits) - 1) << (23 - spec.mantissa_bits),
+        "ROWS": ROWS,
+        "COLS": COLS,
+    }
+
+
+def _fake_quantize(
+    x: Tensor, scale: Tensor, amax: Tensor | None, fmt: str, through_bf16: bool, transpose: bool
+) -> tuple[Tensor, Tensor]:
+    dtype = scaling.FORMATS[fmt].dtype
+    shape = (x.shape[1], padded(x.shape[0])) if transpose else (0,)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
+
+
+# Compiled code is cached on disk by this name: another result needs another name.
+_NAME = "hopper_harness::fp8_quantize"
+torch.library.define(_NAME, torch.library.infer_schema(_fp8_quantize, mutates_args=("amax",)))
+torch.library.impl(_NAME, "default", _fp8_quantize)
+torch.library.register_fake(_NAME, _fake_quantize)
+_ops: Any = torch.ops.hopper_harness
+
+if triton is not None:
+
+    @triton.jit
+    def _kernel(
+        x,
+        scale,
+        amax,
+        rows,
+        columns,
+        m,
+        n,
+        m_padded,
+        LIMIT: tl.constexpr,
+        SMALLEST: tl.constexpr,
+        MAGIC: tl.constexpr,
+        NAN: tl.constexpr,
+        THROUGH_BF16: tl.constexpr,
+        RECORD: tl.constexpr,
+        TRANSPOSE: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+    ):
+        # One axis of programs: the others end at 65,535. Offsets are 64 bits wide: tensors may have 2^31 elements.
+        tiles = tl.cdiv(n, COLS)
+        i = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        j = (tl.program_id(0) % tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
+        inside = (i[:, None] < m) & (j[None, :] < n)
+        value = tl.load(x + i[:, None] * n + j[None, :], mask=inside, other=0.0).to(tl.float32)
+        if THROUGH_BF16:
+            bits = value.to(tl.int32, bitcast=True)
+            even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            value = tl.where(value == value, even.to(tl.float32, bitcast=True), value)
+        if RECORD:
+            # Of numbers that are not negative the bits order as the values do: an integer maximum is exact. What is
+            # there only grows, so that an old reading costs an atomic too many and loses none.
+            bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            largest = tl.max(tl.max(tl.where(bits <= 0x7F800000, bits, 0), 1), 0)
+            staged = amax.to(tl.pointer_type(tl.int32), bitcast=True)
+            tl.atomic_max(staged, largest, mask=largest > tl.load(staged), sem="relaxed")
+        scaled = value * tl.load(scale)
+        scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT), scaled)
+        # Rounded as in scaling.quantize, so that the conversion below has nothing to round: on Ada it starts from
+        # float16, which would round twice, and Triton's interpreter loses carries.
+        exponent = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        magic = tl.maximum(exponent, SMALLEST) * MAGIC
+        bits = ((scaled + magic) - magic).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = bits | (scaled.to(tl.int32, bitcast=True) & -2147483648)
+        bits = tl.where(scaled == scaled, bits, NAN)
+        raw = bits.to(tl.float32, bitcast=True).to(rows.dtype.element_ty)
+        tl.store(rows + i[:, None] * n + j[None, :], raw, mask=inside)
+        if TRANSPOSE:
+            # Rows past the last were read as zeros, and fill the transpose up.
+            filled = (j[:, None] < n) & (i[None, :] < m_padded)
+            tl.store(columns + j[:, None] * m_padded + i[None, :], tl.trans(raw), mask=filled)
+
+
+def load(device: torch.device) -> tuple[Cast, str]:
+    """What casts on `device`, and what it is: the kernel if it is there and right, else `quantize_pair` and why."""
+    if triton is None:
+        return quantize_pair, "FP8 casts in PyTorch: triton is not installed"
+    if device.type != "cuda":
+        return quantize_pair, "FP8 casts in PyTorch: no GPU"
+    if not isinstance(torch.empty(0, device=device), FakeTensor):  # nothing to launch in an estimate
+        try:
+            differs = check(device)
+        except Exception as error:  # whatever the compiler, its driver or the launch raises
+            reason = str(error).strip().splitlines()
+            return quantize_pair, f"FP8 casts in PyTorch: the fused kernel failed: {(reason or [''])[-1][-200:]}"
+        if differs:
+            return quantize_pair, f"FP8 casts in PyTorch: the fused kernel differs: {differs[0]}"
+    return _ops.fp8_quantize, f"fused FP8 casts by triton {triton.__version__}"
+
+
+def check(device: torch.device) -> list[str]:
+    """Where the kernel on `device` differs in a bit from `quantize_pair` on the CPU; NaN equals NaN. Empty: nowhere.
+
+    Every bfloat16 value, float32 and float16 values between them, both formats, several scales, odd shapes, amax from
+    nothing and from a running maximum. Raises what Triton raises if the kernel does not compile or launch.
+    """
+    found: list[str] = []
+    every = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    odd = torch.cat([every[:5123], every[-5120:]]).float() * 1.1
+    inputs = (
+        every.view(256, 256),
+        (every.float() * 1.1).view(1024, 64),
+        every.view(torch.float16).view(64, 1024),
+        odd[: 97 * 71].view(97, 71),
+        odd[-1:].view(1, 1),
+        odd[:0].view(0, 16),
+    )
+    for x in inputs:
+        for fmt in scaling.FORMATS:
+            for scale in (1.0, 0.37, 2.0**20, 2.0**-20, scaling.SMALLEST_SCALE):
+                for running, through_bf16 in ((None, False), (0.0, True), (3.0, False)):
+                    found += _differences(x, scale, running, fmt, through_bf16, device)
+    return found
+
+
+def _differences(
+    x: Tensor, scale: float, running: float | None, fmt: str, through_bf16: bool, device: torch.device
+) -> list[str]:
+    theirs, ours = ([None if running is None else torch.tensor([running])] for _ in range(2))
+    factor = torch.tensor([scale])
+    expected = quantize_pair(x, factor, theirs[0], fmt, through_bf16, transpose=True)
+    if ours[0] is not None:
+        ours[0] = ours[0].to(device)
+    actual = _fp8_quantize(x.to(device), factor.to(device), ours[0], fmt, through_bf16, transpose=True)
+    what = f"{x.dtype} {list(x.shape)}, scale {scale:g}, {fmt}{', through bfloat16' if through_bf16 else ''}"
+    found = [
+        f"{name} of {what}"
+        for name, left, right in zip(("bytes", "transpose"), actual, expected, strict=True)
+        if not _same(left.cpu(), right)
+    ]
+    if theirs[0] is not None and ours[0] is not None and not torch.equal(ours[0].cpu(), theirs[0]):
+        found.append(f"amax {ours[0].item()} for {theirs[0].item()} of {what}")
+    return found
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    equal = (left.view(torch.uint8) == right.view(torch.uint8)) | (left.float().isnan() & right.float().isnan())
+    return left.shape == right.shape and bool(equal.all())

@@ -1,0 +1,61 @@
+"""Small models for the recorder: one with a planted fault, and a stack of equal Linear layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Planted(nn.Module):
+    """Bytes in, loss out; `fault` names what its forward does wrong."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.embed = nn.Embedding(256, 64)
+        self.middle = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 256)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.middle(self.embed(inputs))
+        if self.fault == "item":
+            x = x * (1.0 if x.sum().item() >= 0 else -1.0)
+        elif self.fault == "to_host":
+            x.detach().abs().max().to("cpu")
+        elif self.fault == "pageable":
+            x = x + torch.tensor([0.5] * 64).to(x.device, non_blocking=True)
+        elif self.fault == "not_zero":
+            if (x > 1e4).any():
+                x = x.clamp(max=1e4)
+        elif self.fault == "mask":
+            x = x * 1.0
+            x[x > 1e4] = x[x > 1e4] * 0.5
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Linears(nn.Module):
+    """`layers` Linear layers of one width, one after the other, between an embedding and a head of their own."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.lm_head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        # 16 bits already, as after another layer: what a Linear costs here is its own.
+        x = self.embed(inputs).to(torch.bfloat16)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
+
+
+def build(fault: str) -> nn.Module:
+    """A `Planted` model."""
+    return Planted(fault)
+
+
+def linears(width: int, layers: int) -> nn.Module:
+    """A `Linears` model."""
+    return Linears(width, layers)

@@ -1,0 +1,35 @@
+"""What a card takes is decided by that card, not by this machine; attention kernels are the card's own."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Scene
+
+
+@pytest.mark.parametrize(
+    ("card", "recipe", "rung"),
+    [
+        ("H100", "fp8_hybrid", "native:fp8"),
+        ("L4", "auto", "native:fp8"),
+        ("A100", "fp8_hybrid", "autocast:bf16"),
+        ("A100", "bf16", "autocast:bf16"),
+        ("T4", "auto", "autocast:fp16"),
+        ("T4", "fp8_hybrid", "autocast:fp16"),
+        ("V100", "bf16", "autocast:fp16"),
+    ],
+)
+def test_the_rung_is_the_cards(scene: Scene, card: str, recipe: str, rung: str) -> None:
+    assert scene("cards")[f"{card} {recipe}"] == rung
+
+
+@pytest.mark.parametrize(
+    ("run", "kernel"),
+    [
+        ("T4 autocast:fp16", "_scaled_dot_product_efficient_attention"),
+        ("H100 autocast:bf16", "_scaled_dot_product_flash_attention"),
+        ("H100 autocast:fp32", "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_grouped_queries_never_fall_to_plain_mathematics(scene: Scene, run: str, kernel: str) -> None:
+    """The model has twice as many query heads as key heads. No fused kernel: the scores of all pairs are kept."""
+    assert scene("cards")[run]["attention"] == [kernel, f"{kernel}_backward"]

@@ -1,0 +1,129 @@
+"""`harness estimate`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+QUICK = ("--config", "tiny")
+
+
+@cache
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "harness.cli", "estimate", *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=540, check=False)
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_llama_on_an_h100() -> None:
+    found = answer("--card", "H100", "--config", "llama3_8b_8layers", "--recipe", "fp8_hybrid")
+    assert found["calibrated"] is False
+    block = 4096 * (6144 + 4096 + 2 * 14336 + 14336) + 2 * 4096
+    assert found["parameters"] == 8 * block + 2 * 256 * 4096 + 4096
+    # fp32 weights and two moments are 12 bytes for each parameter, and a gradient of 4 lives at some time.
+    assert found["peak_gib"] > 12 * found["parameters"] / 2**30
+    assert 25 < found["bf16_peak_gib"] < 35
+    assert found["ratio_vs_bf16"] == pytest.approx(found["step_ms"] / found["bf16_step_ms"], rel=1e-3)
+    assert found["tokens_per_second"] == pytest.approx(4096 / found["step_ms"] * 1e3, rel=1e-3)
+    assert found["fits"] is True
+    assert found["waits"] == []
+    assert (found["rung"], found["estimated"]) == ("transformer_engine:fp8", "native:fp8")
+    assert any("transformer_engine:fp8 is estimated as native:fp8" in note for note in found["notes"])
+
+
+def test_text_for_people() -> None:
+    done = run("--card", "A100", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "A prediction (uncalibrated)" in done.stdout
+    assert "autocast:bf16" in done.stdout
+    assert "not native:fp8" in done.stdout
+    assert "Nothing ran on a GPU" in done.stdout
+    assert "it never waits for the card" in done.stdout
+
+
+def test_a_t4_trains_in_fp16_and_has_no_bf16_to_compare_with() -> None:
+    found = answer("--card", "t4", *QUICK, "--recipe", "auto")
+    assert found["rung"] == "autocast:fp16"
+    assert found["bf16_peak_gib"] is None
+    assert found["ratio_vs_bf16"] is None
+
+
+def test_overrides_and_ranks() -> None:
+    """Four micro-batches on one process are two on each of two: half the work, the same memory."""
+    one = answer("--card", "A100", *QUICK, "train.global_batch=16", "train.micro_batch=4")
+    two = answer("--card", "A100", *QUICK, "train.global_batch=16", "train.micro_batch=4", "--ranks", "2")
+    assert two["peak_gib"] == one["peak_gib"]
+    assert two["kernels"] < one["kernels"]
+    assert any("one of 2 processes" in note for note in two["notes"])
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    wrong = tmp_path / "proof.json"
+    wrong.write_text("{}")
+    done = run("--card", "H1000", "--config", "quickstart", "--recipe", "fp8_hybrd", "train.stepz=3")
+    assert done.returncode == 2
+    assert "no such card on paper" in done.stderr
+    assert "A100-80GB" in done.stderr
+    assert 'no recipe "fp8_hybrd"' in done.stderr
+    assert "stepz" in done.stderr
+    done = run("--card", "H100", "--calibration", str(wrong), "train.stepz=3")
+    assert done.returncode == 2
+    assert 'has no section "roofline"' in done.stderr
+    assert "stepz" in done.stderr
+
+
+def test_a_batch_that_does_not_divide_is_refused_as_in_training() -> None:
+    done = run("--card", "H100", *QUICK, "--ranks", "3")
+    assert done.returncode == 2
+    assert "the batch does not divide over the ranks" in done.stderr
+
+
+def test_deepspeed_is_refused_by_name() -> None:
+    done = run("--card", "H100", *QUICK, "engine.deepspeed=configs/deepspeed/nowhere.json")
+    assert done.returncode == 2
+    assert "DeepSpeed is not estimated" in done.stderr
+
+
+def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
+    """An empty cache and an empty PATH: there is nothing to build the device on paper with."""
+    done = run("--card", "H100", *QUICK, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 4
+    assert "there is no C++ compiler" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_cannot_be_put_on_paper_is_named() -> None:
+    target = ("model.target=planted_models:build", "model.args={fault: mask}")
+    done = run("--card", "A100", *QUICK, *target, PYTHONPATH=os.pathsep.join([str(ROOT), str(Path(__file__).parent)]))
+    assert done.returncode == 2, done.stderr
+    assert "cannot be put on paper" in done.stderr
+    assert "planted_models" in done.stderr
+
+
+def test_a_calibrated_prediction_follows_the_measurements(tmp_path: Path) -> None:
+    """A card that is half as fast in everything that was measured makes a step that takes twice as long."""
+    base = answer("--card", "A100", *QUICK, "data.context=2048", "train.micro_batch=4")
+    measured = {"card": "NVIDIA A100-SXM4-80GB", "capability": [8, 0], "gemm_bf16": 117e12, "gemm_fp8": None}
+    measured |= {"attention": 78e12, "bandwidth": 2.039e12 * 0.85 / 2, "launch_seconds": 1e-9, "context_bytes": 1 << 29}
+    path = tmp_path / "proof.json"
+    path.write_text(json.dumps({"roofline": measured}))
+    arguments = ("--card", "A100", *QUICK, "data.context=2048", "train.micro_batch=4", "--calibration", str(path))
+    found = answer(*arguments)
+    assert found["context_gib"] == 0.5
+    assert found["step_ms"] > base["step_ms"]
+    assert any("gemm_fp8" in note for note in found["notes"])

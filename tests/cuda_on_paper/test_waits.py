@@ -1,0 +1,86 @@
+"""A step never waits for the card, on any rung, and the recorder would see it if it did."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Scene
+
+RUNGS = (
+    "native, adamw",
+    "native, sgd",
+    "native, rolled in micro-batches, adamw",
+    "native, e4m3, adamw",
+    "torchao, tensorwise, adamw",
+    "torchao, rowwise, adamw",
+    "bf16, adamw",
+    "fp16, adamw",
+    "fp16, sgd",
+    "fp32, adamw",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNGS)
+def test_no_step_waits_for_the_card(scene: Scene, name: str) -> None:
+    found = scene("waits")[name]
+    steps = {"first", "usual", "sampled", "measured"}
+    if found["fp8_layers"]:
+        steps |= {"demoted", "demoted and sampled", "promoted"}
+    assert steps == found["kernels"].keys(), "every step ran on the card"
+    assert found["waits"] == []
+
+
+@pytest.mark.slow
+def test_every_rung_was_looked_at(scene: Scene) -> None:
+    assert scene("waits").keys() == set(RUNGS)
+    assert {found["rung"] for found in scene("waits").values()} == {
+        "native:fp8", "torchao:fp8", "autocast:bf16", "autocast:fp16", "autocast:fp32"
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNGS)
+def test_whatever_goes_to_the_card_comes_from_pinned_memory(scene: Scene, name: str) -> None:
+    found = scene("waits")[name]
+    assert found["pageable"] == []
+    # Inputs and targets of two micro-batches, and what a rank tells the others.
+    assert found["pinned"] == 5 * len(found["kernels"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUNGS if "native" in name or "torchao" in name])
+def test_fp8_layers_multiply_in_fp8(scene: Scene, name: str) -> None:
+    """Eight layers, two micro-batches, three GEMMs each, in seven steps; one layer is demoted in two of them."""
+    assert scene("waits")[name]["fp8_layers"] == 8
+    assert scene("waits")[name]["fp8_gemms"] == 7 * 8 * 2 * 3 - 2 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("item", "_local_scalar_dense"),
+        ("to_host", "blocking copy cuda->cpu"),
+        ("not_zero", "_local_scalar_dense"),
+        ("mask", "aten.index"),
+    ],
+)
+def test_a_planted_wait_is_seen_where_it_is(scene: Scene, fault: str, what: str) -> None:
+    waits = scene("planted")[fault]["waits"]
+    assert waits, "the planted fault was not seen"
+    assert what in waits[0][0]
+    assert "planted_models.py" in waits[0][1]
+
+
+def test_a_planted_pageable_copy_is_seen_where_it_is(scene: Scene) -> None:
+    places = scene("planted")["pageable"]["pageable"]
+    assert len(places) == 1
+    assert "planted_models.py" in places[0]
+
+
+def test_the_model_without_a_fault_is_clean(scene: Scene) -> None:
+    clean = scene("planted")["clean"]
+    assert (clean["waits"], clean["pageable"], clean["error"]) == ([], [], "")
+
+
+def test_a_size_that_only_the_card_knows_ends_the_trace(scene: Scene) -> None:
+    assert scene("planted")["mask"]["error"] == "DynamicOutputShapeException"

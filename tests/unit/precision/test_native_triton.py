@@ -1,0 +1,168 @@
+"""The fused kernel without a GPU: interpreted, bit for bit the torch path; and compiled ahead for its cards."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.precision import scaling
+from harness.precision.backends import native_triton
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
+FORMATS = ("e4m3", "e5m2")
+REGISTERS = 42
+"""A thread may have this many for six blocks of 256 threads to share a multiprocessor's 65,536."""
+
+needs_triton = pytest.mark.skipif(native_triton.triton is None, reason="triton is not installed")
+
+
+def interpreted(code: str) -> str:
+    """Output of `code` where triton interprets, which it decides at its import: a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_interpreted_kernel_has_the_bits_of_torch() -> None:
+    """Every bfloat16 value and others, both formats, several scales, odd shapes: `check` is what a GPU is asked, too."""
+    code = (
+        "import torch; from harness.precision.backends import native_triton as n; print(n.check(torch.device('cpu')))"
+    )
+    assert interpreted(code) == "[]"
+
+
+ALTERED = """
+import torch
+from harness.precision import scaling
+from harness.precision.backends import native_triton as native
+
+kernel = native._kernel
+scaling.FORMATS = {"e5m2": scaling.E5M2}  # half the time
+
+class Altered:
+    def __init__(self, **changes):
+        self.changes = changes
+    def __getitem__(self, grid):
+        return lambda *args, **options: kernel[grid](*args, **{**options, **self.changes})
+
+for changes in (dict(LIMIT=1e30), dict(SMALLEST=2.0**-13), dict(MAGIC=1.5 * 2.0**20), dict(NAN=0),
+                dict(THROUGH_BF16=False), dict(RECORD=False)):
+    native._kernel = Altered(**changes)
+    print(*changes, len(native.check(torch.device("cpu"))) > 0)
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_check_finds_a_kernel_that_is_wrong() -> None:
+    assert interpreted(ALTERED).splitlines() == [
+        f"{name} True" for name in ("LIMIT", "SMALLEST", "MAGIC", "NAN", "THROUGH_BF16", "RECORD")
+    ]
+
+
+@needs_triton
+def test_the_interpreted_operator_records_and_fills_up(tmp_path: Path) -> None:
+    """Through the registered operator: the caller's amax is raised, 5 rows are 16 columns of the transpose."""
+    code = """
+import torch
+from harness.precision.backends import native_triton
+x, scale, amax = torch.randn(5, 32, generator=torch.manual_seed(0)), torch.tensor([50.0]), torch.tensor([2.0])
+x[3, 3] = float("nan")
+rows, columns = torch.ops.hopper_harness.fp8_quantize(x, scale, amax, "e4m3", True, True)
+expected = x.bfloat16().nan_to_num(0.0).abs().max().float()
+print(columns.shape == (32, 16), not columns[:, 5:].float().any(), amax.item() == max(2.0, expected.item()))
+print(torch.equal(rows.view(torch.uint8), columns[:, :5].t().contiguous().view(torch.uint8)))
+none = torch.ops.hopper_harness.fp8_quantize(x, scale, None, "e5m2", False, False)
+print(none[0].dtype == torch.float8_e5m2, none[1].shape == (0,))
+"""
+    assert interpreted(code).split() == ["True"] * 6
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 20])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_the_fake_operator_promises_what_torch_makes(rows: int, transpose: bool) -> None:
+    x, scale = torch.randn(rows, 32), torch.ones(1)
+    for fmt in FORMATS:
+        real = native_triton.quantize_pair(x, scale, None, fmt, through_bf16=True, transpose=transpose)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(tensor) for tensor in (x, scale)]
+            fake = torch.ops.hopper_harness.fp8_quantize(*fakes, None, fmt, True, transpose)
+        for made, promised in zip(real, fake, strict=True):
+            assert (made.shape, made.dtype) == (promised.shape, promised.dtype)
+            assert promised.is_contiguous() == made.is_contiguous()
+
+
+def test_without_triton_or_a_gpu_torch_does_it_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native_triton.load(CPU) == (native_triton.quantize_pair, "FP8 casts in PyTorch: no GPU")
+    gpu = torch.device("cuda", 0)
+    if native_triton.triton is not None and not torch.cuda.is_available():
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # nothing to allocate on here
+        cast, note = native_triton.load(gpu)
+        assert cast is native_triton.quantize_pair
+        assert note.startswith("FP8 casts in PyTorch: the fused kernel failed: ")
+    monkeypatch.setattr(native_triton, "check", lambda _: ["bytes of something"])
+    if native_triton.triton is not None:
+        assert native_triton.load(gpu)[1] == "FP8 casts in PyTorch: the fused kernel differs: bytes of something"
+    monkeypatch.setattr(native_triton, "triton", None)
+    assert native_triton.load(gpu)[1] == "FP8 casts in PyTorch: triton is not installed"
+
+
+def compiled(arch: int, dtype: str, fmt: str, folder: Path) -> tuple[str, int, int]:
+    """PTX, registers and bytes of local memory (spills) of the kernel as a GPU of `arch` would run it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    spec, pointer = scaling.FORMATS[fmt], {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
+    names: list[str] = native_triton._kernel.arg_names
+    kinds = ["*" + dtype, "*fp32", "*fp32", pointer, pointer, "i32", "i32", "i32"]
+    constants = native_triton.constants(fmt) | {"RECORD": True, "TRANSPOSE": True, "THROUGH_BF16": dtype == "fp32"}
+    signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
+    # As the launcher specialises for tensors whose addresses, rows and columns are multiples of 16.
+    aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 3, 4, 5, 6, 7)}
+    source = ASTSource(native_triton._kernel, signature, constants, aligned)
+    made: Any = compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": native_triton.WARPS})
+    cubin = folder / f"{arch}-{dtype}-{spec.name}.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    tool = Path(native_triton.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    told = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    registers, local = re.search(r"REG:(\d+)", told), re.search(r"LOCAL:(\d+)", told)
+    stack = re.search(r"STACK:(\d+)", told)
+    assert registers is not None
+    assert local is not None
+    assert stack is not None
+    return made.asm["ptx"], int(registers[1]), int(local[1]) + int(stack[1])
+
+
+@needs_triton
+@pytest.mark.skipif(sys.platform != "linux", reason="triton's assembler is for Linux")
+@pytest.mark.parametrize("arch", [89, 90, 100])
+@pytest.mark.parametrize(("dtype", "fmt"), [("bf16", "e4m3"), ("bf16", "e5m2"), ("fp32", "e4m3")])
+def test_it_compiles_ahead_without_spills(
+    arch: int, dtype: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    ptx, registers, spilled = compiled(arch, dtype, fmt, tmp_path)
+    assert registers <= REGISTERS
+    assert spilled == 0
+    starts_from = "f16x2" if arch == 89 else "f32"
+    assert re.search(rf"cvt\.rn\.satfinite\.{fmt}x2\.{starts_from}", ptx), "the FP8 units' own conversion"
+    assert re.search(r"(atom|red)\.\S*max\.s32", ptx), "amax by integer maximum"
+    assert ".ftz" not in ptx, "denormal values are values"
+    assert re.search(r"ld\.global\S*\.v[24]", ptx), "several elements a load"
