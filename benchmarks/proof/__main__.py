@@ -55,12 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes, complete = ask(rows, options.rehearse, 60 * options.minutes, work)
         if not outcomes or not usable(outcomes[0], options.rehearse):
             return no_card(outcomes)
-        given = [*(sys.argv[1:] if arguments is None else arguments)]
         proof = page.record(
             outcomes,
             rehearsal=options.rehearse,
             complete=complete and not options.only,
-            command=" ".join(["python -m benchmarks.proof", *given]),
+            command=as_command(options),
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             minutes=(time.monotonic() - began) / 60,
         )
@@ -89,6 +88,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not 0 < options.minutes < 24 * 60:
         parser.error("--minutes must be more than 0 and less than a day")
     return options
+
+
+def as_command(options: argparse.Namespace) -> str:
+    """What gives the same rows again, wherever results go."""
+    words = ["python -m benchmarks.proof", *(["--rehearse"] if options.rehearse else [])]
+    words += [f"--minutes {options.minutes:g}"] if options.minutes != MINUTES else []
+    return " ".join([*words, *(["--only", *options.only] if options.only else [])])
 
 
 def unwritable(folder: Path) -> str:

@@ -136,6 +136,7 @@ class Contender:
             "rung": self.rung,
             "loss": facts.loss,
             "steps": facts.step,
+            "note": self.run.precision.note,
             "left_fp8": sorted(self.demoted),
             "fell_back_to_eager": eager,
         }

@@ -100,7 +100,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
         for owner, name, answer in told:
             stack.enter_context(mock.patch.object(owner, name, answer))
         stack.enter_context(recorder)
-        task = Task(rehearsal=False, deadline=time.monotonic() + 20, folder=folder, keep=folder)
+        task = Task(rehearsal=False, deadline=time.monotonic(), folder=folder, keep=folder)
         try:
             answer = row(task)
         except NotHere as error:

@@ -53,7 +53,7 @@ def test_without_a_card_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_short_rehearsal(tmp_path: Path) -> None:
     """In an old locale, from a terminal that knows ASCII alone."""
     out = tmp_path / "a folder"
-    rows = ["machine", "gemm", "launch", "native", "kernels", "tests"]
+    rows = ["machine", "launch", "kernels"]
     code, output = proof(
         "--rehearse", "--only", *rows, "--out", str(out), LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0"
     )
@@ -65,14 +65,10 @@ def test_a_short_rehearsal(tmp_path: Path) -> None:
     assert found["rehearsal"] is True
     assert found["complete"] is False, "only some rows"
     assert found["card"] is None
-    status = {row["name"]: row["status"] for row in found["rows"]}
-    assert status == dict(zip(rows, ["passed"] * 4 + ["not run"] * 2, strict=False)) | {"kernels": "not run"}
-    reasons = {row["name"]: row["reason"] for row in found["rows"]}
-    assert "needs a card" in reasons["kernels"]
-    assert "needs an NVIDIA GPU" in reasons["tests"], "pytest's own reason"
-    contenders = next(row for row in found["rows"] if row["name"] == "native")["figures"]["contenders"]
-    assert contenders["fp8"]["rung"] == "native:fp8"
-    assert contenders["fp8"]["ratio"]["min"] > 0
+    assert {row["name"]: row["status"] for row in found["rows"]} == dict(
+        zip(rows, ("passed", "passed", "not run"), strict=True)
+    )
+    assert "needs a card" in found["rows"][2]["reason"]
     assert page.REHEARSAL in (out / "rehearsal_cpu.md").read_text()
     text = (out / "rehearsal_cpu.json").read_text() + (out / "rehearsal_cpu.md").read_text()
     assert str(ROOT) not in text
@@ -91,7 +87,12 @@ def test_a_whole_rehearsal(tmp_path: Path) -> None:
     run = {"machine", "gemm", "bandwidth", "attention", "launch", "native", "native_compiled", "watching", "saves"}
     assert {name for name in run if status[name] != "passed"} == set()
     assert {name for name, each in status.items() if each == "failed"} == set()
-    assert all(row["reason"] for row in found["rows"] if row["status"] == "not run")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert all(row["reason"] for row in rows.values() if row["status"] == "not run")
+    assert "needs an NVIDIA GPU" in rows["tests"]["reason"], "pytest's own reason"
+    contenders = rows["native"]["figures"]["contenders"]
+    assert (contenders["fp8"]["rung"], contenders["16 bit"]["rung"]) == ("native:fp8", "autocast:bf16")
+    assert 0 < contenders["fp8"]["ratio"]["min"] <= contenders["fp8"]["ratio"]["median"]
 
 
 def test_nowhere_to_write_is_said_before_anything_runs(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_an_interrupt_ends_the_row_and_keeps_what_there_is(tmp_path: Path) -> No
 
 
 def test_a_kill_takes_the_row_with_it(tmp_path: Path) -> None:
-    process = start("--rehearse", "--only", "native_compiled", "--out", str(tmp_path), TMPDIR=str(tmp_path))
+    process = start("--rehearse", "--only", "native", "--out", str(tmp_path), TMPDIR=str(tmp_path))
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("machine"):
@@ -201,7 +202,7 @@ def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None
     if row != "watching":
         peaks = {name: contender["peak"] / 2**30 for name, contender in found["figures"]["contenders"].items()}
         state = 16 * SIZES[0 if width == 4096 else 1].parameters / 2**30
-        assert all(state < peak < 1.5 * state for peak in peaks.values()), peaks
+        assert all(state < peak < 1.6 * state for peak in peaks.values()), peaks
 
 
 def test_no_step_waits_on_paper_and_the_detector_is_put_back(tmp_path: Path) -> None:
