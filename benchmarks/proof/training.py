@@ -371,13 +371,16 @@ def syncs(task: Task) -> Answer:
 
 
 def waits(contender: Contender) -> None:
-    """Raises RuntimeError if one of three steps, after the first that allocate, makes the host wait."""
+    """Raises RuntimeError if one of ten steps, after the first that allocate, makes the host wait.
+
+    Ten, so that one is among them that measures the parameters (`guard.measure_every`).
+    """
     run = contender.run
     contender.steps(2)
     wait(run.engine.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = [next_step(run) for _ in range(3)]
+        pending = [next_step(run) for _ in range(10)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     contender.last = [to_host(each) for each in pending][-1]
