@@ -44,7 +44,7 @@ def test_without_a_card_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     code, output = proof("--out", str(out), TMPDIR=str(temporary))
     assert code == 4, output
     assert "no card that can be used" in output
-    assert "why: torch sees no CUDA card" in output
+    assert "why: CUDA_VISIBLE_DEVICES hides every card" in output
     assert "--rehearse" in output
     assert list(out.iterdir()) == []
     assert list(temporary.iterdir()) == []
@@ -163,6 +163,7 @@ def on_paper(card: str, row: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_what_a_card_is_called_on_paper(tmp_path: Path) -> None:
     found = on_paper("H100", "machine", tmp_path)
     card = found["figures"]["card"]
@@ -170,8 +171,14 @@ def test_what_a_card_is_called_on_paper(tmp_path: Path) -> None:
     assert not found["figures"]["problem"]
 
 
-@pytest.mark.parametrize(("card", "kinds"), [("H100", {"bf16", "fp16", "fp8", "fp8_precise", "fp8_gradient"}),
-                                             ("A100-80GB", {"bf16", "fp16"}), ("T4", {"fp16"})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("card", "kinds"),
+    [
+        ("H100", {"bf16", "fp16", "fp8", "fp8_precise", "fp8_gradient"}),
+        pytest.param("A100-80GB", {"bf16", "fp16"}, marks=pytest.mark.slow),
+        pytest.param("T4", {"fp16"}, marks=pytest.mark.slow),
+    ],
+)
 def test_gemms_on_paper(card: str, kinds: set[str], tmp_path: Path) -> None:
     found = on_paper(card, "gemm", tmp_path)["figures"]
     assert set(found["flops"]) == kinds
@@ -179,11 +186,13 @@ def test_gemms_on_paper(card: str, kinds: set[str], tmp_path: Path) -> None:
     assert found["size"] == 8192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("card", "kernel"), [("H100", "FLASH_ATTENTION"), ("T4", "EFFICIENT_ATTENTION")])
 def test_attention_on_paper(card: str, kernel: str, tmp_path: Path) -> None:
     assert on_paper(card, "attention", tmp_path)["figures"]["kernel"] == kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["bandwidth", "launch"])
 def test_the_rest_of_the_card_on_paper(row: str, tmp_path: Path) -> None:
     assert on_paper("H100", row, tmp_path)["summary"]
@@ -205,6 +214,7 @@ def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None
         assert all(state < peak < 1.6 * state for peak in peaks.values()), peaks
 
 
+@pytest.mark.slow
 def test_no_step_waits_on_paper_and_the_detector_is_put_back(tmp_path: Path) -> None:
     found = on_paper("H100", "syncs", tmp_path)
     ran = {name for name, why in found["figures"]["rungs"].items() if not why}
@@ -213,6 +223,7 @@ def test_no_step_waits_on_paper_and_the_detector_is_put_back(tmp_path: Path) -> 
     assert not found["failed"]
 
 
+@pytest.mark.slow
 def test_saves_on_paper(tmp_path: Path) -> None:
     assert on_paper("H100", "saves", tmp_path)["figures"]["saves"] >= 2
 
