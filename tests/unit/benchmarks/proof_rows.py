@@ -51,6 +51,15 @@ def hangs(task: Task) -> Answer:
         time.sleep(1)
 
 
+def waits(task: Task) -> Answer:
+    """For ever, after its id went into PROOF_PIDS."""
+    pids = Path(os.environ["PROOF_PIDS"])
+    pids.with_suffix(".tmp").write_text(str(os.getpid()))
+    pids.with_suffix(".tmp").rename(pids)
+    while True:
+        time.sleep(1)
+
+
 def rubbish(task: Task) -> Answer:
     """Prints what no terminal should see, and leaves a result that is none."""
     sys.stdout.buffer.write(b"\x00\xff\x1b[2Jrubbish\n" * 1000)

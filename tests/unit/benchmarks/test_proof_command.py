@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -121,37 +120,6 @@ def test_an_interrupt_ends_the_row_and_keeps_what_there_is(tmp_path: Path) -> No
     found = json.loads((tmp_path / "rehearsal_cpu.json").read_text())
     assert not found["complete"]
     assert len(found["rows"]) < len(ROWS)
-
-
-def test_a_kill_takes_the_row_with_it(tmp_path: Path) -> None:
-    process = start("--rehearse", "--only", "native", "--out", str(tmp_path), TMPDIR=str(tmp_path))
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("machine"):
-            break
-    deadline = time.monotonic() + MINUTES
-    while not (rows := under(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert rows, "a row has begun"
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    while under(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert under(tmp_path) == []
-
-
-def under(folder: Path) -> list[int]:
-    """Processes of rows that work in `folder`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"benchmarks.proof.child" in words and any(word.startswith(str(folder).encode()) for word in words):
-            found.append(int(path.parent.name))
-    return found
 
 
 def on_paper(card: str, row: str, folder: Path) -> dict[str, Any]:

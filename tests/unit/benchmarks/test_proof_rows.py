@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -87,10 +89,9 @@ def test_a_bad_row_becomes_a_reason(tmp_path: Path, function: str, status: str, 
         assert outcome["figures"] == {"so far": 2}, "what it had found stays"
 
 
-def test_a_row_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, adopting: None) -> None:
+def hang(tmp_path: Path) -> list[int]:
+    """Ids of a row that hung until it was killed, of its child, and of a child in a session of its own."""
     pids = tmp_path / "pids"
-    others = children_of(os.getpid())
-    outcome: dict[str, Any] = {}
     for attempt, seconds in enumerate((4.0, 15.0, 60.0, 240.0)):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -98,12 +99,50 @@ def test_a_row_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, ado
         assert outcome["status"] == "failed"
         assert "stopped after its" in outcome["reason"]
         if pids.exists():
+            assert outcome["figures"] == {"so far": 3}
             break
     found = [int(pid) for pid in pids.read_text().split()]
     assert len(found) == 3
-    assert [pid for pid in found if alive(pid)] == []
+    return found
+
+
+def test_a_row_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, adopting: None) -> None:
+    others = children_of(os.getpid())
+    assert [pid for pid in hang(tmp_path) if alive(pid)] == []
     assert children_of(os.getpid()) <= others
-    assert outcome["figures"] == {"so far": 3}
+
+
+def test_its_process_group_goes_where_orphans_cannot_be_adopted(tmp_path: Path) -> None:
+    row, child, elsewhere = hang(tmp_path)
+    assert alive(elsewhere), "or this test shows nothing"
+    os.kill(elsewhere, signal.SIGKILL)
+    assert not alive(row)
+    deadline = time.monotonic() + MINUTES
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def test_a_row_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib; from benchmarks.proof.children import environment, run_row\n"
+        "from benchmarks.proof.registry import Row\n"
+        f"work = pathlib.Path({str(tmp_path)!r}); row = Row('waits', '?', (), 1, 'proof_rows:waits')\n"
+        "run_row(row, 3600, work, rehearsal=True, environ=environment(work, True, os.environ), earlier={}, keep=work)"
+    )
+    pids = tmp_path / "pids"
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "PROOF_PIDS": str(pids)}
+    command = subprocess.Popen([sys.executable, "-c", code], env=environ)
+    deadline = time.monotonic() + MINUTES
+    while not pids.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    row = int(pids.read_text())
+    assert alive(row)
+    command.kill()
+    command.wait()
+    while alive(row) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(row)
 
 
 def test_what_a_row_leaves_behind_is_killed(tmp_path: Path, adopting: None) -> None:
