@@ -26,7 +26,8 @@ train: $(READY) ## train the quickstart model (RECIPE=, CONFIG=, ARGS=); run it 
 	@$(RUN) launch/deepspeed.sh --recipe $(RECIPE) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: lint ## lint, types, then every test that is not slow and needs no GPU
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist worksteal --ignore tests/cuda_on_paper \
+	    -m "not slow and not gpu" $(ARGS)
 
 test-all: test-te test-paper test-slow ## what make test leaves out: Transformer Engine, paper and slow tests (half an hour)
 
@@ -41,8 +42,9 @@ test-te: $(TEST_READY) ## Transformer Engine's own Python on the CPU, in every v
 test-paper: $(TEST_READY) ## the CUDA step on fake tensors of an H100, A100 and T4; no card is needed
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 tests/cuda_on_paper $(ARGS)
 
-test-slow: $(TEST_READY) ## the slow tests, those of make test-faults too
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
+test-slow: $(TEST_READY) ## the slow tests; the attacks among them are left to make test-faults
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal --ignore tests/cuda_on_paper \
+	    -m "slow and not attack and not gpu" $(ARGS)
 
 test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
 	$(RUN) python -m pytest -q --timeout 600 -m gpu $(ARGS)

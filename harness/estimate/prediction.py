@@ -14,6 +14,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import RungVerdict
 from harness.data.batches import check_world
+from harness.engines.process_group import read_launch
 from harness.estimate.calibration import Calibration
 from harness.estimate.roofline import GIB, Card, Op, Rates, device_seconds, seconds_of, step_seconds
 from harness.estimate.trace import SAMPLED, USUAL, Trace, facts_of, trace
@@ -108,6 +109,9 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
     Raises MachineError if no rung of the recipe runs on the card, ConfigError as training would, and if the model
     cannot be put on paper or the config asks for DeepSpeed.
     """
+    if read_launch().launched:
+        what, fix = "this is one process of a launcher's", "start it alone, with --ranks for the number of processes"
+        raise ConfigError(Problem(what, "harness estimate", fix=fix))
     check_world(config.train.global_batch, config.train.micro_batch, ranks)
     if config.engine.deepspeed is not None:
         what, why = "DeepSpeed is not estimated", "its engine moves memory and gradients in ways of its own"

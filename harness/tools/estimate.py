@@ -104,10 +104,10 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
 def _host(made: Prediction) -> list[tuple[str, str]]:
     text = f"{made.timing.kernels:,} kernel launches a step"
     if made.timing.host_bound:
-        text += ": the card waits for them; larger micro-batches or engine.compile=blocks would help"
+        text += ", which take longer than the work: larger micro-batches or engine.compile=blocks would help"
     waits = Counter((wait.what, wait.where[0] if wait.where else "?") for wait in made.trace.waits)
     if not waits:
-        return [("host", f"{text}; it never waits for the card within a step"), *_copies(made)]
+        return [("host", f"{text}; the host never waits for the card within a step"), *_copies(made)]
     rows = [("host", text)]
     for (what, where), count in waits.most_common(_SHOWN_WAITS):
         rows.append(("", f"waits for the card: {what} at {where}" + (f" ({count} times)" if count > 1 else "")))

@@ -53,7 +53,7 @@ def test_text_for_people() -> None:
     assert "autocast:bf16" in done.stdout
     assert "not native:fp8" in done.stdout
     assert "Nothing ran on a GPU" in done.stdout
-    assert "it never waits for the card" in done.stdout
+    assert "the host never waits for the card" in done.stdout
 
 
 def test_a_t4_trains_in_fp16_and_has_no_bf16_to_compare_with() -> None:
@@ -91,6 +91,13 @@ def test_a_batch_that_does_not_divide_is_refused_as_in_training() -> None:
     done = run("--card", "H100", *QUICK, "--ranks", "3")
     assert done.returncode == 2
     assert "the batch does not divide over the ranks" in done.stderr
+
+
+def test_a_launcher_is_refused_by_name() -> None:
+    """It would estimate once for each rank, and join a group that has nothing to say."""
+    done = run("--card", "H100", *QUICK, RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    assert done.returncode == 2
+    assert "--ranks" in done.stderr
 
 
 def test_deepspeed_is_refused_by_name() -> None:

@@ -88,7 +88,7 @@ def found(store: Store, step: int, path: Path, bit: int) -> bool:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.faults(4)
-@pytest.mark.parametrize("flips", [300, pytest.param(FLIPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [300, pytest.param(FLIPS, marks=(pytest.mark.slow, pytest.mark.attack))])
 def test_every_flipped_bit_is_found_and_its_file_named(run: Path, figure: Callable[..., None], flips: int) -> None:
     store, generator = Store(run / "checkpoints", readonly=True), random.Random(flips)
     missed = []
@@ -105,6 +105,7 @@ def test_every_flipped_bit_is_found_and_its_file_named(run: Path, figure: Callab
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 @pytest.mark.timeout(3600)
 @pytest.mark.faults(4)
 def test_every_bit_of_a_manifest_counts(run: Path, figure: Callable[..., None]) -> None:
@@ -155,6 +156,7 @@ def a_link(path: Path, other: Path) -> None:
 
 KINDS = (cut_short, emptied, flipped, deleted, of_another_step, a_link)
 QUICK = {("cut_short", FILES[2]), ("flipped", FILES[4]), ("of_another_step", FILES[3]), ("a_link", FILES[1])}
+SWEEP = (pytest.mark.slow, pytest.mark.attack)
 Damage = Callable[[Path, Path], None]
 
 
@@ -174,7 +176,7 @@ def assert_resumed_at(step: int, ended: Ended, run: Path, undisturbed: Path) -> 
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
-        pytest.param(kind, name, marks=() if (kind.__name__, name) in QUICK else pytest.mark.slow)
+        pytest.param(kind, name, marks=() if (kind.__name__, name) in QUICK else SWEEP)
         for kind in KINDS
         for name in FILES
     ],

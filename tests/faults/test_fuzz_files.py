@@ -42,7 +42,7 @@ pytestmark = pytest.mark.faults(24)
 
 FEW = int(os.environ.get("FAULTS_FUZZ", "60"))
 MANY = int(os.environ.get("FAULTS_FUZZ_SLOW", "2000"))
-BOTH = pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+BOTH = pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=(pytest.mark.slow, pytest.mark.attack))])
 VALID = [path.read_bytes() for kind in ("configs", "recipes") for path in sorted((ROOT / kind).glob("*.yaml"))]
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.dates()
 KEYS = [*RunConfig.model_fields, *Recipe.model_fields, "steps", "lr", "path", "args", "target", "patterns"]

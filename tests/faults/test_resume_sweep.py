@@ -139,6 +139,7 @@ def test_a_fork_of_the_driver_is_as_good_as_a_new_process(driver: Driver, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 @pytest.mark.timeout(3600)
 @pytest.mark.faults(1)
 @pytest.mark.parametrize("name", VARIANTS)
@@ -155,7 +156,7 @@ def test_every_step_is_as_good_as_any_to_be_killed_at(
 
 @pytest.mark.timeout(3600)
 @pytest.mark.faults(1)
-@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=(pytest.mark.slow, pytest.mark.attack))])
 def test_every_sample_counts_once_whatever_the_run_was_killed_in(
     driver: Driver, tmp_path: Path, figure: Callable[..., None], kills: int
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_signal_at_any_stage_of_the_start_leaves_a_run_that_starts(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 def test_any_signal_at_any_step_is_one_request(tmp_path: Path, figure: Callable[..., None]) -> None:
     generator = random.Random(os.environ.get("HARNESS_TEST_SEED", "7"))
     for begun in range(0, SIGNALS, PER_RUN):

@@ -27,8 +27,12 @@ class Arena:
     names: `<layer>.<role>`. formats: "e4m3" or "e5m2" for each. `history` float32 [L, slots], row 0 staging;
     `scale` float32 [slots]. `active` is on inside a precision context; `sampling` adds the statistics that need
     more than an amax. demoted: first slots of the layers in BF16. epoch counts changes of `scale`, window counts
-    optimizer steps begun. weights: quantised ones by their layer's first slot, with what they were made from and when.
+    optimizer steps begun. gradient: format of every grad_output. weights: quantised ones by their layer's first slot,
+    with what they were made from and when.
     """
+
+    visible = False
+    """Whether a compiler is shown the casts."""
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         slots = len(names)
@@ -41,6 +45,7 @@ class Arena:
         self.saturation = torch.zeros(slots, device=device)
         self.active = False
         self.sampling = False
+        self.gradient = formats[-1] if formats else "e5m2"
         self.demoted: set[int] = set()
         self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
         self.epoch = 0
@@ -87,8 +92,16 @@ class Arena:
             self._stage(x, slot)
 
     def _stage(self, x: Tensor, slot: int) -> None:
-        staged = self.history[0, slot]
-        staged.copy_(torch.maximum(staged, scaling.amax(x)))
+        self.stage(slot, scaling.amax(x))
+
+    def stage(self, slot: int, amax: Tensor) -> None:
+        """Raise the slot's running amax to `amax`, float32 of one element."""
+        staged = self.history[0, slot : slot + 1]
+        torch.maximum(staged, amax.reshape(1), out=staged)
+
+    def again(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Operand:
+        """`rows` [m, n] as a right operand under the scale of an earlier moment, float32 [1] as its inverse."""
+        raise NotImplementedError
 
     def may_release(self) -> bool:
         """Whether a layer may give its quantised weight up once backward has used it: here it stays for the window."""

@@ -22,7 +22,8 @@ from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_fp8 import Fp8Arena
 from harness.precision.backends.native_gemm import has_fp8_units
 from harness.precision.backends.native_kernel import keep_freed_memory
-from harness.precision.backends.native_linear import NativeLinear
+from harness.precision.backends.native_linear import Block, NativeLinear
+from harness.precision.compiling import blocks_of
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.swap import swap_linears, twin
@@ -45,8 +46,13 @@ class NativeBackend:
         on_units = has_fp8_units(device) if fp8_units is None else fp8_units
         self.arena = (Fp8Arena if on_units else Arena)(plan.slot_names(), formats, recipe.fp8, device)
         self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
+        self._blocks = [
+            (Block(), {child for child in block.modules() if isinstance(child, NativeLinear)})
+            for block in (*blocks_of(model), model)
+        ]
         for index, module in enumerate(self.modules.values()):
-            module.attach(self.arena, 3 * index)
+            block = next(block for block, layers in self._blocks if module in layers)
+            module.attach(self.arena, 3 * index, block)
         self.slot_names = self.arena.names
         self.note = self.arena.kernel_note
         self.lowered = ""
@@ -83,6 +89,9 @@ class NativeBackend:
 
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins; `sample`: measure underflow, clipped share and SQNR too."""
+        if sample is not self.arena.sampling:
+            self.arena.sampling = sample
+            self._mark_blocks()
         self.arena.begin_window(sample)
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
@@ -108,6 +117,12 @@ class NativeBackend:
         by_name = {pad_numbers(name): module for name, module in self.modules.items()}
         self.arena.demoted |= {by_name[name].slot for name in demote}
         self.arena.demoted -= {by_name[name].slot for name in promote}
+        self._mark_blocks()
+
+    def _mark_blocks(self) -> None:
+        """One flag for both reasons: a guard each would compile a block once for each combination of them."""
+        for block, layers in self._blocks:
+            block.switching = self.arena.sampling or any(layer.demoted for layer in layers if layer.block is block)
 
     def lower(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""

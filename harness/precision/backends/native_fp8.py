@@ -26,6 +26,8 @@ class Fp8Arena(Arena):
     the last is learned from the window before; a wrong guess costs casts or memory and changes no result.
     """
 
+    visible = True
+
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         super().__init__(names, formats, config, device)
         self.sampled = SampledStats(formats, device)
@@ -60,6 +62,11 @@ class Fp8Arena(Arena):
         fmt = self.formats[slot]
         rows, columns = self.cast(x.detach(), self.scale[slot : slot + 1], amax, fmt, through_bf16, rights)
         return Fp8Pair(rows, columns if rights else None, self.inverse[slot : slot + 1])
+
+    def again(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Fp8Pair:
+        """As `Arena.again`."""
+        pair = self.cast(rows, scale, None, self.formats[slot], False, True)
+        return Fp8Pair(None, pair[1], inverse)
 
     def observe(self, x: Tensor, slot: int) -> None:
         """As `Arena.observe`."""

@@ -151,12 +151,15 @@ def _scaled_mm(
     """left [m, k] times right^T [k, n] on FP8 units, both row-major: the layouts that cuBLASLt takes."""
     assert left is not None
     assert right is not None
-    return torch._scaled_mm(
-        left,
-        right.t(),
-        scale_a=left_inverse,
-        scale_b=right_inverse,
-        bias=None if bias is None else bias.detach().to(torch.bfloat16),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )
+    # A CPU's is made of operations that autocast would take to bfloat16.
+    alone = torch.autocast("cpu", enabled=False) if left.device.type == "cpu" else nullcontext()
+    with alone:
+        return torch._scaled_mm(
+            left,
+            right.t(),
+            scale_a=left_inverse,
+            scale_b=right_inverse,
+            bias=None if bias is None else bias.detach().to(torch.bfloat16),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=fast,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from harness.precision.backends import native_op
+from harness.precision.backends import native_op, native_traced
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import Carrier, Operand, operands_as_they_are, plain_operand
 from harness.precision.swap import pickled_as_linear
 
 Needs = tuple[bool, bool, bool]
 # Attributes that a plain Linear has not, or that must not be copied.
-_OF_THE_LAYER = {"arena", "slot", "handle", "follows", "_compiled_call_impl"}
+_OF_THE_LAYER = {"arena", "slot", "block", "handle", "follows", "_compiled_call_impl"}
+
+
+@dataclass(slots=True)
+class Block:
+    """Layers that are compiled together. switching: in this window one of them is in BF16, or measured."""
+
+    switching: bool = False
 
 
 class NativeLinear(nn.Linear):
@@ -34,12 +42,13 @@ class NativeLinear(nn.Linear):
 
     arena: Arena
     slot: int
+    block: Block
     handle: Tensor
     follows: bool = False
 
-    def attach(self, arena: Arena, slot: int) -> None:
+    def attach(self, arena: Arena, slot: int, block: Block) -> None:
         """Take slots `slot` to `slot + 2` of `arena`."""
-        self.arena, self.slot, self.handle = arena, slot, native_op.register(self)
+        self.arena, self.slot, self.block, self.handle = arena, slot, block, native_op.register(self)
 
     @property
     def demoted(self) -> bool:
@@ -51,20 +60,28 @@ class NativeLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         record = torch.is_grad_enabled() and not self.follows
         if torch.compiler.is_compiling():
-            rows = input.to(torch.bfloat16).reshape(-1, input.shape[-1])
-            out = native_op.linear(rows, self.weight, self.bias, self.handle, record)[0]
+            out = self._compiled(input.reshape(-1, input.shape[-1]), record)
             out = out.reshape(*input.shape[:-1], self.out_features)
         else:
             out: Any = _Matmul.apply(input, self.weight, self.bias, self, record)
         # Where a model turns autocast off it goes on in its own dtype, as after Transformer Engine's Linear.
         return out if torch.is_autocast_enabled(input.device.type) else out.to(input.dtype)
 
+    def _compiled(self, rows: Tensor, record: bool) -> Tensor:
+        """Traced: every attribute read here is a guard, which two blocks or two windows may share or not."""
+        given = (self.weight, self.bias, self.handle, record)
+        if not self.arena.visible:
+            return native_op.linear(rows.to(torch.bfloat16), *given)[0]
+        if self.block.switching:
+            return native_traced.switching(rows.to(torch.bfloat16), *given)
+        return native_traced.linear(rows, *given, self.arena.gradient)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLinear:
         made = memo[id(self)] = type(self).__new__(type(self))
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_LAYER}
         made.__dict__.update(copy.deepcopy(state, memo))
         made.follows = True
-        made.attach(self.arena, self.slot)
+        made.attach(self.arena, self.slot, self.block)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -128,9 +145,13 @@ class NativeLinear(nn.Linear):
             scaled = arena.activation(grad, slot, record, needs[1])
         grad_rows = scaled.nn(right) if needs[0] else None
         grad_weight = scaled.tn(left) if needs[1] else None
-        if record and arena.may_release():
-            arena.weights.pop(self.slot, None)
+        self.release(record)
         return grad_rows, grad_weight, grad_bias
+
+    def release(self, record: bool) -> None:
+        """Backward has used the quantised weight."""
+        if record and self.arena.may_release():
+            self.arena.weights.pop(self.slot, None)
 
 
 class _Matmul(torch.autograd.Function):

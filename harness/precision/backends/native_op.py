@@ -32,6 +32,11 @@ def register(layer: NativeLinear) -> Tensor:
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
+def layer_of(handle: Tensor) -> NativeLinear:
+    """The layer that was registered under `handle`."""
+    return _layers[int(handle)]
+
+
 def _linear(
     rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +45,7 @@ def _linear(
     rows: bfloat16 [m, k]. The quantised weight stays with the layer: it serves several calls, and the compiler may
     reuse the memory of whatever an operator returns.
     """
-    layer = _layers[int(handle)]
+    layer = layer_of(handle)
     with operands_as_they_are(rows.device.type):
         out, left, _ = layer.multiply(rows, weight, bias, record)
     assert isinstance(left, Carrier)
@@ -63,7 +68,7 @@ def _linear_backward(
 
     The quantised weight is the one of forward unless scales were rolled in between, which leaves an equally good one.
     """
-    layer = _layers[int(handle)]
+    layer = layer_of(handle)
     with operands_as_they_are(grad.device.type):
         if layer.demoted:
             operands = Carrier(left), plain_operand(weight)
@@ -96,16 +101,26 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
-# Compiled code is cached on disk by these names: other results or another backward need other names.
-_LINEAR, _LINEAR_BACKWARD = "hopper_harness::fp8_linear", "hopper_harness::fp8_linear_backward"
-for _name, _run, _fake in (
-    (_LINEAR, _linear, _fake_linear),
-    (_LINEAR_BACKWARD, _linear_backward, _fake_linear_backward),
-):
-    # `torch.library.custom_op` does all three, and checks for aliases at every call: 1% of a small layer's time.
-    torch.library.define(_name, torch.library.infer_schema(_run, mutates_args=()))
-    torch.library.impl(_name, "default", _run)
-    torch.library.register_fake(_name, _fake)
-torch.library.register_autograd(_LINEAR, _backward, setup_context=_setup)
+def define(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup: Callable[..., Any] | None = None,
+) -> None:
+    """Register an operator. Compiled code is cached on disk by its name: other results need another name.
+
+    `torch.library.custom_op` does the same, and checks for aliases at every call: 1% of a small layer's time.
+    """
+    full = f"hopper_harness::{name}"
+    torch.library.define(full, torch.library.infer_schema(run, mutates_args=()))
+    torch.library.impl(full, "default", run)
+    torch.library.register_fake(full, fake)
+    if backward is not None:
+        torch.library.register_autograd(full, backward, setup_context=setup)
+
+
+define("fp8_linear", _linear, _fake_linear, _backward, _setup)
+define("fp8_linear_backward", _linear_backward, _fake_linear_backward)
 _ops: Any = torch.ops.hopper_harness
 linear: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.fp8_linear

@@ -20,13 +20,18 @@ def recipe(**fp8: object) -> Recipe:
     return Recipe.model_validate({**base, "fp8": {**base["fp8"], **fp8}, "layers": {"min_features": 16}})
 
 
-def backend_for(model: nn.Module, fp8_units: bool = False, **fp8: object) -> NativeBackend:
+FP8_UNITS = False
+"""What `backend_for` takes unless it is told; tests that hold for both set it."""
+
+
+def backend_for(model: nn.Module, fp8_units: bool | None = None, **fp8: object) -> NativeBackend:
     """On the CPU; `fp8_units`: as on a GPU that has them, with the CPU's `torch._scaled_mm`."""
     policy = recipe(**fp8)
     facts = probe()
     rung, verdicts = resolve(policy, facts)
     assert rung is not None
-    return NativeBackend(make_plan(policy, facts, rung, verdicts, model), policy, model, CPU, fp8_units)
+    units = FP8_UNITS if fp8_units is None else fp8_units
+    return NativeBackend(make_plan(policy, facts, rung, verdicts, model), policy, model, CPU, units)
 
 
 def same(values: torch.Tensor) -> torch.Tensor:

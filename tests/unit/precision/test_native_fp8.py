@@ -35,8 +35,8 @@ def test_a_straight_cast_has_the_bits_of_the_carriers(fmt: str, scale: float) ->
         assert bool((equal | (carried.isnan() & straight.float().isnan())).all())
 
 
-# A CPU's `_scaled_mm` takes the scales into bfloat16 operands, which rounds once more than a GPU's.
-TOLERANCE = 6e-3
+# Sums in another order round some outputs to the next bfloat16.
+TOLERANCE = 2e-3
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

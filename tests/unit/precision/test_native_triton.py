@@ -41,7 +41,7 @@ def interpreted(code: str) -> str:
 @needs_triton
 @pytest.mark.slow
 def test_the_interpreted_kernel_has_the_bits_of_torch() -> None:
-    """Every bfloat16 value and others, both formats, several scales, odd shapes: `check` is what a GPU is asked, too."""
+    """Every bfloat16 value and others, both formats, several scales, odd shapes: what a GPU is asked, too."""
     code = (
         "import torch; from harness.precision.backends import native_triton as n; print(n.check(torch.device('cpu')))"
     )
