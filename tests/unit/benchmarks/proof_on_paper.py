@@ -73,7 +73,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
     from harness import build, step
     from harness.checkpoint.staging import Staging
 
-    cuda = torch.cuda
+    cuda, warm = torch.cuda, training.warm
     told: list[tuple[Any, str, Any]] = [
         (cuda, "mem_get_info", lambda *_: (card.memory - 2**29 - recorder.live, card.memory)),
         (cuda, "memory_allocated", lambda *_: recorder.live),
@@ -91,6 +91,8 @@ def main(card_name: str, target: str, folder: Path) -> None:
         (build, "agree_on_rung", lambda recipe, facts, _: alone(recipe, facts)),
         (Staging, "copy", staged),
         (saves, "SIZE", training.SMALL),
+        # One step after the first is as good as ten: nothing here grows warm.
+        (training, "warm", lambda contender, _: warm(contender, 1)),
     ]
     module, _, function = target.partition(":")
     if function == "machine":
