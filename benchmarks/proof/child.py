@@ -60,6 +60,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def main(folder: Path) -> None:
+    die_with_parent()
     result = answer(folder)
     try:
         write(folder / "result.json", result)
