@@ -1,0 +1,1 @@
+"""`python -m benchmarks.proof`: what a card really does with this project, row by row, in under ten minutes."""

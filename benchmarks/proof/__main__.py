@@ -1,0 +1,223 @@
+"""What a card really does with this project: tests, bits, speed, memory. For whoever has one.
+
+    python -m benchmarks.proof                      # on a machine with an NVIDIA card, under ten minutes
+    python -m benchmarks.proof --only gemm native   # some rows
+    python -m benchmarks.proof --rehearse           # on a CPU, toy sizes: shows that the rows run, nothing else
+
+Each row runs in a process of its own with a time limit; one that crashes, hangs or runs out of memory becomes a line
+with its reason. Writes one JSON, one Markdown table and, with Transformer Engine, a record of its bits.
+
+Exit code 0: all rows that could run passed; 1: a row failed, or it was interrupted; 2: wrong command line, or nowhere
+to write; 4: no card that can be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proof import page
+from benchmarks.proof.children import FIRST, LEAST, ROOT, adopt_orphans, environment, run_row
+from benchmarks.proof.registry import BUDGET, ROWS, Row, lacks
+
+MINUTES = 9.5
+PASSED, FAILED, USAGE, NO_CARD = 0, 1, 2, 4
+RESULTS = ROOT / "benchmarks" / "results"
+REHEARSALS = ROOT / "build"
+
+
+class Interrupted(BaseException):
+    """A signal asked to stop."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    out: Path = options.out or (REHEARSALS if options.rehearse else RESULTS)
+    if problem := unwritable(out):
+        say(f"proof: {out} cannot be written: {problem}; name another folder with --out")
+        return USAGE
+    rows = [row for row in ROWS if row.name == "machine" or not options.only or row.name in options.only]
+    adopt_orphans()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="proof-", ignore_cleanup_errors=True) as name:
+        work = Path(name)
+        outcomes, complete = ask(rows, options.rehearse, 60 * options.minutes, work)
+        if not outcomes or not usable(outcomes[0], options.rehearse):
+            return no_card(outcomes)
+        proof = page.record(
+            outcomes,
+            rehearsal=options.rehearse,
+            complete=complete and not options.only,
+            command=as_command(options),
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            minutes=(time.monotonic() - began) / 60,
+        )
+        clean = page.Scrubber().all(proof)
+        try:
+            written = write(clean, out, work / "keep")
+        except OSError as error:  # full by now: minutes on a rented card must not be lost for that
+            out = Path(tempfile.mkdtemp(prefix="proof-results-"))
+            say(f"proof: {error}; the results are in {out}")
+            written = write(clean, out, work / "keep")
+    failed = [row["name"] for row in outcomes if row["status"] == "failed"]
+    farewell(options.rehearse, outcomes, written)
+    return FAILED if failed or not complete else PASSED
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [row.name for row in ROWS]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.proof", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU at toy sizes, whatever card there is")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for everything (default {MINUTES})")
+    parser.add_argument("--only", nargs="+", metavar="ROW", choices=names, help=f"of {', '.join(names)}")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where results go (default benchmarks/results)")
+    options = parser.parse_args(arguments)
+    if not 0 < options.minutes < 24 * 60:
+        parser.error("--minutes must be more than 0 and less than a day")
+    return options
+
+
+def as_command(options: argparse.Namespace) -> str:
+    """What gives the same rows again, wherever results go."""
+    words = ["python -m benchmarks.proof", *(["--rehearse"] if options.rehearse else [])]
+    words += [f"--minutes {options.minutes:g}"] if options.minutes != MINUTES else []
+    return " ".join([*words, *(["--only", *options.only] if options.only else [])])
+
+
+def unwritable(folder: Path) -> str:
+    """Why nothing can be written there; empty if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return str(error.strerror or error)
+
+
+def ask(rows: Sequence[Row], rehearsal: bool, seconds: float, work: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The rows' outcomes, in order, and whether all of them had their turn.
+
+    A row may run until the budgets of all rows up to it are used up: what one leaves over, the next may use.
+    """
+    keep = work / "keep"
+    keep.mkdir()
+    environ = environment(work, rehearsal, os.environ)
+    began, used = time.monotonic(), 0.0
+    scale = seconds / (BUDGET if len(rows) == len(ROWS) else sum(row.budget for row in rows))
+    outcomes: list[dict[str, Any]] = []
+    try:
+        for row in rows:
+            used += scale * row.budget
+            machine = outcomes[0]["figures"] if outcomes else {}
+            limit = began + used - time.monotonic()
+            reason = lacks(row, machine) if outcomes else ""
+            limit = limit if outcomes else max(limit, FIRST)
+            if not reason and limit < LEAST:
+                reason = f"no time left, the rows before it took theirs: more --minutes, or --only {row.name}"
+            if reason:
+                outcomes.append(skipped(row, reason))
+            else:
+                earlier = page.passed(outcomes)
+                outcomes.append(
+                    run_row(row, limit, work, rehearsal=rehearsal, environ=environ, earlier=earlier, keep=keep)
+                )
+            tell(outcomes[-1])
+            if row.name == "machine" and not usable(outcomes[0], rehearsal):
+                return outcomes, False
+    except (KeyboardInterrupt, Interrupted):
+        say("proof: interrupted")
+        return outcomes, False
+    return outcomes, True
+
+
+def usable(machine: Mapping[str, Any], rehearsal: bool) -> bool:
+    """Whether the rows after `machine` have anything to run on."""
+    return bool(machine["figures"]) and (rehearsal or bool(machine["figures"].get("card")))
+
+
+def skipped(row: Row, reason: str) -> dict[str, Any]:
+    """The outcome of a row that was not started."""
+    return {
+        "name": row.name,
+        "question": row.question,
+        "status": "not run",
+        "reason": reason,
+        "summary": "",
+        "figures": {},
+        "seconds": 0.0,
+    }
+
+
+def no_card(outcomes: Sequence[Mapping[str, Any]]) -> int:
+    """Say why there is nothing to prove."""
+    if not outcomes:
+        return FAILED
+    machine = outcomes[0]
+    say("proof: no card that can be used, so there is nothing to prove here")
+    say(f"  why: {machine['figures'].get('problem') or machine['reason']}")
+    say("  to see that the rows run, on a CPU at toy sizes: python -m benchmarks.proof --rehearse")
+    for line in machine.get("log", []):
+        say(f"  | {line}")
+    return NO_CARD
+
+
+def write(proof: Mapping[str, Any], out: Path, keep: Path) -> list[Path]:
+    """The JSON, the table, and what rows kept; the files written."""
+    machine = next(row["figures"] for row in proof["rows"] if row["name"] == "machine")
+    name = page.stem(machine, proof["rehearsal"], proof["complete"])
+    written = [out / f"{name}.json", out / f"{name}.md"]
+    written[0].write_text(json.dumps(proof, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    written[1].write_text(page.markdown(proof), encoding="utf-8")
+    for path in sorted(keep.glob("*.json")):
+        written.append(out / f"{name}_{path.name}")
+        kept = page.Scrubber().all(json.loads(path.read_text(encoding="utf-8")))
+        written[-1].write_text(json.dumps(kept, allow_nan=False) + "\n", encoding="utf-8")
+    return written
+
+
+def tell(outcome: Mapping[str, Any]) -> None:
+    """One line for people, as a row ends."""
+    said = "; ".join(filter(None, (outcome["reason"], outcome["summary"])))
+    say(f"{outcome['name']:17s} {outcome['status']:8s} {outcome['seconds']:5.0f} s  {said}")
+
+
+def farewell(rehearsal: bool, outcomes: Sequence[Mapping[str, Any]], written: Sequence[Path]) -> None:
+    """What there is now, and what to do with it."""
+    count = {status: sum(row["status"] == status for row in outcomes) for status in ("passed", "failed", "not run")}
+    say("")
+    say(", ".join(f"{number} {status}" for status, number in count.items()))
+    for path in written:
+        say(f"  {path}")
+    if rehearsal:
+        say(page.REHEARSAL)
+        return
+    say("Host and user names, your folders and identities of the card are taken out of these files; look for yourself.")
+    say("To share them: commit them on a branch of their own and send it as a pull request, failed rows and all.")
+    say(f"To use them:   harness estimate --calibration {written[0]}")
+
+
+def say(text: str) -> None:
+    """Print, whatever the terminal can show."""
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise Interrupted
+
+
+if __name__ == "__main__":
+    sys.exit(main())

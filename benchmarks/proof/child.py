@@ -1,0 +1,72 @@
+"""One row of a proof, in this process: `python -m benchmarks.proof.child FOLDER`.
+
+Reads FOLDER/request.json; writes FOLDER/result.json, and before it FOLDER/partial.json with the figures so far.
+Whatever is printed is for people alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proof.registry import Answer, NotHere, task_for
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Where Linux offers it: a proof that is killed leaves nothing on the card."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    except (OSError, AttributeError):
+        return
+
+
+def answer(folder: Path) -> dict[str, Any]:
+    """Run the row; its status ("passed", "failed", "not run"), reason, summary and figures."""
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    try:
+        module, _, function = request["target"].partition(":")
+        task = task_for(request, lambda done: write(folder / "partial.json", done))
+        found = getattr(import_module(module), function)(task)
+        if not isinstance(found, Answer):
+            raise TypeError(f"{request['target']} gave {type(found).__name__}, not an Answer")
+        status = "failed" if found.failed else "passed"
+        return {"status": status, "reason": found.failed, "summary": found.summary, "figures": found.figures}
+    except NotHere as error:
+        return {"status": "not run", "reason": str(error), "summary": "", "figures": {}}
+    except Exception as error:
+        traceback.print_exc()
+        return {"status": "failed", "reason": describe(error), "summary": "", "figures": {}}
+
+
+def describe(error: Exception) -> str:
+    """One line for people."""
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    return f"out of memory: {text}"[:400] if kind == "OutOfMemoryError" else f"{kind}: {text}"[:400]
+
+
+def write(path: Path, value: Any) -> None:
+    """Strict JSON, never half of it. Raises ValueError for a number that is not finite."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
+    temporary.replace(path)
+
+
+def main(folder: Path) -> None:
+    die_with_parent()
+    result = answer(folder)
+    try:
+        write(folder / "result.json", result)
+    except (TypeError, ValueError) as error:
+        write(folder / "result.json", {**result, "status": "failed", "reason": describe(error), "figures": {}})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

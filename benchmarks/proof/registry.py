@@ -1,0 +1,209 @@
+"""The rows of a proof: what each one answers, what it needs, how long it may take, and the function that answers it.
+
+Nothing here imports torch: the process that starts the rows stays free of whatever may crash or hang in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NotHere(Exception):
+    """A row cannot run on this machine or in this version; the argument says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a row found. summary: one line. figures: JSON-able. failed: what is wrong, if what it checks is wrong."""
+
+    summary: str
+    figures: dict[str, Any]
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a row's function is given, in a process of its own.
+
+    deadline: of time.monotonic(), a little before the process is killed. folder: for scratch files, removed afterwards.
+    keep: what is written there is stored beside the results. earlier: figures of the rows before, by name. note:
+    figures so far, which stay if the row does not come to its end.
+    """
+
+    rehearsal: bool
+    deadline: float
+    folder: Path
+    keep: Path
+    earlier: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    note: Callable[[dict[str, Any]], None] = lambda figures: None
+
+    @property
+    def device(self) -> torch.device:
+        """The card, or in a rehearsal the CPU."""
+        import torch
+
+        return torch.device("cpu") if self.rehearsal else torch.device("cuda", 0)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability; of a CPU (0, 0)."""
+        import torch
+
+        return (0, 0) if self.rehearsal else torch.cuda.get_device_capability(0)
+
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row. needs: names in NEEDS. budget: seconds, of BUDGET for all rows. target: "module:function"."""
+
+    name: str
+    question: str
+    needs: tuple[str, ...]
+    budget: float
+    target: str
+
+
+def _card(machine: Mapping[str, Any]) -> str:
+    return "" if machine["card"] else "needs a card: there is nothing to see of it on a CPU"
+
+
+def _fp8(machine: Mapping[str, Any]) -> str:
+    card = machine["card"]
+    if card is None or tuple(card["capability"]) >= (8, 9):
+        return ""
+    return "FP8 GEMMs need compute capability 8.9, this card has {}.{}".format(*card["capability"])
+
+
+def _library(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda machine: machine["libraries"][name]
+
+
+def _packages(names: Sequence[str], what: str) -> Callable[[Mapping[str, Any]], str]:
+    def lacking(machine: Mapping[str, Any]) -> str:
+        missing = [name for name in names if name not in machine["packages"]]
+        return f"{what} needs {', '.join(missing)}: make setup installs it" if missing else ""
+
+    return lacking
+
+
+# name -> why the machine (figures of the row `machine`) lacks it, empty if it does not
+NEEDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "card": _card,
+    "fp8": _fp8,
+    "transformer_engine": _library("transformer_engine"),
+    "torchao": _library("torchao"),
+    "trainer": _packages(("numpy", "pydantic", "rich", "safetensors", "yaml"), "the trainer"),
+    "compiling": lambda machine: machine["no_compiling"],
+    "pytest": _packages(("pytest",), "this row"),
+}
+
+ROWS: tuple[Row, ...] = (
+    Row("machine", "Which card, driver, versions and commit?", (), 60, "benchmarks.proof.card:machine"),
+    Row("gemm", "How fast are large GEMMs?", (), 25, "benchmarks.proof.card:gemm"),
+    Row("bandwidth", "How fast is the memory?", (), 15, "benchmarks.proof.card:bandwidth"),
+    Row("attention", "How fast is attention, forward and backward?", (), 20, "benchmarks.proof.card:attention"),
+    Row("launch", "What does an eager kernel launch cost, and a context?", (), 15, "benchmarks.proof.card:launch"),
+    Row(
+        "kernels",
+        "Does the fused FP8 kernel give the reference's bits?",
+        ("card", "fp8", "compiling"),
+        35,
+        "benchmarks.proof.checks:kernels",
+    ),
+    Row(
+        "golden",
+        "Does the native backend give Transformer Engine's bits?",
+        ("card", "fp8", "transformer_engine", "trainer"),
+        25,
+        "benchmarks.proof.checks:golden",
+    ),
+    Row("syncs", "Does a training step wait for the card?", ("card", "trainer"), 35, "benchmarks.proof.training:syncs"),
+    Row(
+        "native",
+        "Step time, native FP8 over bf16, eager",
+        ("fp8", "trainer"),
+        45,
+        "benchmarks.proof.training:native",
+    ),
+    Row(
+        "te",
+        "Step time, Transformer Engine FP8 over bf16, eager",
+        ("fp8", "transformer_engine", "trainer"),
+        45,
+        "benchmarks.proof.training:te",
+    ),
+    Row(
+        "native_compiled",
+        "Step time, native FP8 over bf16, both compiled by blocks",
+        ("fp8", "compiling", "trainer"),
+        70,
+        "benchmarks.proof.training:native_compiled",
+    ),
+    Row(
+        "torchao_compiled",
+        "Step time, torchao FP8 over bf16, both compiled by blocks",
+        ("fp8", "torchao", "compiling", "trainer"),
+        50,
+        "benchmarks.proof.training:torchao_compiled",
+    ),
+    Row(
+        "te_compiled",
+        "Step time, Transformer Engine FP8 over bf16, both compiled by blocks",
+        ("fp8", "transformer_engine", "trainer"),
+        15,
+        "benchmarks.proof.training:te_compiled",
+    ),
+    Row(
+        "torchao",
+        "Step time, torchao FP8 over bf16, eager",
+        ("fp8", "torchao", "trainer"),
+        35,
+        "benchmarks.proof.training:torchao",
+    ),
+    Row(
+        "watching",
+        "What do telemetry and the guard cost a step?",
+        ("trainer",),
+        35,
+        "benchmarks.proof.training:watching",
+    ),
+    Row("saves", "How long does a background save hold up training?", ("trainer",), 35, "benchmarks.proof.saves:saves"),
+    Row(
+        "estimated",
+        "Are memory (within 10%) and time what `harness estimate` predicts?",
+        ("card", "fp8", "trainer"),
+        50,
+        "benchmarks.proof.checks:estimated",
+    ),
+    Row("tests", "Do the tests in tests/gpu pass?", ("pytest", "trainer"), 90, "benchmarks.proof.checks:tests"),
+)
+BUDGET = sum(row.budget for row in ROWS)
+"""Seconds of all rows. A row may use what the rows before it left over."""
+
+
+def lacks(row: Row, machine: Mapping[str, Any]) -> str:
+    """Why `row` cannot run on this machine; empty if it can."""
+    return next((reason for need in row.needs if (reason := NEEDS[need](machine))), "")
+
+
+def task_for(request: Mapping[str, Any], note: Callable[[dict[str, Any]], None]) -> Task:
+    """The task that a request.json describes."""
+    return Task(
+        rehearsal=request["rehearsal"],
+        deadline=time.monotonic() + request["seconds"],
+        folder=Path(request["folder"]),
+        keep=Path(request["keep"]),
+        earlier=request["earlier"],
+        note=note,
+    )

@@ -1,0 +1,81 @@
+"""Times of things that take turns, on a card by its own events, on a CPU by the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.proof.child import describe
+
+Action = Callable[[], object]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def wait(device: torch.device) -> None:
+    """Until all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(action: Action, repeats: int, device: torch.device) -> float:
+    """Of one call, averaged over `repeats`, the last one's end awaited."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(repeats):
+            action()
+        return (time.perf_counter() - began) / repeats
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        action()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3 / repeats
+
+
+def in_turns(
+    actions: Mapping[str, Action], device: torch.device, turn: float, rounds: int, deadline: float
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of one call of each action, one entry a round; and why an action is not among them.
+
+    In every round each takes its turn of about `turn` seconds. An action whose first call raises is left out; the
+    rounds end early at `deadline` (of time.monotonic()), but not before the first.
+    """
+    reasons: dict[str, str] = {}
+    repeats: dict[str, int] = {}
+    for name, action in actions.items():
+        try:
+            for _ in range(3):
+                action()
+            wait(device)
+        except Exception as error:
+            reasons[name] = describe(error)
+            continue
+        once = seconds(action, 3, device)
+        repeats[name] = max(1, min(10_000, round(turn / max(once, 1e-7))))
+    times: dict[str, list[float]] = {name: [] for name in repeats}
+    for number in range(rounds):
+        if number and time.monotonic() > deadline:
+            break
+        for name, count in repeats.items():
+            times[name].append(seconds(actions[name], count, device))
+    return times, reasons
+
+
+def rates(times: Mapping[str, Sequence[float]], work: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Work (FLOP or bytes of one call) over seconds, with its spread."""
+    return {name: spread([work[name] / each for each in values]) for name, values in times.items()}
+
+
+def require(figures: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raises RuntimeError if nothing could be timed."""
+    if not figures:
+        raise RuntimeError("; ".join(f"{name}: {why}" for name, why in reasons.items()) or "nothing was timed")

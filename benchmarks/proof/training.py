@@ -1,0 +1,387 @@
+"""Rows that train through the trainer's own path: step times, what watching costs, and that no step waits for the card.
+
+The model is a slice of Llama-3-8B on bytes: 8 of its layers at its width where two copies of the state fit the card,
+half or a quarter of the width where not. Contenders of a row take their turns in one process, so that whatever slows
+the machine slows both; a ratio is a contender's time over the other's in the same round.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.proof.child import describe
+from benchmarks.proof.registry import Answer, NotHere, Task
+from benchmarks.proof.timing import spread, wait
+from harness.build import build_data, build_plan, build_run, find_place, open_journal, open_store
+from harness.core.config import RunConfig
+from harness.core.errors import ConfigError, MachineError
+from harness.core.facts import Continue, StepFacts
+from harness.core.state import Incidents
+from harness.loop import judge, next_step
+from harness.precision.recipe import TIERS, Recipe, load_recipe
+from harness.run import Run
+from harness.step import PendingFacts, to_host
+from harness.tracking.console import Console
+
+GIB = 2**30
+NEVER = 10**6
+# AdamW on fp32 weights: weight, gradient and two moments of 4 bytes each.
+STATE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One model and the tokens of a step (one sample)."""
+
+    name: str
+    context: int
+    args: Mapping[str, int]
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, embedding and head included."""
+        dim, ffn, vocab = self.args["dim"], self.args["ffn"], self.args["vocab"]
+        width = dim // self.args["heads"] * (self.args["heads"] + 2 * self.args["kv_heads"])
+        return self.args["layers"] * (dim * (width + dim + 3 * ffn) + 2 * dim) + 2 * vocab * dim + dim
+
+
+def llama(dim: int, context: int, layers: int = 8) -> Size:
+    """Llama-3-8B's proportions (heads of 128, a quarter as many for k and v, ffn 3.5 dim) at another width."""
+    heads = dim // 128
+    args = {"vocab": 256, "dim": dim, "layers": layers, "heads": heads, "kv_heads": heads // 4, "ffn": dim * 7 // 2}
+    return Size(f"{layers} layers of width {dim}, {context} tokens", context, args)
+
+
+SIZES = (llama(4096, 4096), llama(2048, 4096), llama(1024, 2048))
+_TOY_ARGS = {"vocab": 256, "dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 176}
+TOY = Size("2 layers of width 64, 32 tokens", 32, _TOY_ARGS)
+SMALL = llama(512, 256, layers=2)
+
+
+def sizes(task: Task, copies: float, largest: int = 0) -> Sequence[Size]:
+    """The sizes that `copies` states fit into the card's free memory of, largest first; the smallest in any case."""
+    if task.rehearsal:
+        return (TOY,)
+    free = torch.cuda.mem_get_info(task.device)[0]
+    fitting = [size for size in SIZES[largest:] if copies * STATE_BYTES * size.parameters <= free]
+    return fitting or SIZES[-1:]
+
+
+def recipe_of(backend: str, **fp8: Any) -> Recipe:
+    """The shipped recipe that `backend` ("16 bit", or one with FP8) comes first in, cut down to that rung."""
+    if backend == "16 bit":
+        return load_recipe("bf16")
+    base = load_recipe("fp8_dynamic" if backend == "torchao" else "fp8_hybrid").model_dump()
+    base["ladder"] = [{"backend": backend, "precision": "fp8", "tiers": list(TIERS)}]
+    return Recipe.model_validate({**base, "fp8": {**base["fp8"], **fp8}})
+
+
+def best(task: Task) -> str:
+    """The backend of rows that do not compare backends: FP8 where the card has it."""
+    return "native" if task.rehearsal or task.capability >= (8, 9) else "16 bit"
+
+
+@dataclass
+class Contender:
+    """A run that trains when it is its turn, one step ahead of what is judged, as in the trainer's loop."""
+
+    run: Run
+    rung: str
+    pending: deque[PendingFacts] = field(default_factory=deque)
+    last: StepFacts | None = None
+    demoted: set[str] = field(default_factory=set)
+
+    def steps(self, count: int, before: Callable[[], None] = lambda: None) -> float:
+        """Seconds of `count` steps, the last one's end awaited. before: called inside that time, at its beginning."""
+        wait(self.run.engine.device)
+        began = time.perf_counter()
+        before()
+        for _ in range(count):
+            self.pending.append(next_step(self.run))
+            if len(self.pending) > 1:
+                self._judge()
+        while self.pending:
+            self._judge()
+        wait(self.run.engine.device)
+        return time.perf_counter() - began
+
+    def _judge(self) -> None:
+        facts = to_host(self.pending.popleft())
+        action = judge(self.run, facts)
+        if not isinstance(action, Continue):
+            raise RuntimeError(f"{self.rung}, step {facts.step}: the guard wants {type(action).__name__}")
+        self.last = facts
+        self.demoted |= set(facts.demoted)
+
+    def told(self) -> dict[str, Any]:
+        """That it trained, and in what: raises RuntimeError if it did not."""
+        facts = self.last
+        assert facts is not None
+        if not facts.applied:
+            raise RuntimeError(f"{self.rung}: the update of step {facts.step} was skipped, loss {facts.loss}")
+        if self.run.precision.layers and (facts.slots is None or not (facts.slots.amax > 0).all()):
+            raise RuntimeError(f"{self.rung}: step {facts.step} used FP8 tensors that were all zero, or none")
+        eager = self.run.watch.take() if self.run.watch is not None else ""
+        return {
+            "rung": self.rung,
+            "loss": facts.loss,
+            "steps": facts.step,
+            "note": self.run.precision.note,
+            "left_fp8": sorted(self.demoted),
+            "fell_back_to_eager": eager,
+        }
+
+
+def start(
+    stack: ExitStack, task: Task, name: str, size: Size, recipe: Recipe, over: Mapping[str, Any] | None = None
+) -> Contender:
+    """A run of `recipe`, built as `harness train` builds one, closed with `stack`. over: sections of the config.
+
+    Weights are drawn on the device. Snapshots and saves are off unless `over` says otherwise: they take host memory of
+    the size of the state. Raises NotHere if the plan refuses the combination, or a library that it needs does not load.
+    """
+    folder = task.folder / name
+    folder.mkdir()
+    text = task.folder / "text.txt"
+    if not text.exists():
+        text.write_bytes(bytes(32 + byte % 95 for byte in random.Random(0).randbytes(64 * max(4096, size.context))))
+    sections: dict[str, Any] = {
+        "recipe": recipe.name,
+        "train": {"steps": NEVER, "global_batch": 1, "micro_batch": 1, "eval_every": 0, "lr": 1e-4},
+        "data": {"path": str(text), "context": size.context, "val_samples": 1},
+        "model": {"args": dict(size.args)},
+        "checkpoint": {"every": 0, "background": False},
+        "tracking": {"mlflow": False, "report": False},
+        "guard": {"snapshot_every": 0},
+    }
+    for section, values in (over or {}).items():
+        sections[section] = {**sections.get(section, {}), **values}
+    config = RunConfig.model_validate(sections)
+    try:
+        place = find_place(config, "python")
+        with torch.device(task.device):
+            plan, model = build_plan(config, recipe, place)
+        data = build_data(config, folder, place)
+        journal = stack.enter_context(open_journal(folder, place, 1, None))
+        console, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, place)
+        run = build_run(config, recipe, folder, place, plan, model, data, journal, Incidents(), store, console)
+    except (ConfigError, MachineError) as error:
+        raise NotHere("; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)) from error
+    stack.callback(run.stop.uninstall)
+    return Contender(run, plan.resolved)
+
+
+def at_the_largest(task: Task, candidates: Sequence[Size], measure: Callable[[ExitStack, Size], Answer]) -> Answer:
+    """`measure` at the first size that does not run out of memory; `figures.too_large` names the others."""
+    too_large: list[str] = []
+    for size in candidates:
+        try:
+            with ExitStack() as stack:
+                answer = measure(stack, size)
+            return Answer(answer.summary, {**answer.figures, "too_large": too_large}, answer.failed)
+        except torch.OutOfMemoryError:
+            if size is candidates[-1]:
+                raise
+            too_large.append(size.name)
+        for folder in [path for path in task.folder.iterdir() if path.is_dir()]:
+            folder.rename(folder.with_name(f"{folder.name}.{len(too_large)}"))
+        gc.collect()
+        torch.cuda.empty_cache()
+    raise AssertionError("there is always a size")
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of tensors on the card; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def warm(contender: Contender, steps: int) -> dict[str, Any]:
+    """First steps, which compile, allocate and load; bytes of tensors at the height of a step, beside other runs'."""
+    device = contender.run.engine.device
+    before = time.perf_counter()
+    contender.steps(1)
+    first = time.perf_counter() - before
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    contender.steps(steps)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"first_step_seconds": first, "peak": peak}
+
+
+def in_rounds(
+    task: Task, contenders: Mapping[str, Contender], so_far: dict[str, Any], turn: float, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a step, one entry a round; `so_far` plus the times is noted after each."""
+    once = max(contender.steps(2) / 2 for contender in contenders.values())
+    count = max(1 if task.rehearsal else 3, min(50, round(turn / once)))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        if number and task.left() < 1.5 * count * sum(values[-1] for values in times.values()):
+            break
+        # Whoever comes second finds a warmer machine: take turns at that too.
+        for name in list(contenders) if number % 2 else list(reversed(list(contenders))):
+            times[name].append(contenders[name].steps(count) / count)
+        task.note({**so_far, "steps_per_turn": count, "seconds": times})
+    return times
+
+
+def compared(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, Any]]:
+    """Seconds and ratio to `base` of every contender, with their spread."""
+    return {
+        name: {
+            "seconds": spread(values),
+            "ratio": spread([a / b for a, b in zip(values, times[base], strict=True)]),
+            "rounds": len(values),
+        }
+        for name, values in times.items()
+    }
+
+
+def race(task: Task, backend: str, compiled: bool) -> Answer:
+    """The FP8 backend's step against that of bf16 (fp16 on cards without it), both eager or both compiled."""
+    over = {"engine": {"compile": "blocks" if compiled else "none"}}
+
+    def measure(stack: ExitStack, size: Size) -> Answer:
+        contenders: dict[str, Contender] = {}
+        facts: dict[str, dict[str, Any]] = {}
+        for name, recipe in (("fp8", recipe_of(backend)), ("16 bit", recipe_of("16 bit"))):
+            others = allocated(task.device)
+            contenders[name] = start(stack, task, name, size, recipe, over)
+            # Past a step that samples statistics: it is the one that takes the most memory.
+            facts[name] = warm(contenders[name], 2 if task.rehearsal else recipe.fp8.stats_every)
+            if facts[name]["peak"] is not None:
+                facts[name]["peak"] -= others
+        figures: dict[str, Any] = {
+            "backend": backend,
+            "compiled": compiled,
+            "size": size.name,
+            "model": {**size.args, "context": size.context, "parameters": size.parameters},
+            "contenders": facts,
+        }
+        turn, rounds = (0.02, 3) if task.rehearsal else (1.0, 9)
+        times = in_rounds(task, contenders, figures, turn, rounds)
+        for name, row in compared(times, "16 bit").items():
+            facts[name] |= row | contenders[name].told()
+        ratio = facts["fp8"]["ratio"]
+        milliseconds = {name: 1e3 * row["seconds"]["median"] for name, row in facts.items()}
+        summary = (
+            f"{ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f}) of {facts['16 bit']['rung']}: "
+            f"{milliseconds['fp8']:.4g} ms over {milliseconds['16 bit']:.4g} ms, {size.name}"
+        )
+        fell = [f"{name}: {row['fell_back_to_eager']}" for name, row in facts.items() if row["fell_back_to_eager"]]
+        left = [layer for row in facts.values() for layer in row["left_fp8"]]
+        wrong = [f"compiled code was given up for eager ({'; '.join(fell)})"] if fell else []
+        wrong += [f"layers left FP8 while they were timed: {', '.join(left)}"] if left else []
+        return Answer(summary, figures, "; ".join(wrong))
+
+    return at_the_largest(task, sizes(task, 2.4), measure)
+
+
+def native(task: Task) -> Answer:
+    return race(task, "native", compiled=False)
+
+
+def te(task: Task) -> Answer:
+    return race(task, "transformer_engine", compiled=False)
+
+
+def torchao(task: Task) -> Answer:
+    return race(task, "torchao", compiled=False)
+
+
+def native_compiled(task: Task) -> Answer:
+    return race(task, "native", compiled=True)
+
+
+def te_compiled(task: Task) -> Answer:
+    return race(task, "transformer_engine", compiled=True)
+
+
+def torchao_compiled(task: Task) -> Answer:
+    return race(task, "torchao", compiled=True)
+
+
+def watching(task: Task) -> Answer:
+    """Steps with the journal and FP8 statistics of every step, and with the guard, over steps with neither.
+
+    MLflow is a process of its own that reads the journal; it is not part of this.
+    """
+    quiet = {"guard": {"enabled": False}, "tracking": {"fp8_every": NEVER}}
+    ways = {
+        "neither": ({"stats_every": NEVER}, quiet),
+        "telemetry": ({}, {"guard": {"enabled": False}, "tracking": {"fp8_every": 1}}),
+        "guard": ({"stats_every": NEVER}, {"guard": {"enabled": True}, "tracking": {"fp8_every": NEVER}}),
+    }
+
+    def measure(stack: ExitStack, size: Size) -> Answer:
+        contenders: dict[str, Contender] = {}
+        for name, (fp8, over) in ways.items():
+            contenders[name] = start(stack, task, name, size, recipe_of(best(task), **fp8), over)
+            warm(contenders[name], 2)
+        figures: dict[str, Any] = {"size": size.name, "rung": contenders["neither"].rung}
+        turn, rounds = (0.02, 3) if task.rehearsal else (1.0, 9)
+        times = in_rounds(task, contenders, figures, turn, rounds)
+        for contender in contenders.values():
+            contender.told()
+        figures["contenders"] = compared(times, "neither")
+        told = ", ".join(
+            f"{name} {row['ratio']['median']:.4f} ({row['ratio']['min']:.4f}-{row['ratio']['max']:.4f})"
+            for name, row in figures["contenders"].items()
+            if name != "neither"
+        )
+        return Answer(f"of a step without: {told}; {size.name}", figures)
+
+    return at_the_largest(task, sizes(task, 3.6, largest=1), measure)
+
+
+def syncs(task: Task) -> Answer:
+    """Steps of every rung under torch's own detector, which raises where the host waits for the card."""
+    rungs = ["16 bit"] + [name for name in ("native", "transformer_engine", "torchao") if task.capability >= (8, 9)]
+    found: dict[str, str] = {}
+    for rung in rungs:
+        for every in (1, NEVER):
+            name = f"{rung}, statistics {'at every step' if every == 1 else 'off'}"
+            try:
+                with ExitStack() as stack:
+                    fp8 = {} if rung == "16 bit" else {"stats_every": every}
+                    waits(start(stack, task, f"{rung} {every}", SMALL, recipe_of(rung, **fp8)))
+                found[name] = ""
+            except NotHere as error:
+                found[name] = f"not run: {error}"
+            except Exception as error:
+                found[name] = describe(error)
+            task.note({"rungs": found})
+            if rung == "16 bit":
+                break
+    wrong = {name: why for name, why in found.items() if why and not why.startswith("not run")}
+    ran = [name for name, why in found.items() if not why]
+    return Answer(
+        f"none in: {'; '.join(ran) or 'nothing'}", {"rungs": found}, "; ".join(f"{a}: {b}" for a, b in wrong.items())
+    )
+
+
+def waits(contender: Contender) -> None:
+    """Raises RuntimeError if one of ten steps, after the first that allocate, makes the host wait.
+
+    Ten, so that one is among them that measures the parameters (`guard.measure_every`).
+    """
+    run = contender.run
+    contender.steps(2)
+    wait(run.engine.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = [next_step(run) for _ in range(10)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    contender.last = [to_host(each) for each in pending][-1]
+    contender.told()

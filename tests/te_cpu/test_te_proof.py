@@ -1,0 +1,42 @@
+"""The proof's rows about Transformer Engine, with its own Python: what a card's first run of them goes through."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from te_install import cpu_torch
+
+from benchmarks import te_golden
+from benchmarks.proof import checks, training
+from benchmarks.proof.registry import NotHere, Task
+
+
+def task(folder: Path) -> Task:
+    return Task(rehearsal=True, deadline=time.monotonic(), folder=folder, keep=folder)
+
+
+def test_steps_are_compared_with_bf16(tmp_path: Path) -> None:
+    found = training.te(task(tmp_path)).figures["contenders"]
+    assert (found["fp8"]["rung"], found["16 bit"]["rung"]) == ("transformer_engine:fp8", "autocast:bf16")
+    assert found["fp8"]["ratio"]["median"] > 0
+    assert found["fp8"]["loss"] == pytest.approx(found["16 bit"]["loss"], rel=0.05)
+
+
+def test_compiled_steps_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(NotHere, match="does not compile"):
+        training.te_compiled(task(tmp_path))
+
+
+def test_the_record_is_kept_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_golden, "torch", cpu_torch)
+    monkeypatch.setattr(cpu_torch.cuda, "get_device_name", lambda: "a card on the CPU", raising=False)
+    answer = checks.golden(task(tmp_path))
+    assert not answer.failed
+    kept = json.loads((tmp_path / "te_golden.json").read_text())
+    assert len(kept["sequences"]) == len(te_golden.CASES)
+    assert te_golden.disagreements(kept) == []
+    kept["casts"][0]["runs"][1][1] ^= 1
+    assert te_golden.disagreements(kept) != []
