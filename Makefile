@@ -47,9 +47,10 @@ test-slow: $(TEST_READY) ## the slow tests; the attacks among them are left to m
 	    -m "slow and not attack and not gpu" $(ARGS)
 
 test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
-	$(RUN) python -m pytest -q --timeout 600 -m gpu $(ARGS)
+	@# Another torch, driver or Transformer Engine may warn of what this project cannot change.
+	$(RUN) python -m pytest -q --timeout 600 -W default -m gpu $(ARGS)
 
-proof: $(TEST_READY) ## on a machine with an NVIDIA GPU: what runs, how fast, against what was predicted (10 minutes)
+proof: $(TEST_READY) ## on a machine with an NVIDIA GPU: what runs, how fast, against what was predicted (10 minutes; ARGS=--rehearse: on a CPU)
 	$(RUN) python -m benchmarks.proof $(ARGS)
 
 test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an hour); writes docs/reliability.md

@@ -182,7 +182,8 @@ def test_any_number_of_tokens_computes(fp8_gpu: torch.device, kind: str, tokens:
     out, stats = window(backend, model, x[:tokens], grad[:tokens])
     full, expected = window(other, twin, x, grad)
     assert out.shape == (tokens, 128)
-    torch.testing.assert_close(out, full[:tokens], rtol=1e-2, atol=1e-3)
+    # Another number of rows may take another algorithm of cuBLASLt, which accumulates fast in forward.
+    torch.testing.assert_close(out, full[:tokens], rtol=1e-2, atol=1e-2)
     assert torch.equal(stats[:3], expected[:3])
     wanted = gradients(twin)
     for name, gradient in gradients(model).items():
