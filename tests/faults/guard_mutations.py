@@ -96,9 +96,9 @@ GUARD = (
     Mutation(
         15,
         "an infinite amax is taken out of the history",
-        "harness/precision/backends/arena.py",
-        "if self.config.scrub_inf:",
-        "if False:",
+        "harness/precision/scaling.py",
+        "    if scrub_inf:\n",
+        "    if False:\n",
         "tests/faults/test_fp8_storms.py -k damaged_histories",
     ),
     Mutation(

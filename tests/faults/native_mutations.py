@@ -8,8 +8,8 @@ NATIVE = (
     Mutation(
         15,
         "an inverse scale is finite",
-        "harness/precision/backends/arena.py",
-        "scale.clamp_min(scaling.SMALLEST_SCALE)",
+        "harness/precision/scaling.py",
+        "scale.clamp_min(SMALLEST_SCALE)",
         "scale",
         "tests/unit/precision/test_native_fp8.py -k infinite",
     ),
