@@ -199,6 +199,24 @@ def gradient_of_the_input_first(trainer: Trainer, number: int) -> None:
     trainer.precision.backward(loss)
 
 
+class WithoutAutocast(MLP):
+    """Autocast is off for every forward, the first one too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+class InPlace(MLP):
+    """What follows a layer works in place on its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        hidden.mul_(2)
+        hidden[:, :4] = 0
+        return self.b(hidden.relu_()).add_(1)
+
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     "two micro-batches": {"window": plain},
     "one micro-batch": {"window": one},
@@ -226,6 +244,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "two forwards, two backwards": {"window": two_forwards},
     "called three times in a context": {"window": called_three_times},
     "autocast off inside": {"window": autocast_off_inside},
+    "autocast off everywhere": {"make": WithoutAutocast},
+    "changed in place": {"make": InPlace},
+    "changed in place, five rows": {"make": InPlace, "window": five_rows},
+    "changed in place, demoted": {"make": InPlace, "window": demoted_from_the_start},
     "a gradient asked for inside": {"window": gradient_of_the_input_first},
     "torch.utils.checkpoint": {"make": lambda: Checkpointed(False, reentrant=False)},
     "torch.utils.checkpoint, reentrant": {"make": lambda: Checkpointed(False, reentrant=True)},

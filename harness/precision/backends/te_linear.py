@@ -132,7 +132,7 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             if input.is_floating_point():
                 input = input.to(torch.bfloat16 if watch.active else own_dtype)
             in_fp8 = watch.active and not self.demoted
-            with self._autocast(in_fp8):
+            with self._autocast(in_fp8), _in_bf16(input.device.type, watch.active and not around):
                 if not in_fp8:
                     out = super().forward(input)
                 elif kind != "delayed" or self.follows or self._records():
@@ -141,6 +141,8 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
                     out = self._silently(super().forward, input)
             if out.grad_fn is not None:
                 out.grad_fn.register_prehook(_Once(self.name_in_model))
+                # TE returns a view out of a Function of its own, on which nothing may work in place.
+                out = torch.ops.aten._unsafe_view.default(out, out.shape)
             if watch.active and not self.follows:
                 if self._records() and not library.recomputing():
                     self._measure(0, input)
@@ -217,6 +219,11 @@ class _Once:
             what = "Transformer Engine has one backward for each forward (retain_graph=True)"
             raise MisuseError(Problem(what, where, why, f"run the forward again, or add up the losses; or {fix}"))
         self._passed = True
+
+
+def _in_bf16(device_type: str, wanted: bool) -> AbstractContextManager[Any]:
+    """Without autocast TE refuses inputs of another dtype than its Parameters'."""
+    return torch.autocast(device_type, dtype=torch.bfloat16) if wanted else nullcontext()
 
 
 def filled_up(run: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:
