@@ -42,11 +42,13 @@ def plan_fusion(
     for linear, norm in declared:
         norms.setdefault(linear, []).append(norm)
     fused: dict[str, LayerPlan] = {}
+    into: dict[str, str] = {}
     for row in rows:
         linear = model.get_submodule(row.module)
         if row.precision != "fp8" or linear not in norms:
             continue
-        norm, name = norms[linear][0], names[norms[linear][0]][0]
+        norm = norms[linear][0]
+        _, name = declared[linear, norm]
         around = enclosing(kept, names, norm)
         if len(norms[linear]) > 1:
             why = f"{len(norms[linear])} norms are declared to feed it"
@@ -59,8 +61,8 @@ def plan_fusion(
         if why:
             fused[row.module] = replace(row, reason=f"{row.reason}, not fused with {name}: {why}")
         else:
-            fused[row.module] = replace(row, reason=f"{row.reason}, fused with {name}", norm=name)
-    into = {row.norm: row.module for row in fused.values() if row.norm}
+            fused[row.module] = replace(row, reason=f"{row.reason}, fused with {name}", norm=names[norm][0])
+            into[names[norm][0]] = declared[linear, norm][0]
     made = [fused.get(row.module, row) for row in rows]
     for index, row in enumerate(made):
         if row.module in into:
@@ -69,9 +71,9 @@ def plan_fusion(
     return made, f"layers.fuse: {len(into)} of {len(declared)} declared pairs are fused, see their rows"
 
 
-def _declared(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """(Linear, norm) of every declaration, each pair once."""
-    pairs: dict[tuple[nn.Module, nn.Module], None] = {}
+def _declared(model: nn.Module) -> dict[tuple[nn.Module, nn.Module], tuple[str, str]]:
+    """(Linear, norm) of every declaration, each pair once, with the names that it gives them."""
+    pairs: dict[tuple[nn.Module, nn.Module], tuple[str, str]] = {}
     problems: list[Problem] = []
     for name, module in model.named_modules():
         declaration = getattr(module, DECLARATION, {})
@@ -87,10 +89,10 @@ def _declared(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
                 fix = "name parts of the module itself, as in its named_modules()"
                 problems.append(Problem(f"has no part {', '.join(map(repr, missing))}", where, fix=fix))
             else:
-                pairs[parts[linear], parts[norm]] = None
+                pairs[parts[linear], parts[norm]] = (linear, norm)
     if problems:
         raise ConfigError(problems)
-    return list(pairs)
+    return pairs
 
 
 def _unfit(norm: nn.Module, linear: nn.Module) -> str:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.errors import MisuseError
 from harness.models.gpt import GPT, build
+from harness.monitors.nonfinite import watch
 
 te: Any = import_module("transformer_engine.pytorch")
 
@@ -103,7 +104,7 @@ def test_a_fused_gpt_trains_as_the_same_apart() -> None:
     once = [trained(fuse, steps=1) for fuse in (True, False)]
     for (name, one), other in zip(once[0].model.named_parameters(), once[1].model.parameters(), strict=True):
         grads = [trainer.optimizer.state[p]["exp_avg"] for trainer, p in zip(once, (one, other), strict=True)]
-        assert (grads[0] - grads[1]).norm() <= 0.05 * grads[1].norm() > 0, name
+        assert (grads[0] - grads[1]).norm() <= 0.1 * grads[1].norm() > 0, name
 
 
 class Pair(nn.Module):
@@ -381,13 +382,25 @@ class Reentrant(Pair):
         return out
 
 
-@pytest.mark.parametrize("make", [InPlace, Hooked, Reentrant])
+class Watched(Pair):
+    """A hook waits for the gradient of the norm's output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad)
+        out: Tensor = self.linear(h)
+        return out
+
+
+@pytest.mark.parametrize("make", [InPlace, Hooked, Reentrant, Watched])
 def test_a_wrong_result_is_refused_by_name(make: type[Pair]) -> None:
     with pytest.raises(MisuseError) as caught:
         gradients(make, True, inputs(1, 32))
     (problem,) = caught.value.problems
     assert problem.where == "layer linear"
-    assert ("changed in place" if make is InPlace else "did not arrive") in problem.what
+    told = {InPlace: "changed in place", Watched: "a hook is put on the gradient"}.get(make, "did not arrive")
+    assert told in problem.what
     assert "fusible_norms" in problem.fix
 
 
@@ -404,12 +417,29 @@ def test_a_backward_hook_on_the_norm_runs_both_apart() -> None:
     assert len(seen) == 2
 
 
-def test_the_plan_names_each_pair() -> None:
-    plan = training().precision.plan
-    assert plan.fused_norms() == {
-        "blocks.0.attn.qkv": "blocks.0.attn_norm",
-        "blocks.0.mlp.gate_up": "blocks.0.mlp_norm",
-        "blocks.1.attn.qkv": "blocks.1.attn_norm",
-        "blocks.1.mlp.gate_up": "blocks.1.mlp_norm",
-    }
-    assert training(fuse=False).precision.plan.fused_norms() == {}
+def test_the_search_for_values_that_are_not_finite_sees_what_the_norms_give() -> None:
+    trainer = training()
+    with watch(trainer.model) as origin:
+        plain(trainer, 0)
+    trainer.step()
+    assert origin.usual == set()
+    assert [(found.forward, found.backward) for found in origin.micro_batches] == [(None, None)] * 2
+    assert blocks(trainer.model) == NORMED
+    assert disagreements(trainer.log, trained(steps=1).log) == []
+
+
+class Teacher(Pair):
+    """The norm runs without gradients, the layer with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.norm(x)
+        out: Tensor = self.linear(h)
+        return out
+
+
+def test_a_norm_without_gradients_gets_none() -> None:
+    for fuse in (True, False):
+        trainer, found = gradients(Teacher, fuse, inputs(1, 32))
+        assert trainer.model.get_parameter("norm.weight").grad is None
+        assert len(found) == 2, "output, and the gradient of the layer's weight"

@@ -23,6 +23,8 @@ _KNOWN = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel}
     | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device")}
 )  # fmt: skip
+# What a hook would be put on is made for it alone: nothing would ever call it.
+_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 
 
 class Deferred(Tensor):
@@ -44,6 +46,9 @@ class Deferred(Tensor):
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _HOOKS:
+            why = "its output is not computed by itself, so no gradient of it is either"
+            raise _misuse(args[0].linear, "a hook is put on the gradient of its norm's output", why)
         args, kwargs = tree_map_only(Deferred, lambda each: each.value(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

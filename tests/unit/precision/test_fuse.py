@@ -13,6 +13,7 @@ from harness.models.gpt import build
 from harness.precision.fuse import DECLARATION
 from harness.precision.plan import Plan, make_plan
 from harness.precision.recipe import Recipe, Rung
+from harness.tracking.plan_table import fold
 
 TE = Rung(backend="transformer_engine", precision="fp8", tiers=["CPU"])
 
@@ -40,12 +41,13 @@ def test_the_shipped_model_declares_its_norms_and_the_plan_says_what_came_of_it(
         "blocks.1.mlp.gate_up": "blocks.1.mlp_norm",
     }
     assert plan.notes[-1] == "layers.fuse: 4 of 5 declared pairs are fused, see their rows"
-    assert reason(plan, "blocks.0.attn.qkv") == "converted, fused with blocks.0.attn_norm"
-    assert "in one with blocks.0.attn.qkv" in reason(plan, "blocks.0.attn_norm")
+    assert reason(plan, "blocks.0.attn.qkv") == "converted, fused with attn_norm"
+    assert "in one with attn.qkv" in reason(plan, "blocks.0.attn_norm")
     assert "excluded by name" in reason(plan, "lm_head")
     assert reason(plan, "norm") == "not a Linear: fp32 weights, autocast decides per op"
     rows = {row["module"]: row for row in plan.as_dict()["layers"]}
     assert rows["blocks.1.mlp.gate_up"]["norm"] == "blocks.1.mlp_norm"
+    assert len(fold(plan.as_dict()["layers"])) == 9, "equal blocks are one row of the table"
     with_head = plan_for(tiny(), layers={"exclude_if_present": []})
     assert with_head.fused_norms()["lm_head"] == "norm"
 
@@ -115,15 +117,15 @@ def test_a_pair_that_does_not_fit_is_named_with_the_reason() -> None:
     assert plan.fused_norms() == {"0.fits": "0.norm"}
     assert plan.notes[-1] == "layers.fuse: 1 of 10 declared pairs are fused, see their rows"
     expected = {
-        "subclass": "not fused with 0.own: Own is neither RMSNorm nor LayerNorm",
-        "sizes": "not fused with 0.wide: it normalises (2, 16), the layer takes 16",
-        "weightless": "not fused with 0.bare: it has no weight or no bias of its own",
-        "biasless": "not fused with 0.partial: it has no weight or no bias of its own",
-        "anyeps": "not fused with 0.eps: eps None depends on the dtype",
-        "replaced": "not fused with 0.patched: its forward was replaced on the instance",
-        "q": "not fused with 0.shared: it feeds 2 Linears",
-        "k": "not fused with 0.shared: it feeds 2 Linears",
-        "kept": "not fused with 0.precise: it is kept in fp32",
+        "subclass": "not fused with own: Own is neither RMSNorm nor LayerNorm",
+        "sizes": "not fused with wide: it normalises (2, 16), the layer takes 16",
+        "weightless": "not fused with bare: it has no weight or no bias of its own",
+        "biasless": "not fused with partial: it has no weight or no bias of its own",
+        "anyeps": "not fused with eps: eps None depends on the dtype",
+        "replaced": "not fused with patched: its forward was replaced on the instance",
+        "q": "not fused with shared: it feeds 2 Linears",
+        "k": "not fused with shared: it feeds 2 Linears",
+        "kept": "not fused with precise: it is kept in fp32",
     }
     assert {name: reason(plan, f"0.{name}").removeprefix("converted, ") for name in expected} == expected
 
