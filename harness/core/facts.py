@@ -215,7 +215,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One row of the plan: a module, the precision it runs in, the backend that does it, and why."""
+    """One row of the plan: a module, the precision it runs in, the backend that does it, and why.
+
+    norm: name of the norm that is fused with it, empty if none is.
+    """
 
     module: str
     kind: str
@@ -223,6 +226,7 @@ class LayerPlan:
     backend: str
     reason: str
     shape: tuple[int, ...] = ()
+    norm: str = ""
 
 
 @dataclass(frozen=True, slots=True)

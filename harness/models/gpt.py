@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
+    fusible_norms: ClassVar = {"attn.qkv": "attn_norm", "mlp.gate_up": "mlp_norm"}
+
     def __init__(self, dim: int, heads: int, kv_heads: int, ffn: int) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(dim, eps=EPS)
@@ -85,6 +88,8 @@ class TokenLoss(nn.Module):
 
 class GPT(nn.Module):
     """Token ids in, mean cross-entropy (nats per token) or logits out."""
+
+    fusible_norms: ClassVar = {"lm_head": "norm"}
 
     def __init__(self, vocab: int, dim: int, layers: int, heads: int, kv_heads: int, ffn: int, tied: bool) -> None:
         super().__init__()

@@ -47,6 +47,10 @@ class Plan:
         """Module names (as in the model) of the layers that run in FP8."""
         return tuple(layer.module for layer in self.layers if layer.precision == "fp8")
 
+    def fused_norms(self) -> dict[str, str]:
+        """FP8 layer -> the norm that is computed in one with it; names as in the model."""
+        return {layer.module: layer.norm for layer in self.layers if layer.precision == "fp8" and layer.norm}
+
     def slot_names(self) -> tuple[str, ...]:
         """`<layer>.<role>` of every FP8 layer, numbers padded: the order of all FP8 state and statistics."""
         return tuple(f"{pad_numbers(layer)}.{role}" for layer in self.fp8_layers() for role in ROLES)
@@ -87,6 +91,7 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     from torch import nn
 
     from harness.precision.filters import LayerFilter, names_of
+    from harness.precision.fuse import plan_fusion
     from harness.precision.keep_fp32 import enclosing, find_kept
 
     section = f"recipe {recipe.name}: layers"
@@ -123,6 +128,9 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     tier, _ = tier_of(facts)
     keep = tuple(names[module][0] for module in kept)
     notes = _notes(recipe, rung, tier)
+    if recipe.layers.fuse:
+        rows, note = plan_fusion(model, rows, recipe, rung, kept)
+        notes = (*notes, note)
     return Plan(recipe.name, recipe.sha256(), tier.name, recipe.name, rung, tuple(rungs), tuple(rows), notes, keep)
 
 

@@ -98,6 +98,10 @@ class LayersConfig(Strict):
     keep_fp32: list[str] = Field(
         default_factory=list, description="patterns of modules that compute in FP32 on every rung; each must match"
     )
+    fuse: bool = Field(
+        default=False,
+        description="transformer_engine rungs, delayed scaling: a norm and the Linear it feeds in one, where declared",
+    )
 
 
 # What each preset changes. Keys that are given win over the preset.

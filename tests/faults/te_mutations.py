@@ -10,6 +10,7 @@ from mutation import Mutation
 _TE, _LINEAR, _SCALES, _LIBRARY = (
     f"harness/precision/backends/{name}.py" for name in ("te", "te_linear", "te_scales", "te_library")
 )
+_FUSED = "harness/precision/backends/te_fused.py"
 _SAME = "tests/te_cpu/test_te_scenarios.py -k same_bits"
 
 TRANSFORMER_ENGINE = (
@@ -258,5 +259,61 @@ TRANSFORMER_ENGINE = (
         "    if dropped:\n",
         "    if False:\n",
         "tests/te_cpu/test_te_refusals.py -k other_transformer_engine",
+    ),
+    Mutation(
+        16,
+        "a demotion unfuses",
+        _LINEAR,
+        'return kind == "delayed" and watch.active and not self.demoted',
+        'return kind == "delayed" and watch.active',
+        "tests/te_cpu/test_te_fused.py -k demoted",
+    ),
+    Mutation(
+        16,
+        "what a fused norm hands on is computed for whoever else takes it",
+        _FUSED,
+        "tree_map_only(Deferred, lambda each: each.value(), (args, kwargs or {}))",
+        "tree_map_only(Deferred, lambda each: each.source, (args, kwargs or {}))",
+        "tests/te_cpu/test_te_fused.py -k right_all_the_same",
+    ),
+    Mutation(
+        16,
+        "a gradient that a fused pair would lose is refused",
+        _FUSED,
+        "            made.register_hook(_Lost(linear))\n",
+        "",
+        "tests/te_cpu/test_te_fused.py -k refused_by_name",
+    ),
+    Mutation(
+        16,
+        "a fused norm's input that was written to is refused",
+        _FUSED,
+        "if self.source._version != self.version:",
+        "if False:",
+        "tests/te_cpu/test_te_fused.py -k refused_by_name",
+    ),
+    Mutation(
+        16,
+        "a LayerNorm's bias is not in rows that are filled up",
+        _LINEAR,
+        "return whole and (te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % multiple)",
+        "return whole",
+        "tests/te_cpu/test_te_fused.py -k both_apart",
+    ),
+    Mutation(
+        17,
+        "a fused evaluation records nothing",
+        _FUSED,
+        "quantizers=linear.quantizers, training=linear.training",
+        'quantizers=vars(block).setdefault("first", linear.quantizers), training=linear.training',
+        "tests/te_cpu/test_te_fused.py -k leaves_no_trace",
+    ),
+    Mutation(
+        16,
+        "a recipe that fuses nothing says so in the plan",
+        "harness/precision/plan.py",
+        "        notes = (*notes, note)\n",
+        "",
+        "tests/unit/precision/test_fuse.py",
     ),
 )

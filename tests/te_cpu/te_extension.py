@@ -1,7 +1,8 @@
 """A stand-in for `transformer_engine_torch`, the compiled part of Transformer Engine, in plain PyTorch on the CPU.
 
-It plays what te.Linear calls under delayed, current and block scaling on a card of compute capability 9.0; any other
-name of the extension may be looked up (TE's Python does so at import) but raises NotImplementedError when it is used.
+It plays what te.Linear and te.LayerNormLinear (norms: te_norms.py) call under delayed, current and block scaling on a
+card of compute capability 9.0; any other name of the extension may be looked up (TE's Python does so at import) but
+raises NotImplementedError when it is used.
 What each function does was read in TE's own tree: pytorch/csrc/quantizer.cpp, pytorch/csrc/extensions/{cast,bias,gemm,
 transpose}.cpp, common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh, common/gemm/cublaslt_gemm.cu.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import te_extension
+import te_norms
 import torch
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def install(folder: Path) -> Any:
     if importlib.util.find_spec("transformer_engine_torch") is not None:
         raise RuntimeError("a real Transformer Engine is installed here: run tests/gpu with it")
     sys.path.insert(0, str(folder))
-    te_extension.as_extension()
+    te_norms.add_to(te_extension.as_extension())
     _import_common(folder)
     for name in _LEFT_OUT:
         sys.modules[f"transformer_engine.pytorch.{name}"] = _LeftOut(f"transformer_engine.pytorch.{name}")

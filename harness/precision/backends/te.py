@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from harness.core.errors import CheckpointError, MachineError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
-from harness.precision.backends import te_library
+from harness.precision.backends import te_fused, te_library
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
 from harness.precision.backends.te_scales import DelayedScales, Scales, TensorScales
 from harness.precision.plan import Plan, pad_numbers
@@ -72,6 +72,8 @@ class TransformerEngineBackend:
         self.modules: dict[str, Any] = {pad_numbers(name): module for name, module in swapped.items()}
         for index, (name, module) in enumerate(swapped.items()):
             module.slot, module.name_in_model = 3 * index, name
+        for name, norm in plan.fused_norms().items():
+            te_fused.fuse(model.get_submodule(norm), swapped[name])
         self._start()
         fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in self.formats], device=device)
         self._scales: Scales

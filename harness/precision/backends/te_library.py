@@ -52,7 +52,8 @@ def load() -> Library:
         fix = "make setup builds it; or take a recipe without it, e.g. --recipe bf16"
         raise MachineError(Problem(f"Transformer Engine does not import: {error}", WHERE, fix=fix)) from error
     version = str(getattr(package, "__version__", "of unknown version"))
-    needed = [(pytorch, "autocast"), (pytorch, "Linear"), (distributed, "in_fp8_activation_recompute_phase")]
+    needed = [(pytorch, name) for name in ("autocast", "Linear", "LayerNormLinear")]
+    needed += [(distributed, "in_fp8_activation_recompute_phase")]
     needed += [(distributed, "is_fp8_activation_recompute_enabled")]
     needed += [(recipes, name) for name in ("Format", *_RECIPES.values())]
     needed += [(getattr(pytorch, "Linear", None), "init_fp8_metadata"), (quantization, "FP8GlobalStateManager")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, MisuseError, Problem
+from harness.precision.backends import te_fused
 from harness.precision.backends.te_library import Library
 from harness.precision.sampling import SampledStats
 from harness.precision.swap import pickled_as_linear
 
 # Token counts that TE's GEMMs take: the weight gradient's common dimension. 128: a block of block scaling.
 _TOKENS = {"delayed": 16, "current": 16, "block": 128}
+# Of one object, made when first wanted: a copy makes its own.
+_OF_ONE = ("silent", "fused")
 _PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta")))  # on "meta" nothing is drawn
 
 
@@ -40,6 +44,11 @@ class Watch:
         self.with_gradients = False
         self.in_backward = False
         self.rolled_under = False
+        self._nothing = torch.full((), torch.nan, device=device)
+
+    def nothing(self, device: torch.device) -> Tensor:
+        """NaN, float32 0-d."""
+        return self._nothing if self._nothing.device == device else self._nothing.to(device)
 
 
 @torch.no_grad()
@@ -113,6 +122,8 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
         follows = False
         # Quantizers of the forward with the same scales, whose amaxes are nobody's; made when first wanted.
         silent: Sequence[Any] | None = None
+        # te.LayerNormLinear with the same FP8 state, for the norm that feeds this layer; made when first wanted.
+        fused: Any = None
         # TE's own extra state is a pickle, and empty after a BF16 forward.
         get_extra_state = nn.Module.get_extra_state
         set_extra_state = nn.Module.set_extra_state
@@ -128,24 +139,32 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             if kind == "delayed" and watch.in_backward and watch.rolled_under and not library.recomputing():
                 raise _recomputed(self.name_in_model)
             around = torch.is_autocast_enabled(input.device.type)
+            norm = None
+            if isinstance(input, te_fused.Deferred):
+                both = around and input.linear is self and self._fuses() and input.gradients == torch.is_grad_enabled()
+                norm, input = (input.norm, input.untouched()) if both else (None, input.value())
             own_dtype = torch.get_autocast_dtype(input.device.type) if around else input.dtype
             if input.is_floating_point():
                 input = input.to(torch.bfloat16 if watch.active else own_dtype)
             in_fp8 = watch.active and not self.demoted
+            run = super().forward if norm is None else partial(self._with, norm)
             with self._autocast(in_fp8), _in_bf16(input.device.type, watch.active and not around):
                 if not in_fp8:
-                    out = super().forward(input)
+                    out = run(input)
                 elif kind != "delayed" or self.follows or self._records():
-                    out = filled_up(super().forward, input, multiple)
+                    out = filled_up(run, input, multiple)
                 else:
-                    out = self._silently(super().forward, input)
+                    out = self._silently(run, input)
             if out.grad_fn is not None:
                 out.grad_fn.register_prehook(_Once(self.name_in_model))
                 # TE returns a view out of a Function of its own, on which nothing may work in place.
                 out = torch.ops.aten._unsafe_view.default(out, out.shape)
             if watch.active and not self.follows:
                 if self._records() and not library.recomputing():
-                    self._measure(0, input)
+                    if norm is None:
+                        self._measure(0, input)
+                    elif self._samples():
+                        self._measure(0, te_fused.quantised(norm, input))
                     self._measure(1, self.weight)
                 if out.requires_grad and (watch.everything or self.demoted or self._samples()):
                     out.register_hook(lambda grad: self._measure(2, grad))
@@ -156,6 +175,31 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             state = library.manager.quantization_state
             as_it_is = state.fp8_enabled == in_fp8 and (not in_fp8 or state.fp8_recipe is recipe)
             return nullcontext() if as_it_is else te.autocast(in_fp8, recipe=recipe)
+
+        def takes_over(self, norm: nn.Module, x: Tensor) -> bool:
+            """Whether this layer will apply `norm`, which feeds it, to `x` by itself: in FP8, on what TE takes.
+
+            Rows of zeros fill up an RMSNorm's input; a LayerNorm would make its bias of them.
+            """
+            if type(x) is not Tensor or not x.is_floating_point() or x.is_inference() or not self._fuses():
+                return False
+            device = x.device.type
+            if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.bfloat16:
+                return False
+            whole = x.shape[-1:] == (self.in_features,) and x.numel() > 0
+            return whole and (te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % multiple)
+
+        def nothing(self, device: torch.device) -> Tensor:
+            """What a norm that was taken over hands on instead of values: NaN, float32 0-d."""
+            return watch.nothing(device)
+
+        def _fuses(self) -> bool:
+            return kind == "delayed" and watch.active and not self.demoted
+
+        def _with(self, norm: Any, rows: Tensor) -> Tensor:
+            if self.fused is None:
+                self.__dict__["fused"] = te_fused.block(te, norm, self)  # not as a submodule
+            return te_fused.apply(self.fused, norm, self)(rows)
 
         def _records(self) -> bool:
             """Gradients are wanted: te.checkpoint may run a forward that is to have some without them."""
@@ -190,7 +234,7 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             memo[id(self.fp8_meta)] = self.fp8_meta
             memo[id(self.quantizers)] = {key: [_unrecorded(q) for q in own] for key, own in self.quantizers.items()}
             made = memo[id(self)] = object.__new__(type(self))
-            made.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "silent"}, memo))
+            made.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in _OF_ONE}, memo))
             made.follows = True
             return made
 

@@ -1,0 +1,172 @@
+"""`layers.fuse` in the plan: what is fused, and by name what is not and why. What it computes: tests/te_cpu."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from torch import nn
+
+from harness.capability.probe import probe
+from harness.core.errors import ConfigError
+from harness.models.gpt import build
+from harness.precision.fuse import DECLARATION
+from harness.precision.plan import Plan, make_plan
+from harness.precision.recipe import Recipe, Rung
+from harness.tracking.plan_table import fold
+
+TE = Rung(backend="transformer_engine", precision="fp8", tiers=["CPU"])
+
+
+def plan_for(model: nn.Module, rung: Rung = TE, fuse: bool = True, **sections: dict[str, Any]) -> Plan:
+    layers = {"min_features": 16, "fuse": fuse, **sections.pop("layers", {})}
+    recipe = Recipe.model_validate({"name": "r", "ladder": [rung.model_dump()], "layers": layers, **sections})
+    return make_plan(recipe, probe(), rung, [], model)
+
+
+def reason(plan: Plan, module: str) -> str:
+    return next(row.reason for row in plan.layers if row.module == module)
+
+
+def tiny() -> nn.Module:
+    return build(vocab=64, dim=32, layers=2, heads=2, ffn=64)
+
+
+def test_the_shipped_model_declares_its_norms_and_the_plan_says_what_came_of_it() -> None:
+    plan = plan_for(tiny())
+    assert plan.fused_norms() == {
+        "blocks.0.attn.qkv": "blocks.0.attn_norm",
+        "blocks.0.mlp.gate_up": "blocks.0.mlp_norm",
+        "blocks.1.attn.qkv": "blocks.1.attn_norm",
+        "blocks.1.mlp.gate_up": "blocks.1.mlp_norm",
+    }
+    assert plan.notes[-1] == "layers.fuse: 4 of 5 declared pairs are fused, see their rows"
+    assert reason(plan, "blocks.0.attn.qkv") == "converted, fused with attn_norm"
+    assert "in one with attn.qkv" in reason(plan, "blocks.0.attn_norm")
+    assert "excluded by name" in reason(plan, "lm_head")
+    assert reason(plan, "norm") == "not a Linear: fp32 weights, autocast decides per op"
+    rows = {row["module"]: row for row in plan.as_dict()["layers"]}
+    assert rows["blocks.1.mlp.gate_up"]["norm"] == "blocks.1.mlp_norm"
+    assert len(fold(plan.as_dict()["layers"])) == 9, "equal blocks are one row of the table"
+    with_head = plan_for(tiny(), layers={"exclude_if_present": []})
+    assert with_head.fused_norms()["lm_head"] == "norm"
+
+
+def test_off_by_default_nothing_is_fused_and_nothing_is_said() -> None:
+    for plan in (plan_for(tiny(), fuse=False), plan_for(nn.Sequential(nn.Linear(16, 16)), fuse=False)):
+        assert plan.fused_norms() == {}
+        assert "fuse" not in str(plan.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("rung", "fp8", "why"),
+    [
+        (Rung(backend="native", precision="fp8", tiers=["CPU"]), {}, "native:fp8 has no fused blocks"),
+        (Rung(backend="torchao", precision="fp8", tiers=["CPU"]), {}, "torchao:fp8 has no fused blocks"),
+        (Rung(backend="autocast", precision="bf16", tiers=["CPU"]), {}, "autocast:bf16 has no fused blocks"),
+        (TE, {"scaling": "current"}, "fp8.scaling current measures the norm's output"),
+        (TE, {"scaling": "block"}, "fp8.scaling block measures the norm's output"),
+    ],
+)
+def test_what_fuses_nothing_is_named_with_the_reason(rung: Rung, fp8: dict[str, Any], why: str) -> None:
+    model = build(vocab=128, dim=128, layers=1, heads=2, ffn=128)
+    plan = plan_for(model, rung, fp8=fp8)
+    assert plan.fused_norms() == {}
+    assert plan.notes[-1].startswith(f"layers.fuse: nothing is fused, {why}")
+    assert plan.layers == plan_for(model, rung, fuse=False, fp8=fp8).layers
+
+
+def test_a_model_that_declares_nothing_is_told() -> None:
+    plan = plan_for(nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16)))
+    assert plan.notes[-1] == f"layers.fuse: nothing is fused, no module of the model declares {DECLARATION}"
+
+
+class Odd(nn.Module):
+    """A pair for each way in which one does not fit."""
+
+    fusible_norms: ClassVar = {
+        "fits": "norm",
+        "subclass": "own",
+        "sizes": "wide",
+        "weightless": "bare",
+        "biasless": "partial",
+        "anyeps": "eps",
+        "replaced": "patched",
+        "q": "shared",
+        "k": "shared",
+        "kept": "precise",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Own(nn.RMSNorm):
+            pass
+
+        self.norm, self.own, self.shared = nn.LayerNorm(16), Own(16, eps=1e-5), nn.LayerNorm(16)
+        self.wide, self.bare = nn.LayerNorm([2, 16]), nn.LayerNorm(16, elementwise_affine=False)
+        self.partial, self.eps = nn.LayerNorm(16, bias=False), nn.RMSNorm(16)
+        self.patched, self.precise = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.patched.forward = lambda input: input  # type: ignore[method-assign]
+        for name in self.fusible_norms:
+            setattr(self, name, nn.Linear(16, 16))
+
+
+def test_a_pair_that_does_not_fit_is_named_with_the_reason() -> None:
+    plan = plan_for(nn.Sequential(Odd()), layers={"keep_fp32": ["0.precise"]})
+    assert plan.fused_norms() == {"0.fits": "0.norm"}
+    assert plan.notes[-1] == "layers.fuse: 1 of 10 declared pairs are fused, see their rows"
+    expected = {
+        "subclass": "not fused with own: Own is neither RMSNorm nor LayerNorm",
+        "sizes": "not fused with wide: it normalises (2, 16), the layer takes 16",
+        "weightless": "not fused with bare: it has no weight or no bias of its own",
+        "biasless": "not fused with partial: it has no weight or no bias of its own",
+        "anyeps": "not fused with eps: eps None depends on the dtype",
+        "replaced": "not fused with patched: its forward was replaced on the instance",
+        "q": "not fused with shared: it feeds 2 Linears",
+        "k": "not fused with shared: it feeds 2 Linears",
+        "kept": "not fused with precise: it is kept in fp32",
+    }
+    assert {name: reason(plan, f"0.{name}").removeprefix("converted, ") for name in expected} == expected
+
+
+def test_a_norm_inside_of_what_is_kept_in_fp32_is_apart() -> None:
+    class Around(nn.Module):
+        fusible_norms: ClassVar = {"linear": "before.norm"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Sequential()
+            self.before.add_module("norm", nn.LayerNorm(16))
+            self.linear = nn.Linear(16, 16)
+
+    plan = plan_for(Around(), layers={"keep_fp32": ["before"]})
+    assert reason(plan, "linear") == "converted, not fused with before.norm: it is kept in fp32"
+
+
+def test_two_norms_for_one_layer_are_apart() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.linear = nn.LayerNorm(16), nn.LayerNorm(16), nn.Linear(16, 16)
+            self.again = self.linear
+            self.fusible_norms = {"linear": "one", "again": "two"}
+
+    plan = plan_for(Twice())
+    assert "2 norms are declared to feed it" in reason(plan, "linear")
+    assert plan.fused_norms() == {}
+
+
+def test_declarations_that_mean_nothing_are_all_named() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
+    model.fusible_norms = {"0": "norm", "linear": "2", "": "2"}  # type: ignore[assignment]
+    model[1].fusible_norms = ["norm"]  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as caught:
+        plan_for(model)
+    assert [(problem.where, problem.what) for problem in caught.value.problems] == [
+        ("Sequential.fusible_norms", "has no part 'norm'"),
+        ("Sequential.fusible_norms", "has no part 'linear'"),
+        ("Sequential.fusible_norms", "has no part ''"),
+        ("1.fusible_norms", "is a list, not a mapping"),
+    ]
+    plan_for(model, fuse=False)
