@@ -272,9 +272,17 @@ TRANSFORMER_ENGINE = (
         16,
         "what a fused norm hands on is computed for whoever else takes it",
         _FUSED,
-        "tree_map_only(Deferred, lambda each: each.value(), (args, kwargs or {}))",
-        "tree_map_only(Deferred, lambda each: each.source, (args, kwargs or {}))",
-        "tests/te_cpu/test_te_fused.py -k right_all_the_same",
+        "{id(each): each.value() for each in found}",
+        "{id(each): each.source for each in found}",
+        "tests/te_cpu/test_te_fused_declared.py -k right_all_the_same",
+    ),
+    Mutation(
+        16,
+        "what is written to a norm's output reaches its layer",
+        _FUSED,
+        "                each.settled = value\n",
+        "                pass\n",
+        "tests/te_cpu/test_te_fused_declared.py -k has_a_hold",
     ),
     Mutation(
         16,
@@ -282,7 +290,7 @@ TRANSFORMER_ENGINE = (
         _FUSED,
         "            made.register_hook(_Lost(linear))\n",
         "",
-        "tests/te_cpu/test_te_fused.py -k refused_by_name",
+        "tests/te_cpu/test_te_fused_declared.py -k refused_by_name",
     ),
     Mutation(
         16,
@@ -290,7 +298,7 @@ TRANSFORMER_ENGINE = (
         _FUSED,
         "if self.source._version != self.version:",
         "if False:",
-        "tests/te_cpu/test_te_fused.py -k refused_by_name",
+        "tests/te_cpu/test_te_fused_declared.py -k refused_by_name",
     ),
     Mutation(
         16,

@@ -9,74 +9,32 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from te_cpu_support import WIDTH, Trainer, disagreements, equal, inputs, moved
+from te_fused_support import (
+    BF16,
+    NORMED,
+    TIME,
+    VOCAB,
+    Pair,
+    blocks,
+    gradients,
+    plain,
+    tiny,
+    trained,
+    training,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.errors import MisuseError
-from harness.models.gpt import GPT, build
+from harness.models.gpt import GPT
 from harness.monitors.nonfinite import watch
 
-te: Any = import_module("transformer_engine.pytorch")
 
-VOCAB, TIME = 64, 16
-BF16 = 2.0**-8
-FUSED = {"layers": {"fuse": True}}
-Window = Callable[[Trainer, int], None]
-
-
-def tiny() -> GPT:
-    return build(vocab=VOCAB, dim=32, layers=2, heads=2, ffn=64)
-
-
-class Training(Trainer):
-    """Of a GPT on random tokens."""
-
-    def loss(self, x: Any, factor: float = 1.0, wrong: bool = False) -> Tensor:
-        """x: the number of a batch of two sequences."""
-        tokens = torch.randint(0, VOCAB, (2, TIME + 1), generator=torch.Generator().manual_seed(x))
-        with self.precision.context():
-            loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:]) * factor
-        return loss
-
-
-def training(fuse: bool = True, make: Callable[[], nn.Module] = tiny, **fp8: Any) -> Training:
-    return Training("transformer_engine", make, {"layers": {"fuse": fuse}, "fp8": fp8})
-
-
-def plain(trainer: Trainer, number: int) -> None:
-    """Two micro-batches."""
-    for half in range(2):
-        trainer.precision.backward(trainer.loss(2 * number + half, 0.5))  # type: ignore[arg-type]
-
-
-def trained(
-    fuse: bool = True, window: Window = plain, make: Callable[[], nn.Module] = tiny, steps: int = 6
-) -> Training:
-    made = training(fuse, make)
-    for number in range(steps):
-        window(made, number)
-        made.step()
-    return made
-
-
-def blocks(model: nn.Module) -> set[str]:
-    """Layers that ran as a te.LayerNormLinear at least once."""
-    return {
-        name for name, module in model.named_modules() if isinstance(getattr(module, "fused", None), te.LayerNormLinear)
-    }
-
-
-NORMED = {f"blocks.{index}.{layer}" for index in range(2) for layer in ("attn.qkv", "mlp.gate_up")}
-
-
-@pytest.mark.every_version
 def test_a_fused_gpt_trains_as_the_same_apart() -> None:
     fused, apart = trained(), trained(fuse=False)
     assert blocks(fused.model) == NORMED
@@ -107,42 +65,11 @@ def test_a_fused_gpt_trains_as_the_same_apart() -> None:
         assert (grads[0] - grads[1]).norm() <= 0.1 * grads[1].norm() > 0, name
 
 
-class Pair(nn.Module):
-    """A norm and the layer it feeds."""
-
-    fusible_norms: ClassVar = {"linear": "norm"}
-
-    def __init__(self, kind: type[Any] = nn.RMSNorm, bias: bool = False, eps: float = 1e-3) -> None:
-        super().__init__()
-        self.norm, self.linear = kind(WIDTH, eps=eps), nn.Linear(WIDTH, WIDTH, bias=bias)
-        with torch.no_grad():
-            self.norm.weight.copy_(1 + inputs(7, 1)[0] / 3)
-            if kind is nn.LayerNorm:
-                self.norm.bias.copy_(inputs(8, 1)[0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(self.norm(x))
-        return out
-
-
-def gradients(make: Callable[[], nn.Module], fuse: bool, x: Tensor) -> tuple[Trainer, list[Tensor]]:
-    """Output and gradients, of the input first, of a second window, whose scales fit."""
-    trainer = Trainer("transformer_engine", make, {"layers": {"fuse": fuse}}, lr=0.0)
-    found: list[Tensor] = []
-    for _ in range(2):
-        x = x.detach().requires_grad_()
-        with trainer.precision.context():
-            out = trainer.model(x)
-            loss = (out.float() * inputs(3, out.numel() // WIDTH).reshape(out.shape)).sum()
-        trainer.precision.backward(loss)
-        grads = [each.grad.clone() for each in (x, *trainer.model.parameters()) if each.grad is not None]
-        found = [out.detach().float(), *grads]
-        trainer.step()
-    return trainer, found
-
-
-@pytest.mark.every_version
-@pytest.mark.parametrize("shape", [(32, WIDTH), (2, 24, WIDTH), (5, WIDTH)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(two, marks=pytest.mark.every_version) for two in ((32, WIDTH), (5, WIDTH))] + [(2, 24, WIDTH)],
+    ids=str,
+)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
 def test_outputs_and_all_gradients_are_those_of_both_apart(kind: type[Any], bias: bool, shape: tuple[int, ...]) -> None:
@@ -258,7 +185,7 @@ class Again(GPT):
 class AgainWithTe(Again):
     """By te.checkpoint."""
 
-    again: Any = staticmethod(te.checkpoint)
+    again: Any = staticmethod(import_module("transformer_engine.pytorch").checkpoint)
 
 
 @pytest.mark.parametrize("kind", [Again, AgainWithTe])
@@ -317,106 +244,6 @@ def test_a_deep_copy_computes_the_same_and_a_pickle_is_plain() -> None:
     torch.testing.assert_close(read(x), plain_again)
 
 
-class Residual(Pair):
-    """What the norm gives is used beside the layer too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return h + self.linear(h) * h.sigmoid()
-
-
-class Between(Pair):
-    """The layer does not get what the norm gives."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(2 * self.norm(x) + x)
-        return out
-
-
-@pytest.mark.parametrize("make", [Residual, Between])
-def test_what_is_declared_wrongly_is_right_all_the_same(make: type[Pair]) -> None:
-    x = inputs(1, 32)
-    trainer, fused = gradients(make, True, x)
-    assert blocks(trainer.model) == ({"linear"} if make is Residual else set())
-    _, apart = gradients(make, False, x)
-    for ours, theirs in zip(fused, apart, strict=True):
-        assert (ours - theirs).norm() <= (0.03 if make is Residual else 0) * theirs.norm()
-
-
-class InPlace(Pair):
-    """The norm's input is changed before its output is used."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 1
-        h = self.norm(x)
-        x += 1
-        out: Tensor = self.linear(h)
-        return out
-
-
-class Unseen(torch.autograd.Function):
-    """Hands on what it gets, past PyTorch's Python functions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
-
-
-class Hooked(Pair):
-    """A function of autograd stands between norm and layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(Unseen.apply(self.norm(x)))
-        return out
-
-
-class Reentrant(Pair):
-    """The layer alone is computed again in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.linear, self.norm(x), use_reentrant=True)
-        return out
-
-
-class Watched(Pair):
-    """A hook waits for the gradient of the norm's output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        if h.requires_grad:
-            h.register_hook(lambda grad: grad)
-        out: Tensor = self.linear(h)
-        return out
-
-
-@pytest.mark.parametrize("make", [InPlace, Hooked, Reentrant, Watched])
-def test_a_wrong_result_is_refused_by_name(make: type[Pair]) -> None:
-    with pytest.raises(MisuseError) as caught:
-        gradients(make, True, inputs(1, 32))
-    (problem,) = caught.value.problems
-    assert problem.where == "layer linear"
-    told = {InPlace: "changed in place", Watched: "a hook is put on the gradient"}.get(make, "did not arrive")
-    assert told in problem.what
-    assert "fusible_norms" in problem.fix
-
-
-def test_a_backward_hook_on_the_norm_runs_both_apart() -> None:
-    seen: list[Tensor] = []
-
-    def make() -> Pair:
-        made = Pair()
-        made.norm.register_full_backward_hook(lambda module, grads, outputs: seen.append(outputs[0]))
-        return made
-
-    trainer, _ = gradients(make, True, inputs(1, 32))
-    assert blocks(trainer.model) == set()
-    assert len(seen) == 2
-
-
 def test_the_search_for_values_that_are_not_finite_sees_what_the_norms_give() -> None:
     trainer = training()
     with watch(trainer.model) as origin:
@@ -424,22 +251,5 @@ def test_the_search_for_values_that_are_not_finite_sees_what_the_norms_give() ->
     trainer.step()
     assert origin.usual == set()
     assert [(found.forward, found.backward) for found in origin.micro_batches] == [(None, None)] * 2
-    assert blocks(trainer.model) == NORMED
-    assert disagreements(trainer.log, trained(steps=1).log) == []
-
-
-class Teacher(Pair):
-    """The norm runs without gradients, the layer with them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            h = self.norm(x)
-        out: Tensor = self.linear(h)
-        return out
-
-
-def test_a_norm_without_gradients_gets_none() -> None:
-    for fuse in (True, False):
-        trainer, found = gradients(Teacher, fuse, inputs(1, 32))
-        assert trainer.model.get_parameter("norm.weight").grad is None
-        assert len(found) == 2, "output, and the gradient of the layer's weight"
+    assert blocks(trainer.model) == set(), "it has a hold on what the norms give"
+    assert disagreements(trainer.log, trained(fuse=False, steps=1).log) == []

@@ -1,8 +1,8 @@
 """A norm and its Linear as one te.LayerNormLinear on the Parameters of both: the norm's output is written in FP8.
 
 Where a fused pair runs, the norm hands on a `Deferred` in the place of its output, and the Linear applies both. What
-else is done with a Deferred makes the norm's output first, so that a module which declared too much is slower, not
-wrong.
+else is done with a Deferred makes the norm's output first, and what could change that output, or look at its gradient,
+makes the Linear take it too: a module that declared too much is slower, not wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.core.errors import MisuseError, Problem
 
@@ -23,14 +23,14 @@ _KNOWN = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel}
     | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device")}
 )  # fmt: skip
-# What a hook would be put on is made for it alone: nothing would ever call it.
 _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 
 
 class Deferred(Tensor):
     """A norm's output that has not been computed: NaN for what looks past Python, of the output's shape.
 
-    source: the norm's input. norm, linear: the pair. Code that takes it apart without PyTorch's Python functions (an
+    source: the norm's input. norm, linear: the pair. settled: the output, once somebody else has a hold on it. taken:
+    the Linear has applied both. Code that takes it apart without PyTorch's Python functions (an
     autograd.Function, an extension) would see the NaN, and a gradient that comes back to it raises MisuseError: it
     would be lost.
     """
@@ -40,20 +40,31 @@ class Deferred(Tensor):
     linear: Any
     gradients: bool
     version: int
+    settled: Tensor | None
+    taken: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func in _HOOKS:
-            why = "its output is not computed by itself, so no gradient of it is either"
-            raise _misuse(args[0].linear, "a hook is put on the gradient of its norm's output", why)
-        args, kwargs = tree_map_only(Deferred, lambda each: each.value(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        found = [each for each in tree_leaves((args, kwargs or {})) if isinstance(each, Deferred)]
+        if func in _HOOKS and found[0].taken:
+            why = "the layer was applied together with the norm, whose output has no gradient of its own"
+            raise _misuse(found[0].linear, "a hook is put on the gradient of its norm's output", why)
+        values = {id(each): each.value() for each in found}
+        args, kwargs = tree_map_only(Deferred, lambda each: values[id(each)], (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        for each in found:
+            value = values[id(each)]
+            if func in _HOOKS or value._version or any(_holds(leaf, value) for leaf in tree_leaves(result)):
+                each.settled = value
+        return result
 
     def value(self) -> Tensor:
         """The norm's output, computed now as it would have been then. Raises MisuseError as `untouched` does."""
+        if self.settled is not None:
+            return self.settled
         source = self.untouched()
         with torch.set_grad_enabled(self.gradients), torch.autocast(source.device.type, dtype=torch.bfloat16):
             return self.norm.separately(source)
@@ -66,12 +77,21 @@ class Deferred(Tensor):
         return self.source
 
 
+def _holds(leaf: Any, value: Tensor) -> bool:
+    """Whether `leaf`, a part of what a function returned, may be a way to write to `value`."""
+    if isinstance(leaf, Tensor):
+        strided = leaf.layout == torch.strided
+        return strided and leaf.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    return not isinstance(leaf, int | float | complex | str | torch.dtype | torch.device | torch.layout | None)
+
+
 def deferred(norm: Any, linear: Any, source: Tensor) -> Tensor:
     """What `norm` hands on to `linear` for the input `source`."""
     with torch.no_grad():
         made: Any = linear.nothing(source.device).expand(source.shape).as_subclass(Deferred)
     made.source, made.norm, made.linear = source, norm, linear
     made.gradients, made.version = torch.is_grad_enabled(), source._version
+    made.settled, made.taken = None, False
     if made.gradients:
         with torch._C.DisableTorchFunctionSubclass():
             made.requires_grad_()
@@ -154,7 +174,7 @@ def block(te: Any, norm: Any, linear: Any) -> Any:
 
 
 def apply(block: Any, norm: Any, linear: Any) -> Callable[[Tensor], Tensor]:
-    """What computes both for rows of BF16. Parameters are looked up at each call: FSDP puts others in their place."""
+    """What computes both for BF16 [..., in_features]. Parameters are looked up anew: FSDP replaces them."""
     own = {"weight": linear.weight, "layer_norm_weight": norm.weight, "layer_norm_bias": getattr(norm, "bias", None)}
     if linear.use_bias:
         own["bias"] = linear.bias

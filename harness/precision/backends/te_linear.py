@@ -141,8 +141,7 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             around = torch.is_autocast_enabled(input.device.type)
             norm = None
             if isinstance(input, te_fused.Deferred):
-                both = around and input.linear is self and self._fuses() and input.gradients == torch.is_grad_enabled()
-                norm, input = (input.norm, input.untouched()) if both else (None, input.value())
+                norm, input = self._both(input) if around else (None, input.value())
             own_dtype = torch.get_autocast_dtype(input.device.type) if around else input.dtype
             if input.is_floating_point():
                 input = input.to(torch.bfloat16 if watch.active else own_dtype)
@@ -192,6 +191,14 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
         def nothing(self, device: torch.device) -> Tensor:
             """What a norm that was taken over hands on instead of values: NaN, float32 0-d."""
             return watch.nothing(device)
+
+        def _both(self, handed: Any) -> tuple[Any, Tensor]:
+            """(norm, its input) if both are to be computed here, else (None, the norm's output)."""
+            alike = handed.linear is self and handed.gradients == torch.is_grad_enabled()
+            if not alike or handed.settled is not None or not self._fuses():
+                return None, handed.value()
+            handed.taken = True
+            return handed.norm, handed.untouched()
 
         def _fuses(self) -> bool:
             return kind == "delayed" and watch.active and not self.demoted
