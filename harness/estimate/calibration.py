@@ -23,6 +23,8 @@ _FIELDS = {
     "launch_seconds": "launch_seconds",
     "context_bytes": "context_bytes",
 }
+# How far a measurement may be over the datasheet, and under it.
+_FASTER, _SLOWER = 2.0, 1e-9
 _KNOWN = ("card", "capability", *_FIELDS)
 
 
@@ -68,6 +70,7 @@ def read_calibration(path: Path, card: Card) -> Calibration:
     measured_on = section["card"]
     if measured_on != card.name:
         return replace(uncalibrated(card), notes=(f"{path} is of a {measured_on}, not of a {card.name}: not used",))
+    _check_plausible(rates, path, card)
     own = [name for name in _FIELDS if name not in rates]
     notes = (f"{path} has no {', '.join(own)}: the roofline's own constants stand for them",) if own else ()
     known = {_FIELDS[name]: value for name, value in rates.items()}
@@ -75,6 +78,25 @@ def read_calibration(path: Path, card: Card) -> Calibration:
         known["context_bytes"] = int(known["context_bytes"])
     made = replace(usual_rates(card), **known)  # type: ignore[arg-type]
     return Calibration(made, all(name in rates for name in _NEEDED), notes)
+
+
+def _check_plausible(rates: Mapping[str, float], path: Path, card: Card) -> None:
+    """Raises ConfigError naming what no such card does: another unit, most likely."""
+    most = {
+        "gemm_bf16": _FASTER * card.half,
+        "gemm_fp8": _FASTER * card.fp8,
+        "attention": _FASTER * card.half,
+        "bandwidth": _FASTER * card.bandwidth,
+        "launch_seconds": 1.0,
+        "context_bytes": card.memory,
+    }
+    problems = [
+        Problem(f"{value:g} is not a figure of a {card.name}", f"{path}: {_SECTION}.{name}", f"at most {most[name]:g}")
+        for name, value in rates.items()
+        if not most[name] * _SLOWER <= value <= most[name]
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _section(path: Path) -> Mapping[str, Any]:

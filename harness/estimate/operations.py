@@ -5,6 +5,7 @@ Kernel counts are those of PyTorch's CUDA implementations, read from its sources
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,16 @@ from torch import Tensor
 
 from harness.estimate.roofline import Unit
 
-GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"})
-ATTENTION = frozenset(
-    {
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention_backward",
-    }
-)
+GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"})
+CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+# And where `is_causal` stands among their arguments; PyTorch leaves out the last ones that are as by default: False.
+_CAUSAL = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+}
+ATTENTION = frozenset(_CAUSAL)
 # The host waits for the device: the result, or its size, is a value that the device has computed.
 WAITING = frozenset(
     {
@@ -77,6 +79,8 @@ def kernels(func: Any, name: str, args: Sequence[Any], ins: Sequence[Tensor], ou
         return 2 if len(ins) > 1 and ins[1].numel() <= _EMBEDDING_SMALL else 9
     if name == "cat":
         return max(1, -(-len(args[0]) // _CAT_PER_LAUNCH))
+    if name == "convolution_backward":
+        return max(1, sum(args[10]))
     return 2 if name in ("_fused_rms_norm_backward", "native_layer_norm_backward") else 1
 
 
@@ -118,8 +122,8 @@ def traffic(name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequenc
     return reads, sum(touched(t) for group in written if isinstance(group, (list, tuple)) for t in group)
 
 
-def flops(name: str, args: Sequence[Any]) -> float:
-    """Of GEMMs and attention, 2 for a multiplication with its addition; attention counts as causal."""
+def flops(name: str, args: Sequence[Any], outs: Sequence[Tensor]) -> float:
+    """Of GEMMs, convolutions and attention, 2 for a multiplication with its addition; causal attention has half."""
     if name in ("mm", "_scaled_mm", "_scaled_mm_v2"):
         left, right = args[0], args[1]
         return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
@@ -129,21 +133,41 @@ def flops(name: str, args: Sequence[Any]) -> float:
     if name in ("bmm", "baddbmm"):
         left, right = args[-2:] if name == "bmm" else args[1:3]
         return 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
+    if name == "_grouped_mm":
+        left, right = args[0], args[1]
+        groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
+        return 2.0 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    if name in CONVOLUTIONS:
+        return _of_convolution(name, args, outs)
     if name in ATTENTION:
         backward = name.endswith("_backward")
         query, key = args[1:3] if backward else args[:2]
         batch, heads, time, width = query.shape
         # Two GEMMs forward, five backward (one of them makes the scores again), half of each under a causal mask.
-        return (10.0 if backward else 4.0) * batch * heads * time * key.shape[2] * width / 2
+        whole = (10.0 if backward else 4.0) * batch * heads * time * key.shape[2] * width
+        return whole / 2 if len(args) > _CAUSAL[name] and args[_CAUSAL[name]] else whole
     return 0.0
 
 
+def _of_convolution(name: str, args: Sequence[Any], outs: Sequence[Tensor]) -> float:
+    """Every weight meets every position of the output, of the input if transposed; backward does it again for each of
+    the gradients of input and weight that are wanted."""
+    backward = name.endswith("_backward")
+    image, weight = args[1:3] if backward else args[:2]
+    transposed, result = (args[7], args[0]) if backward else (args[6], outs[0])
+    positions = (image if transposed else result).shape
+    times = sum(args[10][:2]) if backward else 1
+    return 2.0 * times * positions[0] * math.prod(positions[2:]) * weight.numel()
+
+
 def unit(name: str, ins: Sequence[Tensor], tf32: bool) -> Unit:
-    """What computes a GEMM or attention of these operands. tf32: the card has it."""
-    if name not in GEMMS and name not in ATTENTION:
+    """What computes a GEMM, convolution or attention of these operands. tf32: the card has it."""
+    if name not in GEMMS and name not in ATTENTION and name not in CONVOLUTIONS:
         return "none"
     if name.startswith("_scaled_mm"):
         return "fp8"
     if ins[0].dtype != torch.float32:
         return "half"
+    if name in CONVOLUTIONS:
+        return "tf32" if tf32 and torch.backends.cudnn.allow_tf32 else "fp32"
     return "tf32" if tf32 and torch.get_float32_matmul_precision() != "highest" else "fp32"

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
@@ -188,6 +192,10 @@ def _trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int
         what = "the model cannot be put on paper: the size of one of its tensors depends on computed values"
         where = f"model.target {config.model.target}"
         raise ConfigError(Problem(what, where, str(error), "estimate a model without such an operation")) from error
+    except (NotImplementedError, UnsupportedOperatorException) as error:
+        what = "the model cannot be put on paper: PyTorch does not know the shapes of one of its operations beforehand"
+        where, why = f"model.target {config.model.target}", str(error.__context__ or error).partition("\n")[0][:300]
+        raise ConfigError(Problem(what, where, why, "estimate a model without such an operation")) from error
 
 
 def _time(made: Trace, rates: Rates, stats_every: int) -> Timing:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from harness.estimate.operations import ATTENTION, GEMMS, WAITING, flops, kernels, touched, traffic, unit
+from harness.estimate.operations import ATTENTION, CONVOLUTIONS, GEMMS, WAITING, flops, kernels, touched, traffic, unit
 from harness.estimate.roofline import Op
 
 # The caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
             purpose=_purpose(func, name, kind, self.phase, frames),
             reads=reads,
             writes=writes,
-            flops=flops(name, args),
+            flops=flops(name, args, outs),
             unit=kind,
             attention=name in ATTENTION,
             kernels=count,
@@ -312,6 +312,8 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
         return _GEMM_NAMES[kind]
     if name in ATTENTION:
         return "attention"
+    if name in CONVOLUTIONS:
+        return "convolutions"
     files = [_short(path) for path, _, _ in frames]
     if any(file.startswith(("harness/precision/sampling", "harness/precision/statistics")) for file in files) or any(
         function == "quantization_stats" for _, function, _ in frames

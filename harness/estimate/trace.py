@@ -151,6 +151,7 @@ def built(
     # Made on the device: fake parameters cannot be moved and stay the same objects.
     with device:
         model = build_model(config.model)
+    _bring(model, device)
     plan = make_plan(recipe, facts, rung, (), model)
     data = _Tokens(config, batches, recorder)
     with tempfile.TemporaryDirectory(prefix="estimate-") as folder, open(os.devnull, "w") as nowhere:
@@ -165,6 +166,21 @@ def built(
         recorder.label("optimizer state", (value for value in state if isinstance(value, Tensor)))
         phased = dataclasses.replace(run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder))
         yield PaperRun(phased, plan, model, recorder)
+
+
+def _bring(model: nn.Module, device: torch.device) -> None:
+    """What the model made elsewhere (of NumPy's arrays, say) to `device`, as `harness train` does; ties stay."""
+    moved: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.device.type == device.type:
+                    continue
+                if tensor not in moved:
+                    there = tensor.detach().to(device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[tensor] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+                held[name] = moved[tensor]  # type: ignore[assignment]
 
 
 def _usual(run: Run) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from harness.core.config import RunConfig
@@ -30,9 +32,11 @@ def estimate(
     console: Console,
 ) -> int:
     """Predict and print; 0 whether it fits or not. Raises as `predict` does."""
-    made = predict(config, recipe, card, calibration, ranks)
+    # What the model prints as it is built and run is not part of the answer.
+    with redirect_stdout(sys.stderr):
+        made = predict(config, recipe, card, calibration, ranks)
     if as_json:
-        print(json.dumps(made.as_dict(), indent=2))
+        print(json.dumps(made.as_dict(), indent=2, allow_nan=False))
     else:
         _say(made, console)
     return 0

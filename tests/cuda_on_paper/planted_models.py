@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ class Planted(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.middle(self.embed(inputs))
+        if self.fault == "prints":
+            print("loss is near")
         if self.fault == "item":
             x = x * (1.0 if x.sum().item() >= 0 else -1.0)
         elif self.fault == "to_host":
@@ -31,6 +34,33 @@ class Planted(nn.Module):
         elif self.fault == "mask":
             x = x * 1.0
             x[x > 1e4] = x[x > 1e4] * 0.5
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Elsewhere(Planted):
+    """Two layers that share a weight made of a NumPy array, and a buffer of another: no `torch.device` moves those."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.middle.weight = nn.Parameter(torch.from_numpy(np.ones((64, 64), dtype=np.float32)))
+        self.last = nn.Linear(64, 64)
+        self.last.weight = self.middle.weight
+        self.register_buffer("factor", torch.from_numpy(np.ones(64, dtype=np.float32)))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.last(self.middle(self.embed(inputs)) * self.factor)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Recurrent(Planted):
+    """A GRU, of whose cell PyTorch has no fake."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.middle = nn.GRU(64, 64, batch_first=True)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.middle(self.embed(inputs))[0]
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
@@ -52,8 +82,8 @@ class Linears(nn.Module):
 
 
 def build(fault: str) -> nn.Module:
-    """A `Planted` model."""
-    return Planted(fault)
+    """A `Planted` model, or one of another class."""
+    return {"elsewhere": Elsewhere, "recurrent": Recurrent}.get(fault, lambda: Planted(fault))()
 
 
 def linears(width: int, layers: int) -> nn.Module:

@@ -115,12 +115,30 @@ def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_model_that_cannot_be_put_on_paper_is_named() -> None:
-    target = ("model.target=planted_models:build", "model.args={fault: mask}")
-    done = run("--card", "A100", *QUICK, *target, PYTHONPATH=os.pathsep.join([str(ROOT), str(Path(__file__).parent)]))
+def planted(fault: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    target = ("model.target=planted_models:build", f"model.args={{fault: {fault}}}")
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    return run("--card", "A100", *QUICK, *target, *arguments, PYTHONPATH=path)
+
+
+@pytest.mark.parametrize("fault", ["mask", "recurrent"])
+def test_a_model_that_cannot_be_put_on_paper_is_named(fault: str) -> None:
+    done = planted(fault)
     assert done.returncode == 2, done.stderr
     assert "cannot be put on paper" in done.stderr
     assert "planted_models" in done.stderr
+
+
+def test_what_a_model_prints_is_not_in_the_answer() -> None:
+    done = planted("prints", "--json")
+    assert json.loads(done.stdout)["card"].startswith("NVIDIA A100")
+    assert "loss is near" in done.stderr
+
+
+def test_what_a_model_made_on_the_cpu_comes_to_the_card() -> None:
+    found = json.loads(planted("elsewhere", "--json").stdout)
+    assert found["parameters"] == 2 * 64 * 256 + 256 + 64 * 64 + 2 * 64, "a tie stays one"
+    assert found["waits"] == []
 
 
 def test_a_calibrated_prediction_follows_the_measurements(tmp_path: Path) -> None:

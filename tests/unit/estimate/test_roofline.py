@@ -115,6 +115,17 @@ def test_another_cards_measurements_are_not_used(tmp_path: Path) -> None:
     assert "NVIDIA H100 PCIe" in found.notes[0]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"gemm_bf16": 1e308}, {"bandwidth": 3.0}, {"launch_seconds": 5.0}, {"context_bytes": 1e300}, {"gemm_fp8": 1300.0}],
+)
+def test_what_no_such_card_does_is_refused(tmp_path: Path, changed: dict[str, float]) -> None:
+    """Most likely in another unit."""
+    (name,) = changed
+    with pytest.raises(ConfigError, match=f"roofline.{name}: .* is not a figure of a NVIDIA H100"):
+        read_calibration(proof(tmp_path, **changed), H100)
+
+
 def test_every_problem_of_a_file_is_named(tmp_path: Path) -> None:
     path = proof(tmp_path, gemm_bf16="fast", bandwidth=-1, gem_fp8=1, card=None, attention=True)
     with pytest.raises(ConfigError) as caught:
