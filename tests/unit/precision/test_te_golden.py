@@ -9,6 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import pytest
 from benchmarks import te_golden
 from harness.core.atomic import write_json
 
+ROOT = Path(__file__).resolve().parents[3]
 CASES = te_golden.CASES
 # Amaxes (input, weight, grad_output) that touch every branch of the rule.
 AMAXES = [
@@ -125,9 +129,13 @@ def test_runs_are_the_bytes_and_broken_ones_are_refused() -> None:
             te_golden.from_runs(runs)
 
 
-def test_a_machine_that_cannot_record_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert te_golden.main(["--out", str(tmp_path / "none")]) == 4
-    assert "compute capability 8.9" in capsys.readouterr().err
+def test_a_machine_that_cannot_record_says_so(tmp_path: Path) -> None:
+    """In a process of its own, whose only machine is this one without its cards."""
+    command = [sys.executable, "-m", "benchmarks.te_golden", "--out", str(tmp_path / "none")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 4, done.stderr
+    assert "compute capability 8.9" in done.stderr
     assert not (tmp_path / "none").exists()
 
 
