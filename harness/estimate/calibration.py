@@ -13,8 +13,8 @@ from harness.core.untrusted import read_json
 from harness.estimate.roofline import Card, Rates, usual_rates
 
 _SECTION = "roofline"
-# Without these a prediction is not called calibrated.
-_NEEDED = ("gemm_bf16", "gemm_fp8", "bandwidth")
+# Without these a prediction is not called calibrated; a card without FP8 units cannot give their rate.
+_NEEDED = ("gemm_bf16", "bandwidth")
 _FIELDS = {
     "gemm_bf16": "gemm_half",
     "gemm_fp8": "gemm_fp8",
@@ -71,13 +71,14 @@ def read_calibration(path: Path, card: Card) -> Calibration:
     if measured_on != card.name:
         return replace(uncalibrated(card), notes=(f"{path} is of a {measured_on}, not of a {card.name}: not used",))
     _check_plausible(rates, path, card)
-    own = [name for name in _FIELDS if name not in rates]
+    own = [name for name in _FIELDS if name not in rates and (name != "gemm_fp8" or card.fp8)]
     notes = (f"{path} has no {', '.join(own)}: the roofline's own constants stand for them",) if own else ()
     known = {_FIELDS[name]: value for name, value in rates.items()}
     if "context_bytes" in known:
         known["context_bytes"] = int(known["context_bytes"])
     made = replace(usual_rates(card), **known)  # type: ignore[arg-type]
-    return Calibration(made, all(name in rates for name in _NEEDED), notes)
+    needed = (*_NEEDED, "gemm_fp8") if card.fp8 else _NEEDED
+    return Calibration(made, all(name in rates for name in needed), notes)
 
 
 def _check_plausible(rates: Mapping[str, float], path: Path, card: Card) -> None:

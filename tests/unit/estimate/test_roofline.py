@@ -101,6 +101,14 @@ def test_without_what_matters_it_is_not_calibrated(tmp_path: Path, missing: str)
     assert missing in found.notes[0]
 
 
+def test_a_card_without_fp8_units_is_calibrated_without_their_rate(tmp_path: Path) -> None:
+    card = CARDS["A100-80GB"]
+    measured = {"card": card.name, "capability": [8, 0], "gemm_bf16": 250e12, "gemm_fp8": None, "attention": 150e12}
+    found = read_calibration(proof(tmp_path, bandwidth=1.7e12, **measured), card)
+    assert found.calibrated
+    assert found.notes == ()
+
+
 def test_what_is_missing_and_minor_keeps_its_constant(tmp_path: Path) -> None:
     found = read_calibration(proof(tmp_path, attention=None, launch_seconds=None), H100)
     assert found.calibrated
