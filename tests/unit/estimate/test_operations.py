@@ -42,6 +42,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_and_backward_of_a_layer(name: str, dtype: torch.dtype) -> None:
+    torch.set_float32_matmul_precision("highest")  # a test of another file may have asked for TF32
     make, shape = SHAPES[name]
     with torch.device("meta"):
         layer, x = make().to(dtype), torch.empty(shape, dtype=dtype, requires_grad=True)

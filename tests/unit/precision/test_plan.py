@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,8 +132,8 @@ def test_float32_matmul_is_set_from_the_recipe_and_in_one_place() -> None:
         Precision(recipe).prepare(nn.Sequential(nn.Linear(16, 16)))
         assert torch.get_float32_matmul_precision() == wanted
     package = Path(harness.__file__).parent
-    setters = ("set_float32_matmul_precision(", ".allow_tf32", ".fp32_precision")
-    found = [path for path in package.rglob("*.py") if any(setter in path.read_text() for setter in setters)]
+    setters = re.compile(r"[. ]set_float32_matmul_precision\(|\.(allow_tf32|fp32_precision) *=[^=]")
+    found = [path for path in package.rglob("*.py") if setters.search(path.read_text())]
     assert found == [package / "precision" / "engine.py"]
 
 
