@@ -11,7 +11,7 @@ does everything when it runs: a block is compiled twice at most, however often t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,6 @@ from harness.precision.backends.native_gemm import Carrier, Fp8Pair, Operand, op
 from harness.precision.backends.native_gemm import plain_operand as plain
 from harness.precision.backends.native_op import define, layer_of
 from harness.precision.scaling import FORMATS
-
-if TYPE_CHECKING:
-    pass
 
 _SCALE, _INVERSE = 0, 3  # where the scales of input, weight and grad_output begin in `fp8_scales`, and their inverses
 
