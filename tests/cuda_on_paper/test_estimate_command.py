@@ -152,4 +152,5 @@ def test_a_calibrated_prediction_follows_the_measurements(tmp_path: Path) -> Non
     found = answer(*arguments)
     assert found["context_gib"] == 0.5
     assert found["step_ms"] > base["step_ms"]
-    assert any("gemm_fp8" in note for note in found["notes"])
+    assert found["calibrated"]
+    assert not any("gemm_fp8" in note for note in found["notes"]), "a card without FP8 units has no such rate"
