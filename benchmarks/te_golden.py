@@ -151,7 +151,7 @@ def _sequence_disagreements(case: Mapping[str, Any]) -> list[str]:
     for step, (amax, scale, history) in enumerate(zip(case["amax"], case["scale"], case["history"], strict=True)):
         arena.begin_window(sample=False)
         arena.history[0] = floats(amax)
-        arena.collect(_one_rank)
+        arena.end_micro_batch(_one_rank)
         arena.end_window(floats(amax), torch.zeros(()))
         for what, ours, theirs in (("scale", arena.scale, floats(scale)), ("history", arena.history, floats(history))):
             wrong = (ours != theirs).nonzero().tolist()

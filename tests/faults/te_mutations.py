@@ -10,6 +10,7 @@ from mutation import Mutation
 _TE, _LINEAR, _SCALES, _LIBRARY = (
     f"harness/precision/backends/{name}.py" for name in ("te", "te_linear", "te_scales", "te_library")
 )
+_RULE = "harness/precision/scaling.py"
 _FUSED = "harness/precision/backends/te_fused.py"
 _SAME = "tests/te_cpu/test_te_scenarios.py -k same_bits"
 
@@ -38,20 +39,20 @@ TRANSFORMER_ENGINE = (
         "",
         _SAME,
     ),
-    Mutation(15, "TE's scales roll", _SCALES, "        self._put(*rolled)\n", "", _SAME),
+    Mutation(15, "TE's scales roll", _RULE, "        self.scale.copy_(scale)\n", "", _SAME),
     Mutation(
-        15, "scales roll once per micro-batch", _SCALES, 'if self._config.roll == "micro_batch":', "if False:", _SAME
+        15, "scales roll once per micro-batch", _RULE, 'if self.config.roll == "micro_batch":', "if False:", _SAME
     ),
-    Mutation(15, "scales roll once per step", _SCALES, 'if self._config.roll == "step":', "if False:", _SAME),
+    Mutation(15, "scales roll once per step", _RULE, 'if self.config.roll == "step":', "if False:", _SAME),
     Mutation(
         15,
         "infinite amaxes are scrubbed under TE",
-        _SCALES,
+        _RULE,
         "config.amax_compute_algo, config.scrub_inf",
         "config.amax_compute_algo, False",
         _SAME,
     ),
-    Mutation(15, "the recipe's margin under TE", _SCALES, "config.margin,", "0,", _SAME),
+    Mutation(15, "the recipe's margin under TE", _RULE, "config.margin,", "0,", _SAME),
     Mutation(
         15,
         "gradients have the limit of their own format under TE",
@@ -63,7 +64,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "a skipped step puts TE's state back",
-        _SCALES,
+        _RULE,
         "        skipped = skip > 0\n",
         "        skipped = skip > 1\n",
         _SAME,
@@ -71,8 +72,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "a new window drops what was staged under TE",
-        _SCALES,
-        "        self._history[0].zero_()\n        self._entry = (",
+        _RULE,
+        "        self.history[0].zero_()\n        self._entry = (",
         "        self._entry = (",
         "tests/unit/precision/test_te_scales.py -k staged_without_a_backward",
     ),
@@ -143,9 +144,9 @@ TRANSFORMER_ENGINE = (
     Mutation(
         22,
         "ranks share amaxes under TE",
-        _SCALES,
-        "self._roll(reduce(self._history[0].clone()))",
-        "self._roll(self._history[0].clone())",
+        _RULE,
+        "self._roll(reduce(self.history[0].clone()))",
+        "self._roll(self.history[0].clone())",
         "tests/te_cpu/test_te_several.py -k ranks",
     ),
     Mutation(

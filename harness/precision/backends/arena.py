@@ -21,28 +21,22 @@ from harness.precision.recipe import Fp8Config
 STAT_ROWS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
 
 
-class Arena:
+class Arena(scaling.ScalingState):
     """Delayed-scaling state of every slot of one model, and the casts under it, here to bfloat16 carriers.
 
-    names: `<layer>.<role>`. formats: "e4m3" or "e5m2" for each. `history` float32 [L, slots], row 0 staging;
-    `scale` float32 [slots]. `active` is on inside a precision context; `sampling` adds the statistics that need
-    more than an amax. demoted: first slots of the layers in BF16. epoch counts changes of `scale`, window counts
-    optimizer steps begun. gradient: format of every grad_output. weights: quantised ones by their layer's first slot,
-    with what they were made from and when.
+    names: `<layer>.<role>`. formats: "e4m3" or "e5m2" for each. `active` is on inside a precision context; `sampling`
+    adds the statistics that need more than an amax. demoted: first slots of the layers in BF16. epoch counts changes
+    of `scale`, window counts optimizer steps begun. gradient: format of every grad_output. weights: quantised ones by
+    their layer's first slot, with what they were made from and when.
     """
 
     traced: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
     """`linear` and `switching` of native_traced where a compiler is shown the casts."""
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
-        slots = len(names)
-        self.names, self.formats, self.config, self.device = tuple(names), tuple(formats), config, device
-        self.history = torch.zeros(config.amax_history_len, slots, device=device)
-        self.scale = torch.ones(slots, device=device)
-        self.fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
-        self.sums = torch.zeros(slots, 5, dtype=torch.float64, device=device)
-        self.peak = torch.zeros(slots, device=device)
-        self.saturation = torch.zeros(slots, device=device)
+        super().__init__(config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device))
+        self.names, self.formats, self.device = tuple(names), tuple(formats), device
+        self.sums = torch.zeros(len(names), 5, dtype=torch.float64, device=device)
         self.active = False
         self.sampling = False
         self.gradient = formats[-1] if formats else "e5m2"
@@ -50,10 +44,8 @@ class Arena:
         self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
         self.epoch = 0
         self.window = 0
-        self.scrubbed = torch.zeros((), device=device)
         self.kernel, self.kernel_note = native_kernel.load() if device.type == "cpu" else (None, "PyTorch casts")
         self._scratch = torch.zeros(1)
-        self._entry = (self.history, self.scale)
         self._scales_changed()
 
     def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Operand:
@@ -99,10 +91,6 @@ class Arena:
         staged = self.history[0, slot : slot + 1]
         torch.maximum(staged, amax.reshape(1), out=staged)
 
-    def again(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Operand:
-        """`rows` [m, n] as a right operand under the scale of an earlier moment, float32 [1] as its inverse."""
-        raise NotImplementedError
-
     def may_release(self) -> bool:
         """Whether a layer may give its quantised weight up once backward has used it: here it stays for the window."""
         return False
@@ -110,65 +98,33 @@ class Arena:
     def backward_begins(self, last: bool | None) -> None:
         """One more micro-batch of the window goes backward; last: as of `PrecisionBackend.backward_context`."""
 
-    def before_update(self) -> Tensor:
-        """All of a window's backwards are done: what was staged, float32 [slots], a copy."""
-        return self.history[0].clone()
+    def before_update(self) -> None:
+        """All of a window's backwards are done."""
 
-    def begin_window(self, sample: bool) -> None:
-        """Start collecting for one optimizer step; `sample`: with underflow, clipped share and SQNR."""
+    def begin_window(self, sample: bool = False) -> None:
+        """As `ScalingState.begin_window`; `sample`: collect for underflow, clipped share and SQNR, too."""
+        super().begin_window()
         self.window += 1
         self.sampling = sample
-        self.scrubbed.zero_()
         self.sums.zero_()
-        self.peak.zero_()
-        self.saturation.zero_()
-        self.history[0].zero_()
-        # The gate speaks at the end of the window: keep what a skipped step must restore.
-        self._entry = (self.history.clone(), self.scale.clone())
 
-    def collect(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """End of a micro-batch under `roll: micro_batch`: MAX-reduce the staged amax over ranks and roll."""
-        amax = reduce(self.history[0].clone())
-        self._note(amax)
-        self._roll(amax)
-        self._scales_changed()
+    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """As `ScalingState.end_micro_batch`."""
+        if self.config.roll == "micro_batch":
+            super().end_micro_batch(reduce)
+            self._scales_changed()
 
     def end_window(self, amax: Tensor, skip: Tensor) -> None:
-        """Roll `amax` (float32 [slots], reduced over ranks) in, unless micro-batches did or `skip` is 1.0.
-
-        After a skipped step history and scale are bit-equal to what they were before the window.
-        """
-        if self.config.roll == "step":
-            self._note(amax)
-            self._roll(amax)
-        skipped = skip > 0
-        history, scale = self._entry
-        self.history.copy_(torch.where(skipped, history, self.history))
-        self.scale.copy_(torch.where(skipped, scale, self.scale))
-        self.history[0].zero_()
+        """As `ScalingState.end_window`."""
+        super().end_window(amax, skip)
         self._scales_changed()
-
-    def _note(self, amax: Tensor) -> None:
-        """Peak amax and saturation of the window, under the scale that was in use."""
-        torch.maximum(self.peak, amax, out=self.peak)
-        torch.maximum(self.saturation, amax * self.scale / self.fp8_max, out=self.saturation)
-
-    def _roll(self, amax: Tensor) -> None:
-        self.history[0] = amax
-        config = self.config
-        history, scale, dropped = scaling.roll(
-            self.history, self.scale, self.fp8_max, config.margin, config.amax_compute_algo, config.scrub_inf
-        )
-        self.history.copy_(history)
-        self.scale.copy_(scale)
-        self.scrubbed += dropped
 
     def stats(self, sums: Tensor) -> Tensor:
         """float32 [6, slots], rows as in STAT_ROWS, of the window that just ended. sums: `self.sums`, rank-reduced.
 
         scale is the one in use when the window began. Rows from clipped on are NaN where nothing was sampled.
         """
-        return torch.cat([torch.stack([self.peak, self._entry[1], self.saturation]), scaling.shares(sums)])
+        return torch.cat([self.known(), scaling.shares(sums)])
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: history float32 [L, slots] (staging empty), scale float32 [slots]; meta: slot names, formats."""

@@ -95,12 +95,12 @@ class NativeBackend:
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """After backward of one micro-batch. reduce: MAX over ranks, used only under `roll: micro_batch`."""
-        if self.arena.config.roll == "micro_batch":
-            self.arena.collect(reduce)
+        self.arena.end_micro_batch(reduce)
 
     def amax(self) -> Tensor:
         """What the window's one MAX all-reduce must carry: staging amax, float32 [slots]; a copy."""
-        return self.arena.before_update()
+        self.arena.before_update()
+        return self.arena.staged()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
         """Update scales unless skipped; float32 [6, slots] statistics (rows: arena.STAT_ROWS)."""

@@ -36,7 +36,7 @@ class Fp8Arena(Arena):
         self.cast, self.kernel_note = native_triton.load(device)
         self._backwards, self._expected, self._last = 0, 1, True
 
-    def begin_window(self, sample: bool) -> None:
+    def begin_window(self, sample: bool = False) -> None:
         """As `Arena.begin_window`."""
         super().begin_window(sample)
         self.sampled.sampling = sample
@@ -65,7 +65,7 @@ class Fp8Arena(Arena):
         return Fp8Pair(rows, columns if rights else None, self.inverse[slot : slot + 1])
 
     def again(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Fp8Pair:
-        """As `Arena.again`."""
+        """`rows` [m, n] as a right operand under the scale of an earlier moment, float32 [1] as its inverse."""
         pair = self.cast(rows, scale, None, self.formats[slot], False, True)
         return Fp8Pair(None, pair[1], inverse)
 
@@ -84,11 +84,10 @@ class Fp8Arena(Arena):
         self._backwards += 1
         self._last = self._backwards >= self._expected if last is None else last
 
-    def before_update(self) -> Tensor:
+    def before_update(self) -> None:
         """As `Arena.before_update`; the weights that are left are of no more use."""
         self.weights.clear()
         self._expected = max(1, self._backwards)
-        return super().before_update()
 
     def _read_scales(self) -> None:
         """The host needs none of them."""

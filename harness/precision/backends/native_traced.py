@@ -11,7 +11,7 @@ does everything when it runs: a block is compiled twice at most, however often t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from harness.precision.backends.native_gemm import Carrier, Fp8Pair, Operand, op
 from harness.precision.backends.native_gemm import plain_operand as plain
 from harness.precision.backends.native_op import define, layer_of
 from harness.precision.scaling import FORMATS
+
+if TYPE_CHECKING:
+    from harness.precision.backends.native_fp8 import Fp8Arena
 
 _SCALE, _INVERSE = 0, 3  # where the scales of input, weight and grad_output begin in `fp8_scales`, and their inverses
 
@@ -188,8 +191,8 @@ def _fp8_switching_backward(
             left: Operand = Carrier(rows)
             right: Operand = plain(weight)
         else:
-            inverse = then[_INVERSE : _INVERSE + 1]
-            left = layer.arena.again(rows.contiguous(), then[_SCALE : _SCALE + 1], inverse, layer.slot)
+            arena, inverse = cast("Fp8Arena", layer.arena), then[_INVERSE : _INVERSE + 1]
+            left = arena.again(rows.contiguous(), then[_SCALE : _SCALE + 1], inverse, layer.slot)
             right = layer.quantized_weight(weight, record)
         found = layer.gradients(grad, left, right, record, (needs[0], needs[1], needs[2]))
     nothing = [grad.new_empty(0) if value is None else value for value in found[:2]]

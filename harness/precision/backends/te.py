@@ -135,13 +135,13 @@ class TransformerEngineBackend:
         self._watch.amax.zero_()
         if self._watch.sampled is not None:
             self._watch.sampled.begin(sample)
-        self._scales.begin()
+        self._scales.begin_window()
         self._settle(0)
 
     @torch.no_grad()
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """After backward. reduce: MAX over ranks, used only under `roll: micro_batch`."""
-        self._scales.after_backward(reduce)
+        self._scales.end_micro_batch(reduce)
         self._settle(max(self._open - 1, 0))
 
     def _settle(self, open_forwards: int) -> None:

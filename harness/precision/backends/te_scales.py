@@ -28,11 +28,11 @@ class Scales(Protocol):
     scrubbed: Tensor
     """Infinite amaxes dropped in the last window, float32 0-d."""
 
-    def begin(self) -> None:
+    def begin_window(self) -> None:
         """A window begins."""
         ...
 
-    def after_backward(self, reduce: Callable[[Tensor], Tensor]) -> None:
+    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """A micro-batch ended. reduce: MAX over ranks."""
         ...
 
@@ -53,10 +53,10 @@ class Scales(Protocol):
         ...
 
 
-class DelayedScales:
+class DelayedScales(scaling.ScalingState):
     """TE's casts stage their amaxes in row 0 of one history for the whole model; it rolls here, as the recipe says.
 
-    Each layer's `amax_history` [L, 3 or 2] and `scale` [3 or 2] in `fp8_meta` become views of `_history` and `_scale`,
+    Each layer's `amax_history` [L, 3 or 2] and `scale` [3 or 2] in `fp8_meta` become views of `history` and `scale`,
     and its quantizers are made anew from them: nothing is copied between TE and here, and a roll, a skip or a
     checkpoint is a handful of kernels for any number of layers. Rolling as TE does would go by the order in which the
     layers of all models in the process were first used, which ranks may not share, and at moments that depend on which
@@ -66,77 +66,36 @@ class DelayedScales:
     """
 
     def __init__(self, modules: Sequence[Any], config: Fp8Config, fp8_max: Tensor, version: str) -> None:
-        self._config, device, width = config, fp8_max.device, sum(_COLUMNS.values())
+        device, width = fp8_max.device, sum(_COLUMNS.values())
         _check_layout(modules, config.amax_history_len, version)
-        self._history = torch.zeros(config.amax_history_len, width * len(modules), device=device)
-        self._scale = torch.ones(width * len(modules), device=device)
         self._columns = torch.tensor([width * i + slot for i in range(len(modules)) for slot in _SLOTS], device=device)
-        self._fp8_max = torch.ones_like(self._scale)
-        self._fp8_max[self._columns] = fp8_max
+        super().__init__(config, torch.ones(width * len(modules), device=device).index_copy_(0, self._columns, fp8_max))
         first = 0
         for module in modules:
             for key, columns in _COLUMNS.items():
                 state, own = module.fp8_meta[key], slice(first, first + columns)
-                state.amax_history, state.scale = self._history[:, own], self._scale[own]
+                state.amax_history, state.scale = self.history[:, own], self.scale[own]
                 module.quantizers[key] = state.make_quantizers()
                 first += columns
-        self._peak, self._saturation = torch.zeros(2, len(self._scale), device=device)
-        self.scrubbed = torch.zeros((), device=device)
-        self._entry = (self._history.clone(), self._scale.clone())
-
-    def begin(self) -> None:
-        """Drop what was staged since the last window, and remember what a skipped step must restore."""
-        self._peak.zero_()
-        self._saturation.zero_()
-        self.scrubbed.zero_()
-        self._history[0].zero_()
-        self._entry = (self._history.clone(), self._scale.clone())
-
-    def after_backward(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Under `roll: micro_batch` the amaxes of this micro-batch set the scales of the next."""
-        if self._config.roll == "micro_batch":
-            self._roll(reduce(self._history[0].clone()))
 
     def staged(self) -> Tensor:
         """Amaxes since the last roll; all 0 under `roll: micro_batch`."""
-        return self._history[0, self._columns]
+        return self.history[0, self._columns]
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
         """Roll unless micro-batches did; after a skipped step history and scale are as before the window."""
-        if self._config.roll == "step":
-            everywhere = torch.zeros_like(self._scale)
-            everywhere[self._columns] = amax
-            self._roll(everywhere)
-        skipped = skip > 0
-        history, scale = self._entry
-        self._put(torch.where(skipped, history, self._history), torch.where(skipped, scale, self._scale))
-        self._history[0].zero_()
-        return torch.stack([self._peak, scale, self._saturation])[:, self._columns]
-
-    def _roll(self, amax: Tensor) -> None:
-        torch.maximum(self._peak, amax, out=self._peak)
-        torch.maximum(self._saturation, amax * self._scale / self._fp8_max, out=self._saturation)
-        history, config = torch.cat([amax[None], self._history[1:]]), self._config
-        *rolled, dropped = scaling.roll(
-            history, self._scale, self._fp8_max, config.margin, config.amax_compute_algo, config.scrub_inf
-        )
-        self._put(*rolled)
-        self.scrubbed += dropped
+        self.end_window(torch.zeros_like(self.scale).index_copy_(0, self._columns, amax), skip)
+        return self.known()[:, self._columns]
 
     def tensors(self) -> TensorDict:
         """Copies; the same layout as the native backend's."""
-        return {"history": self._history[:, self._columns], "scale": self._scale[self._columns]}
+        return {"history": self.history[:, self._columns], "scale": self.scale[self._columns]}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Any device; shapes as `tensors` gives them."""
-        device = self._scale.device
-        self._history[:, self._columns] = tensors["history"].to(device)
-        self._scale[self._columns] = tensors["scale"].to(device)
-
-    def _put(self, history: Tensor, scale: Tensor) -> None:
-        """In place, as TE's quantizers hold views. Between forward and backward: everything is on one stream."""
-        self._history.copy_(history)
-        self._scale.copy_(scale)
+        device = self.scale.device
+        self.history[:, self._columns] = tensors["history"].to(device)
+        self.scale[self._columns] = tensors["scale"].to(device)
 
 
 def _check_layout(modules: Sequence[Any], length: int, version: str) -> None:
@@ -167,10 +126,10 @@ class TensorScales:
         self._fp8_max, self._amax, self._blocks = fp8_max, amax, blocks
         self.scrubbed = torch.zeros((), device=fp8_max.device)
 
-    def begin(self) -> None:
+    def begin_window(self) -> None:
         """Nothing is kept from window to window."""
 
-    def after_backward(self, reduce: Callable[[Tensor], Tensor]) -> None:
+    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Nothing rolls."""
 
     def staged(self) -> Tensor:

@@ -79,11 +79,11 @@ def window(
     skip: Tensor = APPLY,
     reduce: Callable[[Tensor], Tensor] = same,
 ) -> Tensor:
-    scales.begin()
+    scales.begin_window()
     for amaxes in micro_batches:
         for layer, row in zip(layers, amaxes, strict=True):
             layer.cast(row)
-        scales.after_backward(reduce)
+        scales.end_micro_batch(reduce)
     return scales.finish(reduce(scales.staged()), skip)
 
 
