@@ -43,7 +43,6 @@ from harness.loop import judge, next_step
 from harness.models.gpt import build
 from harness.precision.recipe import load_recipe
 from harness.run import Run
-from harness.step import to_host
 from harness.tracking.console import Console
 
 # Millions of parameters -> sizes of the shipped GPT.
@@ -153,7 +152,7 @@ def start(stack: ExitStack, folder: Path, millions: int, tokens: int, guard: boo
 
 def step(run: Run) -> None:
     """One step of the loop, judged at once, with the snapshot that may follow it."""
-    judge(run, to_host(next_step(run)))
+    judge(run, next_step(run).facts())
     if run.state.step % run.config.guard.snapshot_every == 0:
         run.recovery.snapshot()
 

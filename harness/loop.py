@@ -20,17 +20,18 @@ from harness.core.facts import (
     Switch,
     Verdict,
 )
+from harness.core.metrics import row
 from harness.core.protocols import NO_LIMITS
+from harness.core.update import InFlight
 from harness.evaluate import evaluate
-from harness.record import step_metrics
 from harness.run import Flight, Run
-from harness.step import PendingFacts, to_host, train_step
+from harness.step import train_step
 
 
 def run(r: Run) -> Outcome:
     """Train from the run's state to `train.steps`, a stop request or a halt. The outcome is the same on every rank."""
     total = r.config.train.steps
-    pending: deque[PendingFacts] = deque()
+    pending: deque[InFlight] = deque()
     stopping = False
     known: dict[str, float] = {}
     stay_lowered(r)
@@ -40,7 +41,7 @@ def run(r: Run) -> Outcome:
         lag = 0 if _boundary(r) else 1
         returned = False
         while len(pending) > (0 if stopping else lag):
-            facts = to_host(pending.popleft())
+            facts = pending.popleft().facts()
             stopping = stopping or facts.stop
             known = {"train_loss": facts.loss}
             action = judge(r, facts)
@@ -74,7 +75,7 @@ def _reason(r: Run) -> str:
     return f"rank {rank}: {reasons[rank]}" if rank else reasons[rank]
 
 
-def next_step(r: Run) -> PendingFacts:
+def next_step(r: Run) -> InFlight:
     """Train on the next window, after the switches that are due before it. Its facts are to be judged, in order."""
     _switch_due(r)
     # Every rollback lowers the learning rate of the steps after it, for good.
@@ -106,7 +107,7 @@ def judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     verdicts = [monitor.observe(facts) for monitor in r.monitors]
     action = r.responder.decide(verdicts)
     incidents = r.state.incidents
-    r.tracker.metrics(facts.step, step_metrics(facts, incidents, _every(r.config.tracking.fp8_every, facts.step)))
+    r.tracker.metrics(facts.step, row(facts, incidents, _every(r.config.tracking.fp8_every, facts.step)))
     for verdict in (*verdicts, *r.responder.notes):
         if verdict.text:
             r.tracker.event(facts.step, verdict.code, text=verdict.text, **verdict.evidence)

@@ -27,10 +27,10 @@ from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
 from harness.core.facts import Continue, StepFacts
 from harness.core.state import Incidents
+from harness.core.update import InFlight
 from harness.loop import judge, next_step
 from harness.precision.recipe import TIERS, Recipe, load_recipe
 from harness.run import Run
-from harness.step import PendingFacts, to_host
 from harness.tracking.console import Console
 
 GIB = 2**30
@@ -97,7 +97,7 @@ class Contender:
 
     run: Run
     rung: str
-    pending: deque[PendingFacts] = field(default_factory=deque)
+    pending: deque[InFlight] = field(default_factory=deque)
     last: StepFacts | None = None
     demoted: set[str] = field(default_factory=set)
 
@@ -116,7 +116,7 @@ class Contender:
         return time.perf_counter() - began
 
     def _judge(self) -> None:
-        facts = to_host(self.pending.popleft())
+        facts = self.pending.popleft().facts()
         action = judge(self.run, facts)
         if not isinstance(action, Continue):
             raise RuntimeError(f"{self.rung}, step {facts.step}: the guard wants {type(action).__name__}")
@@ -383,5 +383,5 @@ def waits(contender: Contender) -> None:
         pending = [next_step(run) for _ in range(10)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    contender.last = [to_host(each) for each in pending][-1]
+    contender.last = [each.facts() for each in pending][-1]
     contender.told()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,25 +32,6 @@ class Window:
     step: int
     index: int
     samples: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStats:
-    """Per-slot FP8 statistics of one step; all arrays are float32 [slots] in the order of `names`.
-
-    amax: largest magnitude of the unscaled tensor. scale: the scale in use at that step (before the update).
-    saturation: amax * scale / fp8_max, over 1 means clipped. clipped, underflow: shares of all, of non-zero values,
-    NaN where not sampled this step. sqnr_db: signal over quantisation noise in dB, NaN where not sampled.
-    """
-
-    names: tuple[str, ...]
-    amax: npt.NDArray[np.float32]
-    scale: npt.NDArray[np.float32]
-    saturation: npt.NDArray[np.float32]
-    clipped: npt.NDArray[np.float32]
-    underflow: npt.NDArray[np.float32]
-    sqnr_db: npt.NDArray[np.float32]
-    scrubbed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +60,51 @@ class Limits:
         return cls(*(math.inf if limit is None else limit for limit in limits))
 
 
+Over = Literal["ranks agree", "mean", "max", "min", "any bit"]
+EVERY_STEP = "every step"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One figure of a step: the annotation of its field below is its only declaration (see `core.metrics`).
+
+    about: what it is. unit: empty for a count or a share. key: its name in the journal and in the tracker, a slot's
+    figure with `/<slot>` behind it; empty: it is not written there. over_ranks: how many values become one; "max",
+    "min" and "any bit" (of three) travel in the update's one reduction. often: when it is measured; what was not is
+    NaN, or the field's default.
+    """
+
+    about: str
+    unit: str = ""
+    key: str = ""
+    over_ranks: Over = "ranks agree"
+    often: str = EVERY_STEP
+
+
+_SAMPLED = "fp8.stats_every"
+_SCALED = "guard.measure_every, under a loss scale"
+_PerSlot = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """Per-slot FP8 statistics of one step; all arrays are float32 [slots] in the order of `names`.
+
+    Every metric that is an array is a row of what `PrecisionBackend.end_window` returns, in this order.
+    """
+
+    names: tuple[str, ...]
+    amax: Annotated[_PerSlot, Metric("largest magnitude of the unscaled tensor", "", "fp8_amax", "max")]
+    scale: Annotated[_PerSlot, Metric("the scale in use at that step, before the update", "", "fp8_scale")]
+    saturation: Annotated[_PerSlot, Metric("amax * scale / fp8_max: over 1 means clipped", "", "fp8_saturation", "max")]
+    clipped: Annotated[_PerSlot, Metric("share of values over the limit", "", "fp8_clipped", "mean", _SAMPLED)]
+    underflow: Annotated[
+        _PerSlot, Metric("share of non-zero values that become zero", "", "fp8_underflow", "mean", _SAMPLED)
+    ]
+    sqnr_db: Annotated[_PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", "mean", _SAMPLED)]
+    scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
+
+
 NON_FINITE_INPUT, BAD_LABEL, NO_LABEL = 1, 2, 4
 """Bits of `StepFacts.bad_data`."""
 
@@ -87,39 +113,48 @@ NON_FINITE_INPUT, BAD_LABEL, NO_LABEL = 1, 2, 4
 class StepFacts:
     """What one step did, identical on every rank.
 
-    step: number of the step just done; a run's first step is 1. window: its place in the data order.
-    loss: mean training loss of the window, nats per token. grad_norm: L2 norm of the unscaled gradient before
-    clipping. applied: False when the update was gated. applied_steps: updates applied so far, this one included.
-    tokens: tokens (targets) of the window over all ranks. seconds: wall time of the step. stop: some rank was
-    asked to stop. demoted: FP8 layers that ran in BF16. lowered: the precision that the whole run fell to, empty while
-    it runs as planned. limits: those in force in this step. bad_data: what is wrong with the window's samples on any
-    rank, bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL; 0: nothing. grad_zeros, grad_near_limit: shares of the gradient's
-    elements, as they were before unscaling, that are exactly 0 and over half of fp16's largest value; NaN where not
-    measured. param_norm: L2 norm of the trainable parameters before the update, infinite for NaN too; NaN where not
-    measured. forward_seconds: of the fastest and the slowest rank. diverged: parameters whose bits differ between
-    ranks, of those compared in this step.
+    step: number of the step just done; a run's first step is 1. window: its place in the data order. tokens: tokens
+    (targets) of the window over all ranks. seconds: wall time of the step. demoted: FP8 layers that ran in BF16.
+    lowered: the precision that the whole run fell to, empty while it runs as planned. limits: those in force in this
+    step. diverged: parameters whose bits differ between ranks, of those compared in this step.
     """
 
     step: int
     window: int
-    loss: float
-    grad_norm: float
-    lr: float
-    loss_scale: float
-    applied: bool
-    applied_steps: int
+    loss: Annotated[float, Metric("mean training loss of the window", "nats per token", "train/loss", "mean")]
+    grad_norm: Annotated[float, Metric("L2 norm of the unscaled gradient, before clipping", "", "train/grad_norm")]
+    lr: Annotated[float, Metric("learning rate", "", "train/lr")]
+    loss_scale: Annotated[float, Metric("what the loss is multiplied by; 1 except in fp16", "", "train/loss_scale")]
+    applied: Annotated[bool, Metric("0 if the update was skipped", "", "train/step_applied")]
+    applied_steps: Annotated[int, Metric("updates applied so far, this one included")]
     tokens: int
     seconds: float
-    stop: bool = False
+    stop: Annotated[bool, Metric("some rank was asked to stop", over_ranks="max")] = False
     demoted: tuple[str, ...] = ()
     slots: SlotStats | None = None
     lowered: str = ""
     limits: Limits = Limits()
-    bad_data: int = 0
-    grad_zeros: float = math.nan
-    grad_near_limit: float = math.nan
-    param_norm: float = math.nan
-    forward_seconds: tuple[float, float] = (0.0, 0.0)
+    bad_data: Annotated[
+        int,
+        Metric("what makes samples unfit: bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL", over_ranks="any bit"),
+    ] = 0
+    grad_zeros: Annotated[
+        float, Metric("share of the gradient, still scaled, that is exactly 0", "", "train/grad_zeros", often=_SCALED)
+    ] = math.nan
+    grad_near_limit: Annotated[
+        float, Metric("share of it over half of fp16's largest value", "", "train/grad_near_limit", often=_SCALED)
+    ] = math.nan
+    param_norm: Annotated[
+        float,
+        Metric(
+            "L2 norm of the trainable parameters before the update, infinite for NaN too",
+            key="train/param_norm",
+            over_ranks="max",
+            often="guard.measure_every",
+        ),
+    ] = math.nan
+    forward_fastest: Annotated[float, Metric("forward passes of the fastest rank", "s", over_ranks="min")] = 0.0
+    forward_slowest: Annotated[float, Metric("forward passes of the slowest rank", "s", over_ranks="max")] = 0.0
     diverged: tuple[str, ...] = ()
 
     @property

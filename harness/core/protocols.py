@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.core.facts import Limits, StepFacts, Verdict, Window
@@ -30,24 +29,6 @@ class Stateful(Protocol):
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What an engine's step did, as 0-d tensors on its device: nothing here has been read by the host.
-
-    grad_norm: fp32, unscaled, before clipping. skipped: fp32, exactly 0.0 or 1.0. loss_scale: fp32, the scale in use.
-    lr: fp32. applied: fp32, updates applied so far, this one included. zeros, near_limit: fp32, shares of the still
-    scaled gradient's elements that are exactly 0, and over half of fp16's largest value; NaN where not measured.
-    """
-
-    grad_norm: Tensor
-    skipped: Tensor
-    loss_scale: Tensor
-    lr: Tensor
-    applied: Tensor
-    zeros: Tensor
-    near_limit: Tensor
-
-
 class Engine(Protocol):
     """Owns ranks, gradients and the optimizer step. One for a single process and DDP, one for DeepSpeed."""
 
@@ -68,15 +49,20 @@ class Engine(Protocol):
         """Accumulate gradients of `loss` (already divided by the number of micro-batches); applies the loss scale."""
         ...
 
-    def step(self, agree: Tensor, limits: Limits = NO_LIMITS, measure: bool = False) -> Update:
-        """Gate, clip and apply the update, then zero the gradients.
+    def measure(self, shares: bool) -> dict[str, Tensor]:
+        """Of the window's gradients, see `core.update.Gradients`."""
+        ...
 
-        agree: fp32 [n], MAX-reduced over ranks in place, in one collective, before the update. Element 0 is this
-        rank's "bad" flag (0.0 or 1.0); the engine raises it when the gradient norm is not finite or over
-        `limits.norm`, and the update is applied only if it is 0.0 on every rank. Gradients are clipped to the lesser
-        of the engine's own limit and `limits.clip`.
-        measure: under a loss scale, measure the gradients' shares too (`Update.zeros`, `near_limit`).
+    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+        """Clip and apply the update unless `skip` is 1.0, then zero the gradients; see `core.update.Gradients`.
+
+        Gradients are clipped to the lesser of the engine's own limit and `clip`. The figures hold `lr` and
+        `applied_steps`, too.
         """
+        ...
+
+    def max_(self, values: Tensor) -> Tensor:
+        """Maximum over ranks of a small fp32 tensor, in place and in one collective."""
         ...
 
     def mean(self, values: Tensor) -> Tensor:

@@ -1,16 +1,27 @@
-"""The gated update: apply an optimizer step, or leave everything bit-equal, without the host reading the verdict.
+"""The one update: gate, unscale, clip, apply, roll, facts; for our engines and for loops of other people.
 
-Fused Adam, AdamW, SGD and Adagrad take `found_inf` and `grad_scale` tensors, the way torch's GradScaler drives them:
+The host does not read the verdict: an update is applied, or leaves everything bit-equal, on the device. Fused Adam,
+AdamW, SGD and Adagrad take `found_inf` and `grad_scale` tensors, the way torch's GradScaler drives them:
 the kernel itself reads the flag and returns before touching weights or moments. Every other optimizer costs one host
 read a step. Fused kernels write parameters without bumping `Parameter._version`: do not key caches on it.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
-from harness.core.gradients import by_device_and_dtype
+from harness.core.collectives import max_over_ranks, mean_over_ranks
+from harness.core.facts import Limits, SlotStats, StepFacts
+from harness.core.gradients import by_device_and_dtype, grad_health
+from harness.core.metrics import AGREED, SCALARS, SLOT_ROWS, read
+from harness.core.protocols import NO_LIMITS, PrecisionBackend
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -80,3 +91,245 @@ def clip_divisor(norm: Tensor, max_norm: float, loss_scale: Tensor) -> Tensor:
     loss_scale * max(1, norm / max_norm).
     """
     return loss_scale * torch.clamp(norm / max_norm, min=1.0)
+
+
+class DynamicLossScale(Protocol):
+    """A loss scale that lives on the device."""
+
+    value: Tensor
+
+    def update(self, overflow: Tensor, skip: Tensor) -> None:
+        """Grow or back off, once per step. overflow, skip: fp32 0-d, 0.0 or 1.0."""
+        ...
+
+
+class Gradients(Protocol):
+    """Who owns a window's gradients and their optimizer: torch's own here, DeepSpeed's in its engine."""
+
+    device: torch.device
+
+    def measure(self, shares: bool) -> dict[str, Tensor]:
+        """Figures by the names of StepFacts, fp32 0-d: `grad_norm` and `loss_scale`, the same on every rank where ranks
+        exchange gradients; `shares`: `grad_zeros` and `grad_near_limit` too.
+        """
+        ...
+
+    def max_(self, values: Tensor) -> Tensor:
+        """Maximum over ranks, in place."""
+        ...
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over ranks, the same bits on each."""
+        ...
+
+    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+        """Unscale, clip and apply unless `skip` is 1.0; figures as `measure` gives them, `applied` among them.
+
+        skip, overflow: fp32 0-d, 0.0 or 1.0, the same on every rank; overflow: some rank's norm is not finite. norm:
+        what `measure` gave. clip: clip to this norm if it is under the owner's own limit.
+        """
+        ...
+
+
+class TorchGradients:
+    """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel.
+
+    parameters: each once. max_norm: clip to this global L2 norm; infinity: do not clip.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Iterable[torch.nn.Parameter],
+        max_norm: float,
+        loss_scale: DynamicLossScale | None,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self._optimizers, self._parameters = optimizers, list(parameters)
+        self._max_norm, self._loss_scale = max_norm, loss_scale
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+
+    def measure(self, shares: bool) -> dict[str, Tensor]:
+        """As `Gradients.measure`; the shares are of scaled gradients, and NaN without a loss scale."""
+        loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
+        health = grad_health(self._parameters, scaled=shares and self._loss_scale is not None)
+        norm = health.norm.to(self.device) / loss_scale
+        return {
+            "grad_norm": norm,
+            "loss_scale": loss_scale,
+            "grad_zeros": health.zeros,
+            "grad_near_limit": health.near_limit,
+        }
+
+    def max_(self, values: Tensor) -> Tensor:
+        """As `Gradients.max_`."""
+        return max_over_ranks(values)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """As `Gradients.mean`."""
+        return mean_over_ranks(values)
+
+    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+        """As `Gradients.apply`. Gradients may be overwritten, and stay until the caller zeroes them."""
+        loss_scale = self._one if self._loss_scale is None else self._loss_scale.value
+        limit = min(self._max_norm, clip)
+        divisor = clip_divisor(norm, limit, loss_scale) if math.isfinite(limit) else loss_scale
+        for optimizer in self._optimizers:
+            gated_step(optimizer, skip, divisor)
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow, skip)
+        return {"applied": 1.0 - skip}
+
+
+@torch.no_grad()
+def update(
+    gradients: Gradients,
+    backend: PrecisionBackend,
+    own: Mapping[str, float | Tensor],
+    limits: Limits = NO_LIMITS,
+    shares: bool = False,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gate, unscale, clip, apply and roll: the end of a window, the same for every loop and engine.
+
+    own: what this rank measured, by the names of StepFacts; `loss`, fp32 0-d, is the mean over ranks already, what is
+    missing was not measured. The update is applied unless, on any rank, loss or gradient norm is not finite or over
+    `limits`, or the window's samples are unfit (`bad_data`). shares: see `Gradients.measure`. Nothing is read on the
+    host but by owners that say so.
+
+    Returns every figure of the step by name, fp32 0-d on the device, and what `PrecisionBackend.end_window` gave.
+    """
+    figures = {**own, **gradients.measure(shares)}
+    loss, norm = figures["loss"], figures["grad_norm"]
+    assert isinstance(loss, Tensor)
+    overflow = ~torch.isfinite(norm)
+    over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)  # NaN is over every limit
+    told = _told(own, gradients.device)
+    flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()
+    agreed = gradients.max_(torch.cat([flags, told, backend.amax()]))
+    skip, overflow = agreed[0].clone(), agreed[1].clone()
+    figures |= _agreed(agreed[2 : 2 + len(AGREED)])
+    figures |= gradients.apply(skip, overflow, norm, limits.clip)
+    slots = backend.end_window(agreed[2 + len(AGREED) :], 1.0 - figures["applied"], gradients.mean)
+    figures["scrubbed"] = backend.scrubbed()
+    return figures, slots
+
+
+def _told(own: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
+    """This rank's share of what is agreed on, fp32 [AGREED], for the MAX over ranks: -inf for what was not measured."""
+    values = [-math.inf] * len(AGREED)
+    late: dict[int, Tensor] = {}
+    for place, (name, bit) in enumerate(AGREED):
+        value, over = own.get(name), SCALARS[name].over_ranks
+        if isinstance(value, Tensor):
+            late[place] = torch.nan_to_num(-value if over == "min" else value, nan=math.inf, posinf=math.inf)
+        elif value is not None:
+            values[place] = float(int(value) >> bit & 1) if over == "any bit" else -value if over == "min" else value
+    told = to_device(torch.tensor(values, dtype=torch.float32), device)
+    for place, value in late.items():
+        told[place] = value
+    return told
+
+
+def _agreed(told: Tensor) -> dict[str, Tensor]:
+    """Figures by name of the reduced `_told`; NaN for what no rank measured."""
+    known = torch.where(told == -math.inf, math.nan, told)
+    found: dict[str, Tensor] = {}
+    for place, (name, bit) in enumerate(AGREED):
+        over = SCALARS[name].over_ranks
+        if over == "any bit":
+            found[name] = found[name] + known[place] * 2**bit if bit else known[place]
+        else:
+            found[name] = -known[place] if over == "min" else known[place]
+    return found
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class StepClock:
+    """Times one step: by events on a GPU's own stream, by the wall on a CPU (where a step ends when it returns)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._started = time.perf_counter()
+        self._ended = self._started
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """The step's last work, the copy to the host included, has been queued."""
+        self._ended = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """Duration of the step; waits until it is over."""
+        if self._events:
+            self._events[1].synchronize()
+            return self._events[0].elapsed_time(self._events[1]) / 1000
+        return self._ended - self._started
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step's facts on their way to the host: one packed float32 copy, made while the next step already runs.
+
+    packed: one figure for each of SCALARS, then [SLOT_ROWS, slots] row by row, then 1.0 for each parameter in
+    `compared` that differs between ranks and 0.0 for the others. clock: tells when it has arrived and how long the
+    step took; None for facts that were restored. Other fields as in StepFacts.
+    """
+
+    step: int
+    window: int
+    packed: Tensor
+    clock: StepClock | None
+    slot_names: tuple[str, ...]
+    tokens: int = 0
+    demoted: tuple[str, ...] = ()
+    lowered: str = ""
+    limits: Limits = NO_LIMITS
+    compared: tuple[str, ...] = ()
+
+    @classmethod
+    def send(
+        cls, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, differs: Tensor | None = None, **more: Any
+    ) -> InFlight:
+        """Queue the copy of what `update` returned, without waiting. more: the other fields, by name."""
+        unknown = slots.new_full((), math.nan)
+        scalars = torch.stack([figures.get(name, unknown).float().reshape(()) for name in SCALARS])
+        packed = torch.cat([scalars, slots.flatten(), *([] if differs is None else [differs])])
+        packed = packed.to("cpu", non_blocking=True)
+        clock.stop()
+        return cls(packed=packed, clock=clock, **more)
+
+    def arrived(self) -> Tensor:
+        """`packed`; waits until the step is over."""
+        if self.clock is not None:
+            self.clock.seconds()
+        return self.packed
+
+    def facts(self) -> StepFacts:
+        """The step's facts; waits until it is over."""
+        packed = self.arrived()
+        scalars, rows = packed[: len(SCALARS)].tolist(), packed[len(SCALARS) :]
+        values = read(scalars)
+        scrubbed = values.pop("scrubbed")
+        count = len(SLOT_ROWS) * len(self.slot_names)
+        slots = None
+        if self.slot_names:
+            slots = SlotStats(self.slot_names, *rows[:count].reshape(len(SLOT_ROWS), -1).numpy(), scrubbed=scrubbed)
+        return StepFacts(
+            step=self.step,
+            window=self.window,
+            tokens=self.tokens,
+            seconds=self.clock.seconds() if self.clock is not None else 0.0,
+            demoted=self.demoted,
+            lowered=self.lowered,
+            limits=self.limits,
+            slots=slots,
+            diverged=tuple(name for name, one in zip(self.compared, rows[count:].tolist(), strict=True) if one),
+            **values,
+        )

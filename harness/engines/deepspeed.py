@@ -19,9 +19,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, MachineError, Problem
-from harness.core.facts import Limits
 from harness.core.gradients import grad_norm
-from harness.core.protocols import NO_LIMITS, Stateful, Update
+from harness.core.protocols import Stateful
 from harness.core.update import materialise
 from harness.engines.deepspeed_config import (
     Precision,
@@ -140,24 +139,26 @@ class DeepSpeedEngine(Ranks):
         self._engine.backward(loss, scale_wrt_gas=False)
 
     @lost_rank_named()
-    def step(self, agree: Tensor, limits: Limits = NO_LIMITS, measure: bool = False) -> Update:
-        """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`.
-
-        At ZeRO 0, where DeepSpeed would write NaN into the weights, a bad update never reaches it. At ZeRO 1 and 2 a
-        bad flag is turned into an infinite gradient, which DeepSpeed's own overflow check then drops on every rank.
-        It owns the scaled gradients: `measure` has no effect.
-        """
-        lr = self._set_lr()
+    def measure(self, shares: bool) -> dict[str, Tensor]:
+        """As `core.update.Gradients.measure`; DeepSpeed owns the scaled gradients: `shares` has no effect."""
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
         if self._sharded:
             norm = self._sharded_norm() / loss_scale
         else:
             norm = grad_norm(param for group in self._members for param in group).to(self.device)
-        agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm) | (norm > limits.norm)).float()
-        self.max_(agree)
-        bad = bool(agree[0].item())
+        return {"grad_norm": norm, "loss_scale": loss_scale}
+
+    @lost_rank_named()
+    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+        """As `core.update.Gradients.apply`; then the gradients are zeroed.
+
+        At ZeRO 0, where DeepSpeed would write NaN into the weights, a bad update never reaches it. At ZeRO 1 and 2 a
+        bad flag is turned into an infinite gradient, which DeepSpeed's own overflow check then drops on every rank.
+        """
+        lr = self._set_lr()
+        bad = bool(skip.item())
         if self._sharded:
-            self._engine.optimizer.clip_grad = min(self._max_grad_norm, limits.clip)
+            self._engine.optimizer.clip_grad = min(self._max_grad_norm, clip)
             if bad:
                 self._poison()
             self._engine.step()
@@ -165,13 +166,11 @@ class DeepSpeedEngine(Ranks):
         elif bad:
             self._engine.zero_grad()
         else:
-            self._clip(norm, limits.clip)
+            self._clip(norm, clip)
             self._engine.step()
-        agree[0] = float(bad)
-        skip = agree[0].clone()
-        self._applied += 1.0 - skip
-        unknown = torch.full_like(norm, float("nan"))
-        return Update(norm, skip, loss_scale, lr, self._applied.clone(), unknown, unknown)
+        applied = torch.full_like(skip, float(not bad))
+        self._applied += applied
+        return {"applied": applied, "lr": lr, "applied_steps": self._applied.clone()}
 
     def _sharded_norm(self) -> Tensor:
         """L2 norm of the averaged, still scaled gradients, float32 0-d, the same on every rank."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.core.errors import ConfigError, Problem
-from harness.core.facts import Limits
-from harness.core.gradients import grad_health
-from harness.core.protocols import NO_LIMITS, Meta, Stateful, TensorDict, Update
-from harness.core.update import clip_divisor, gated_step, takes_found_inf
+from harness.core.protocols import Stateful
+from harness.core.update import DynamicLossScale, TorchGradients, takes_found_inf
 from harness.engines.parts import ModelPart, OptimizerPart
 from harness.engines.peers import lost_rank_named
 from harness.engines.process_group import Ranks, join, leave, read_launch
@@ -23,18 +21,6 @@ from harness.engines.process_group import Ranks, join, leave, read_launch
 # torch renamed the argument, and warns of the old name.
 _ARGUMENTS = signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
-
-
-class LossScale(Protocol):
-    """A dynamic loss scale that lives on the device."""
-
-    value: Tensor
-
-    def update(self, norm: Tensor, skip: Tensor) -> None:
-        """Grow or back off, once per step; norm: fp32 0-d, of the gradients; skip: fp32 0-d, 0.0 or 1.0."""
-        ...
-
-    def state_dict(self) -> tuple[TensorDict, Meta]: ...
 
 
 class TorchEngine(Ranks):
@@ -52,7 +38,7 @@ class TorchEngine(Ranks):
         schedule: Callable[[Tensor], Tensor],
         max_grad_norm: float,
         *,
-        loss_scale: LossScale | None = None,
+        loss_scale: DynamicLossScale | None = None,
         device: torch.device,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -62,11 +48,10 @@ class TorchEngine(Ranks):
         self.optimizer = optimizer
         self.lr_factor = 1.0
         self._model = model
-        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._gradients = TorchGradients([optimizer], params, max_grad_norm, loss_scale, device)
         self._schedule = schedule
-        self._max_grad_norm = max_grad_norm
         self._loss_scale = loss_scale
-        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
         self._lr_on_device = takes_found_inf(optimizer)
@@ -94,24 +79,20 @@ class TorchEngine(Ranks):
         """Accumulate gradients of `loss`, times the loss scale if there is one."""
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
-    @torch.no_grad()
-    def step(self, agree: Tensor, limits: Limits = NO_LIMITS, measure: bool = False) -> Update:
-        """Gate, clip, apply, zero the gradients; see `core.protocols.Engine.step`."""
+    def measure(self, shares: bool) -> dict[str, Tensor]:
+        """As `core.update.Gradients.measure`. Raises ConfigError for parameters that DDP would wait for in vain."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
-        loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
-        health = grad_health(self._params, scaled=measure and self._loss_scale is not None)
-        norm = health.norm.to(self.device) / loss_scale
-        agree[0] = ((agree[0] != 0) | ~torch.isfinite(norm) | (norm > limits.norm)).float()
-        skip = self.max_(agree)[0].clone()
+        return self._gradients.measure(shares)
+
+    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+        """As `core.update.Gradients.apply`; then the gradients are zeroed."""
         self._set_lr()
-        gated_step(self.optimizer, skip, clip_divisor(norm, min(self._max_grad_norm, limits.clip), loss_scale))
-        self._applied += 1.0 - skip
-        if self._loss_scale is not None:
-            self._loss_scale.update(norm, skip)
+        figures = self._gradients.apply(skip, overflow, norm, clip)
+        self._applied += figures["applied"]
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(norm, skip, loss_scale, self._lr.clone(), self._applied.clone(), health.zeros, health.near_limit)
+        return {**figures, "lr": self._lr.clone(), "applied_steps": self._applied.clone()}
 
     def _set_lr(self) -> None:
         self._lr.copy_(self._schedule(self._applied) * self.lr_factor)

@@ -245,10 +245,14 @@ class _Engine:
         with self._recorder.phased("backward"):
             self._engine.backward(loss)
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def measure(self, shares: bool) -> Any:
         self._recorder.micro = 0
         with self._recorder.phased("update"):
-            return self._engine.step(*args, **kwargs)
+            return self._engine.measure(shares)
+
+    def apply(self, *args: Any) -> Any:
+        with self._recorder.phased("update"):
+            return self._engine.apply(*args)
 
 
 class _Loss:

@@ -16,7 +16,7 @@ NAMED_IN_EVIDENCE = 32
 
 
 class RanksMonitor:
-    """Judges `facts.diverged` and `facts.forward_seconds`.
+    """Judges `facts.diverged` and the ranks' forward passes.
 
     ratio: the slowest rank's forward passes over the fastest one's that make a slow step. window: steps looked back on.
     share: of slow steps in a full window that is reported; the report is repeated once half of it was good.
@@ -38,7 +38,7 @@ class RanksMonitor:
         return slow or Verdict("ranks.ok", facts.step)
 
     def _straggler(self, facts: StepFacts) -> Verdict | None:
-        fastest, slowest = facts.forward_seconds
+        fastest, slowest = facts.forward_fastest, facts.forward_slowest
         if not 0 < fastest <= slowest < math.inf:
             return None
         self._ratios.append(slowest / fastest)

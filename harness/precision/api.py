@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -13,8 +14,7 @@ from torch.optim import Optimizer
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.errors import MisuseError
 from harness.core.facts import SlotStats
-from harness.core.gradients import grad_norm
-from harness.core.update import clip_divisor, gated_step
+from harness.core.update import StepClock, TorchGradients, update
 from harness.precision.misuse import misuse, parameters_of, step_problems
 from harness.precision.outcome import StepOutcome
 from harness.precision.plan import Plan
@@ -46,7 +46,7 @@ class Precision:
         self.recipe = recipe
         self._prepared: Prepared | None = None
         self._inside = False
-        self._begun = False
+        self._clock: StepClock | None = None
         self._loss = torch.zeros(())
 
     @classmethod
@@ -89,10 +89,10 @@ class Precision:
         if moved is not None:
             what = f"the model was prepared on {ready.device} and is on {moved} now"
             raise misuse("context()", what, fix="move the model first, then call prepare()")
-        if torch.is_grad_enabled() and not self._begun:
+        if torch.is_grad_enabled() and self._clock is None:
             usual = ready.steps % self.recipe.fp8.stats_every == 0
             ready.backend.begin_window(sample=usual or ready.steps + 1 in ready.closer_look)
-            self._begun = True
+            self._clock = StepClock(ready.device)
         # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.
         torch.clear_autocast_cache()
         self._inside = True
@@ -109,7 +109,7 @@ class Precision:
         `context()` since the last step, inside of it, or on a loss without a graph.
         """
         ready = self._outside("backward()")
-        if not self._begun:
+        if self._clock is None:
             why = "outside of context() the model runs in plain precision, against the plan"
             fix = "with precision.context(): loss = ..."
             raise misuse("backward()", "no forward in context() since the last step", why, fix)
@@ -148,28 +148,17 @@ class Precision:
             raise MisuseError(problems)
         ready.window.check_gradients("step()")
         ready.window.step_begins()
-        loss_scale = torch.ones((), device=ready.device) if ready.loss_scale is None else ready.loss_scale.value.clone()
-        norm = grad_norm(parameters_of(chosen)).to(ready.device) / loss_scale
-        loss_bad = ~torch.isfinite(self._loss)
-        flags = torch.stack([loss_bad | ~torch.isfinite(norm), loss_bad]).float()
-        agree = max_over_ranks(torch.cat([flags, ready.backend.amax()]))
-        skip = agree[0].clone()
-        divisor = loss_scale if max_grad_norm is None else clip_divisor(norm, max_grad_norm, loss_scale)
-        for optimizer in chosen:
-            gated_step(optimizer, skip, divisor)
-        ran = (ready.backend.demoted, ready.backend.lowered)
-        slots = ready.backend.end_window(agree[2:], skip, mean_over_ranks)
-        if ready.loss_scale is not None:
-            ready.loss_scale.update(torch.where(skip > 0, torch.inf, norm), skip)  # not finite on some rank
-        ready.applied += 1.0 - skip
+        limit = math.inf if max_grad_norm is None else max_grad_norm
+        owner = TorchGradients(chosen, parameters_of(chosen), limit, ready.loss_scale, ready.device)
+        ran = {"demoted": ready.backend.demoted, "lowered": ready.backend.lowered}
+        figures, slots = update(owner, ready.backend, {"loss": mean_over_ranks(self._loss)})
+        ready.applied += figures["applied"]
         ready.steps += 1
-        # Its value is this rank's own, but every rank must agree on whether it is a number.
-        loss = torch.where(agree[1] > 0, torch.nan, self._loss)
+        clock = self._clock or StepClock(ready.device)
         self._end_window(ready)
         switch = ready.fall_back()
-        scrubbed = ready.backend.scrubbed().float()
-        ready.remember(ran, [skip, ready.applied, norm, loss_scale, scrubbed, loss], slots)
-        return StepOutcome(skip == 0, norm, loss_scale, switch)
+        ready.remember({**figures, "applied_steps": ready.applied}, slots, clock, ran)
+        return StepOutcome(figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch)
 
     def stats(self) -> SlotStats | None:
         """Per-slot statistics of the last step, read to the host now; None before the first and without FP8 layers.
@@ -244,7 +233,7 @@ class Precision:
         return ready
 
     def _end_window(self, ready: Prepared) -> None:
-        self._begun = False
+        self._clock = None
         ready.window.close()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
 

@@ -33,16 +33,17 @@ class LossScale:
         self.retired = True
         self.value.fill_(1.0)
 
-    def update(self, norm: Tensor, skip: Tensor) -> None:
+    def update(self, overflow: Tensor, skip: Tensor) -> None:
         """Once per step, by torch's amp_update_scale rule.
 
-        norm: float32 0-d, of the gradients. skip: float32 0-d, 1.0 if the update was skipped. A norm that is not finite
-        lowers the scale. Skipped for another reason (bad data, a spike): nothing changes, the scale is not at fault.
+        overflow: float32 0-d, 1.0 if gradients were not finite on some rank: the scale is lowered. skip: float32 0-d,
+        1.0 if the update was skipped. For another reason (bad data, a spike, a loss that alone is NaN) nothing changes:
+        the scale is not at fault.
         """
         if self.retired:
             return
         config = self.config
-        bad = ~torch.isfinite(norm)
+        bad = overflow > 0
         keep = (skip > 0) & ~bad
         counted = self.tracker + 1
         grows = counted >= config.growth_interval

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,10 +17,11 @@ from harness.capability.tier import Tier, check_usable, tier_of
 from harness.core.collectives import world_rank
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
 from harness.core.facts import CloserLook, Switch
+from harness.core.metrics import SCALARS
+from harness.core.update import InFlight, StepClock
 from harness.precision.engine import build_backend, build_loss_scale
 from harness.precision.fallback import FallbackController
 from harness.precision.misuse import OpenWindow
-from harness.precision.outcome import LaggedFacts
 from harness.precision.plan import make_plan, pad_numbers
 from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
@@ -27,6 +29,9 @@ from harness.precision.shape_probe import probe_layers
 from harness.precision.whole_run import WholeRunFallback
 
 _log = logging.getLogger("harness.precision")
+
+# What states of version 0.x without a list of figures hold; "applied" is "skipped" there.
+_FIGURES_BEFORE = ("applied", "applied_steps", "grad_norm", "loss_scale", "scrubbed", "loss")
 
 
 class Prepared:
@@ -60,7 +65,7 @@ class Prepared:
         self.steps = 0
         self.held: set[str] = set()
         self.closer_look = CloserLook()
-        self.last: LaggedFacts | None = None
+        self.last: InFlight | None = None
 
     def moved(self) -> torch.device | None:
         """The device that the model went to after it was prepared, None if it stayed."""
@@ -93,15 +98,17 @@ class Prepared:
         self.backend.switch(switch.demote, switch.promote)
         return switch if switch.demote or switch.promote else None
 
-    def remember(self, ran: tuple[Iterable[str], str], scalars: list[Tensor], slots: Tensor) -> None:
+    def remember(self, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, ran: Mapping[str, Any]) -> None:
         """Send the facts of the step that just ended to the host, if anybody wants them.
 
-        ran: which layers were demoted in it, what the run was lowered to. scalars: as LaggedFacts wants them. slots:
-        float32 [6, slots].
+        figures, slots: what `core.update.update` gave. ran: which layers were demoted in it, what the run was lowered
+        to.
         """
         if self.controller is not None or self.backend.slot_names:
-            packed = torch.cat([torch.stack(scalars), slots.flatten()])
-            self.last = LaggedFacts(self.steps, tuple(ran[0]), ran[1], self.backend.slot_names, packed)
+            names = self.backend.slot_names
+            self.last = InFlight.send(
+                figures, slots, clock, step=self.steps, window=self.steps - 1, slot_names=names, **ran
+            )
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
         """FP8 layers (padded names) that the patterns mean: names as in the model come before padded ones.
@@ -132,7 +139,7 @@ class Prepared:
         tensors = {f"{part}.{name}": value for part, (values, _) in parts.items() for name, value in values.items()}
         tensors["applied"] = self.applied
         if self.last is not None:
-            tensors["last"] = self.last.packed()
+            tensors["last"] = self.last.arrived()
         meta = {
             "resolved": self.plan.resolved,
             "steps": self.steps,
@@ -141,7 +148,7 @@ class Prepared:
             "fp8": parts["fp8"][1],
             "loss_scale": parts["loss_scale"][1] if "loss_scale" in parts else None,
             "fallback": None if self.controller is None else self.controller.state_dict(),
-            "last": None if self.last is None else self.last.meta(),
+            "last": None if self.last is None else _last(self.last),
         }
         return {"tensors": {name: value.detach().clone() for name, value in tensors.items()}, "meta": meta}
 
@@ -163,8 +170,9 @@ class Prepared:
         self.applied.copy_(tensors["applied"])
         self.steps, self.held = int(meta["steps"]), set(meta["held"])
         self.closer_look = CloserLook(*meta["closer_look"])
-        last = meta["last"]
-        self.last = None if last is None else LaggedFacts.restore(last, tensors["last"], self.backend.slot_names)
+        self.last = None
+        if meta["last"] is not None:
+            self.last = _restored(meta["last"], tensors["last"], self.backend.slot_names)
 
 
 def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
@@ -192,6 +200,28 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
     if problems:
         raise MisuseError(problems)
     return devices[0]
+
+
+def _last(facts: InFlight) -> dict[str, Any]:
+    """JSON-able; `_restored` wants it beside the packed copy."""
+    return {
+        "step": facts.step,
+        "demoted": list(facts.demoted),
+        "lowered": facts.lowered,
+        "figures": list(SCALARS),
+    }
+
+
+def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ...]) -> InFlight:
+    """The facts that were saved. The figures that a version packs, and their order, are its own: named in `meta`."""
+    names = meta.get("figures", _FIGURES_BEFORE)
+    found = dict(zip(names, packed.tolist(), strict=False))
+    if "figures" not in meta:
+        found["applied"] = 1.0 - found["applied"]
+    scalars = torch.tensor([found.get(name, math.nan) for name in SCALARS])
+    packed = torch.cat([scalars, packed[len(names) :].detach().cpu()])
+    step, demoted = meta["step"], tuple(meta["demoted"])
+    return InFlight(step, step - 1, packed, None, slot_names, demoted=demoted, lowered=meta["lowered"])
 
 
 def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from harness.monitors.nonfinite import Finding, Origin, locate, watch
 from harness.precision.recipe import Recipe
 from harness.run import Run
 from harness.runs import read_plan
-from harness.step import seed_step, to_host, train_step
+from harness.step import seed_step, train_step
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
 
@@ -111,10 +111,10 @@ class _Together:
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss * self._ranks)
 
-    def step(self, *arguments: Any, **named: Any) -> Any:
+    def measure(self, shares: bool) -> dict[str, Tensor]:
         gradients = [param.grad for param in self._engine.module.parameters() if param.grad is not None]
         torch._foreach_div_(gradients, float(self._ranks))
-        return self._engine.step(*arguments, **named)
+        return self._engine.measure(shares)
 
 
 @dataclass
@@ -149,13 +149,13 @@ class Rebuilt:
 
     def advance(self) -> StepFacts:
         """The run's own next step, judged at once; what the guard would do beside switches and limits is not done."""
-        facts = to_host(loop.next_step(self.run))
+        facts = loop.next_step(self.run).facts()
         loop.judge(self.run, facts)
         return facts
 
     def step_here(self) -> StepFacts:
         """The next step, without moving on."""
-        return to_host(train_step(self.run, self.window()))
+        return train_step(self.run, self.window()).facts()
 
     def watched(self, known: set[str] | None) -> tuple[StepFacts, Origin]:
         """`step_here`, as eager code with hooks on every module."""

@@ -16,6 +16,7 @@ import torch
 
 from harness.core.facts import Limits
 from harness.core.protocols import NO_LIMITS, Engine
+from tests.support.updates import finish
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES, MICRO = 8, 2
@@ -66,14 +67,20 @@ def train(
         with engine.micro_batch(index == MICRO - 1):
             loss = engine.module(inputs[index, here], targets[index, here]) / MICRO
             engine.backward(loss * poison if faulty and index == 0 else loss)
-    agree = torch.tensor([flag if faulty else 0.0, float(engine.rank), -math.inf if faulty else math.inf])
-    update = engine.step(agree, limits)
+    figures = finish(
+        engine,
+        limits,
+        bad_data=int(flag) if faulty else 0,
+        forward_fastest=float(engine.rank),
+        forward_slowest=float(engine.rank),
+        param_norm=torch.tensor(math.nan if faulty else 1.0),
+    )
     return {
-        "norm": update.grad_norm.item(),
-        "skipped": update.skipped.item(),
-        "applied": update.applied.item(),
-        "lr": update.lr.item(),
-        "agree": agree.tolist(),
+        "norm": figures["grad_norm"].item(),
+        "skipped": 1.0 - figures["applied"].item(),
+        "applied": figures["applied_steps"].item(),
+        "lr": figures["lr"].item(),
+        "agreed": [figures[name].item() for name in ("bad_data", "forward_fastest", "forward_slowest", "param_norm")],
     }
 
 

@@ -113,10 +113,10 @@ def test_a_fault_on_one_rank_is_skipped_on_all(two_ranks: list[dict[str, Any]]) 
         assert [step["skipped"] for step in result["steps"]] == [0.0] * 6
 
 
-def test_agree_is_reduced_by_maximum_in_place(two_ranks: list[dict[str, Any]]) -> None:
+def test_ranks_agree_on_the_worst_and_the_fastest(two_ranks: list[dict[str, Any]]) -> None:
     for result in two_ranks:
-        assert all(step["agree"] == [0.0, 1.0, math.inf] for step in result["steps"])
-        assert all(fault["agree"] == [1.0, 1.0, math.inf] for fault in result["faults"])
+        assert all(step["agreed"] == [0.0, 0.0, 1.0, math.inf] for step in result["steps"])
+        assert [fault["agreed"] for fault in result["faults"]] == [[bad, 0.0, 1.0, math.inf] for bad in (0.0, 0.0, 1.0)]
 
 
 def test_the_wrapper_goes_before_the_group(two_ranks: list[dict[str, Any]]) -> None:

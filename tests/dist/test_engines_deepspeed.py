@@ -193,12 +193,14 @@ def test_limits_on_the_gradient_norm(ranks: list[Mapping[str, Any]], stage: int)
 def test_a_fault_on_one_rank_is_skipped_on_all_and_changes_nothing(ranks: list[Mapping[str, Any]], name: str) -> None:
     for result in (rank[name] for rank in ranks):
         assert [fault["skipped"] for fault in result["faults"]] == [1.0, 1.0, 1.0]
-        assert [fault["agree"][:2] for fault in result["faults"]] == [[1.0, len(ranks) - 1.0]] * 3
+        slowest = len(ranks) - 1.0
+        told = [[bad, 0.0, slowest, math.inf] for bad in (0.0, 0.0, 1.0)]
+        assert [fault["agreed"] for fault in result["faults"]] == told
         assert [fault["applied"] for fault in result["faults"]] == [3.0, 3.0, 3.0]
         assert not any(math.isfinite(fault["norm"]) for fault in result["faults"][:2])
         assert result["untouched"]
         assert [step["skipped"] for step in result["steps"]] == [0.0] * 6
-        assert [step["agree"][:2] for step in result["steps"]] == [[0.0, len(ranks) - 1.0]] * 6
+        assert [step["agreed"] for step in result["steps"]] == [[0.0, 0.0, slowest, math.inf]] * 6
 
 
 @pytest.mark.parametrize("name", IDS)

@@ -8,8 +8,8 @@ GUARD = (
     Mutation(
         8,
         "unfit samples gate the update",
-        "harness/step.py",
-        " | (told[1:4].amax() > 0)",
+        "harness/core/update.py",
+        ' | bool(own.get("bad_data"))',
         "",
         "tests/faults/test_bad_data.py -k leave_no_trace",
     ),
@@ -32,7 +32,7 @@ GUARD = (
     Mutation(
         11,
         "the gate on the gradient norm",
-        "harness/engines/torch_engine.py",
+        "harness/core/update.py",
         " | (norm > limits.norm)",
         "",
         "tests/faults/test_ladder.py -k gradient-1000",
@@ -40,9 +40,9 @@ GUARD = (
     Mutation(
         11,
         "the gate on the loss",
-        "harness/step.py",
-        "(over | ~torch.isfinite(mean_loss)",
-        "(~torch.isfinite(mean_loss)",
+        "harness/core/update.py",
+        "~(loss <= limits.loss) | ",
+        "",
         "tests/faults/test_ladder.py -k loss-10",
     ),
     Mutation(
@@ -128,9 +128,9 @@ GUARD = (
     Mutation(
         22,
         "ranks agree on the gate",
-        "harness/engines/torch_engine.py",
-        "skip = self.max_(agree)[0].clone()",
-        "skip = agree[0].clone()",
+        "harness/core/update.py",
+        "gradients.max_(torch.cat([flags, told, backend.amax()]))",
+        "torch.cat([flags, told, backend.amax()])",
         "tests/dist/test_engines_ddp.py -k fault_on_one_rank",
     ),
 )

@@ -79,7 +79,8 @@ def eventful(names: tuple[str, ...], scale: float) -> list[StepFacts]:
                 param_norm=20.0 * (15.0 if step > 270 else 1.0),
                 grad_zeros=0.01 if step < 160 else 0.2,
                 grad_near_limit=0.05 if 180 < step < 190 else 0.0,
-                forward_seconds=(0.1, 0.1 * slow),
+                forward_fastest=0.1,
+                forward_slowest=0.1 * slow,
             )
         )
     return steps
@@ -109,7 +110,9 @@ def spoiled(facts: StepFacts, scale: float, generator: random.Random) -> StepFac
     if slots is not None:
         slots = replace(slots, **{name: np.full_like(slots.amax, bad) for name in SLOTS})
     fields = dict.fromkeys(("loss", "grad_norm", "param_norm", "grad_zeros", "grad_near_limit"), bad)
-    return replace(facts, **fields, applied=False, loss_scale=scale, forward_seconds=(bad, bad), slots=slots)
+    return replace(
+        facts, **fields, applied=False, loss_scale=scale, forward_fastest=bad, forward_slowest=bad, slots=slots
+    )
 
 
 def with_faults(usual: Sequence[StepFacts], hit: set[int], generator: random.Random) -> list[tuple[StepFacts, bool]]:

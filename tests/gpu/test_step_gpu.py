@@ -14,7 +14,7 @@ from harness.core.config import load_config
 from harness.core.state import Incidents
 from harness.precision.recipe import Recipe, load_recipe
 from harness.run import Run
-from harness.step import to_host, train_step
+from harness.step import train_step
 from harness.tracking.console import Console
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def test_a_native_step_with_fused_adamw_has_no_host_sync(run: Run) -> None:
         pending = [train_step(run, window) for window in windows[1:]]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    facts = [to_host(each) for each in pending]
+    facts = [each.facts() for each in pending]
     assert all(each.applied for each in facts)
     assert facts[-1].slots is not None
     assert (facts[-1].slots.amax > 0).all(), "FP8 really ran"

@@ -28,6 +28,7 @@ from harness.capability.probe import MachineFacts  # noqa: E402
 from harness.core.errors import MachineError, Problem  # noqa: E402
 from harness.core.facts import RungVerdict, SlotStats, StepFacts  # noqa: E402
 from harness.core.protocols import Tensors  # noqa: E402
+from harness.core.update import InFlight  # noqa: E402
 from harness.estimate.paper import on_paper  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import find_card  # noqa: E402
@@ -84,7 +85,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
         (cuda, "set_sync_debug_mode", modes.append),
         (cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
         (step, "check_batch", lambda *_: 0),
-        (training, "to_host", made_up),
+        (InFlight, "facts", made_up),
         # Fake parameters cannot be moved and stay the same objects; they are made where they belong.
         (torch.nn.Module, "to", lambda module, *_: module),
         # The tensor that ranks vote with is a fake, and says yes to everything.

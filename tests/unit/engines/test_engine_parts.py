@@ -13,6 +13,7 @@ from harness.core.errors import CheckpointError
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
+from tests.support.updates import finish
 
 CPU = torch.device("cpu")
 Saved = dict[str, tuple[dict[str, Tensor], dict[str, Any]]]
@@ -56,7 +57,7 @@ def train(engine: TorchEngine, steps: range) -> None:
     for step in steps:
         ids = torch.randint(7, (6,), generator=torch.Generator().manual_seed(step))
         engine.backward(engine.module(ids))
-        engine.step(torch.zeros(1))
+        finish(engine)
 
 
 def save(engine: TorchEngine) -> Saved:

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.config import TrainConfig
 from harness.core.facts import Limits
-from harness.core.protocols import Update
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
+from tests.support.updates import finish
 
 CPU = torch.device("cpu")
 SCHEDULE = WarmupCosine(lr=0.02, warmup_steps=2, total_steps=10, min_lr_ratio=0.1)
@@ -40,7 +40,7 @@ class HalvingScale:
     def __init__(self, value: float) -> None:
         self.value = torch.tensor(value)
 
-    def update(self, norm: Tensor, skip: Tensor) -> None:
+    def update(self, overflow: Tensor, skip: Tensor) -> None:
         self.value.mul_(torch.where(skip > 0, 0.5, 2.0))
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -74,12 +74,12 @@ def make(optimizer: str | None = "adamw", loss_scale: HalvingScale | None = None
     return TorchEngine(model, built, SCHEDULE, MAX_NORM, loss_scale=loss_scale, device=CPU)
 
 
-def train(engine: TorchEngine, step: int, poison: float = 1.0, flag: float = 0.0) -> Update:
+def train(engine: TorchEngine, step: int, poison: float = 1.0, **own: float) -> dict[str, Tensor]:
     inputs, targets = batch(step)
     for index in range(2):
         with engine.micro_batch(index == 1):
             engine.backward(engine.module(inputs[index], targets[index]) / 2 * poison)
-    return engine.step(torch.tensor([flag, -1.0]))
+    return finish(engine, **own)
 
 
 def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def test_training_agrees_with_an_fp64_loop_of_plain_torch(optimizer: str | None)
     plain = torch.optim.AdamW(oracle.parameters(), betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
     norms = []
     for step in range(6):
-        update = train(engine, step)
+        figures = train(engine, step)
         inputs, targets = batch(step)
         plain.zero_grad()
         oracle(inputs.double().flatten(0, 1), targets.double().flatten(0, 1)).backward()
@@ -109,41 +109,42 @@ def test_training_agrees_with_an_fp64_loop_of_plain_torch(optimizer: str | None)
             group["lr"] = SCHEDULE(step)
         plain.step()
         norms.append(norm.item())
-        assert update.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
-        assert update.lr.item() == SCHEDULE(step)
-        assert (update.skipped.item(), update.applied.item(), update.loss_scale.item()) == (0.0, step + 1.0, 1.0)
+        assert figures["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
+        assert figures["lr"].item() == SCHEDULE(step)
+        assert (1.0 - figures["applied"].item(), figures["applied_steps"].item(), figures["loss_scale"].item()) == (
+            0.0,
+            step + 1.0,
+            1.0,
+        )
     assert max(norms) > MAX_NORM
     for mine, theirs in zip(engine.module.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().double(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", None])
-@pytest.mark.parametrize("fault", [{"poison": math.nan}, {"poison": math.inf}, {"flag": 1.0}, {"flag": math.nan}])
+@pytest.mark.parametrize("fault", [{"poison": math.nan}, {"poison": math.inf}, {"bad_data": 4}, {"loss": math.nan}])
 def test_a_bad_step_changes_nothing_and_costs_no_learning_rate_step(
     optimizer: str | None, fault: dict[str, float]
 ) -> None:
     engine = make(optimizer)
     train(engine, 0)
     before = snapshot(engine)
-    update = train(engine, 1, **fault)
-    assert (update.skipped.item(), update.applied.item()) == (1.0, 1.0)
-    assert math.isfinite(update.grad_norm.item()) == ("flag" in fault)
+    figures = train(engine, 1, **fault)
+    assert (1.0 - figures["applied"].item(), figures["applied_steps"].item()) == (1.0, 1.0)
+    assert math.isfinite(figures["grad_norm"].item()) == ("poison" not in fault)
     assert equal(before, snapshot(engine))
     after = train(engine, 2)
-    assert (after.skipped.item(), after.lr.item()) == (0.0, SCHEDULE(1))
+    assert (1.0 - after["applied"].item(), after["lr"].item()) == (0.0, SCHEDULE(1))
     assert not equal(before, snapshot(engine))
 
 
-def test_agree_keeps_infinities_and_its_flag_is_zero_or_one() -> None:
+def test_what_ranks_agree_on_arrives_and_what_nobody_measured_does_not() -> None:
     engine = make()
-    agree = torch.tensor([0.0, math.inf, -3.0])
-    inputs, targets = batch(0)
-    engine.backward(engine.module(inputs[0], targets[0]))
-    engine.step(agree)
-    assert agree.tolist() == [0.0, math.inf, -3.0]
-    engine.backward(engine.module(inputs[0], targets[0]) * math.nan)
-    engine.step(agree)
-    assert agree.tolist() == [1.0, math.inf, -3.0]
+    figures = train(engine, 0, param_norm=math.inf, forward_fastest=-3.0, bad_data=0)
+    told = {name: figures[name].item() for name in ("param_norm", "forward_fastest", "bad_data")}
+    assert told == {"param_norm": math.inf, "forward_fastest": -3.0, "bad_data": 0.0}
+    assert math.isnan(figures["forward_slowest"].item())
+    assert train(engine, 1, bad_data=5)["bad_data"].item() == 5.0
 
 
 def test_the_loss_scale_is_divided_out_and_moves_once_a_step() -> None:
@@ -151,12 +152,12 @@ def test_the_loss_scale_is_divided_out_and_moves_once_a_step() -> None:
     scaled, plain = make(loss_scale=scale), make()
     for step in range(3):
         a, b = train(scaled, step), train(plain, step)
-        assert a.loss_scale.item() == 1024.0 * 2**step
-        assert a.grad_norm.item() == pytest.approx(b.grad_norm.item(), rel=1e-6)
+        assert a["loss_scale"].item() == 1024.0 * 2**step
+        assert a["grad_norm"].item() == pytest.approx(b["grad_norm"].item(), rel=1e-6)
     for mine, theirs in zip(scaled.module.parameters(), plain.module.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-    update = train(scaled, 3, poison=math.nan)
-    assert (update.loss_scale.item(), scale.value.item()) == (8192.0, 4096.0)
+    figures = train(scaled, 3, poison=math.nan)
+    assert (figures["loss_scale"].item(), scale.value.item()) == (8192.0, 4096.0)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -166,7 +167,7 @@ def test_a_step_reads_nothing_on_the_host(optimizer: str) -> None:
         inputs, targets = batch(0)
         engine.backward(engine.module(inputs[0], targets[0]) * fault)
         with HostReads() as reads:
-            engine.step(torch.zeros(2))
+            finish(engine)
         assert reads.count == 0
 
 
@@ -175,20 +176,20 @@ def test_the_counter_of_host_reads_counts() -> None:
     inputs, targets = batch(0)
     engine.backward(engine.module(inputs[0], targets[0]))
     with HostReads() as reads:
-        engine.step(torch.zeros(2))
+        finish(engine)
     assert reads.count >= 2
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", None])
 def test_a_norm_over_the_limit_is_not_applied(optimizer: str | None) -> None:
     engine = make(optimizer)
-    usual = train(engine, 0).grad_norm.item()
+    usual = train(engine, 0)["grad_norm"].item()
     before = snapshot(engine)
     inputs, targets = batch(1)
     for times, limit, skipped in ((1.0, math.inf, False), (1000.0, 20 * usual, True), (1.0, 20 * usual, False)):
         engine.backward(engine.module(inputs[0], targets[0]) * times)
-        update = engine.step(torch.zeros(2), Limits(norm=limit))
-        assert update.skipped.item() == float(skipped)
+        figures = finish(engine, limits=Limits(norm=limit))
+        assert 1.0 - figures["applied"].item() == float(skipped)
         assert equal(before, snapshot(engine)) == skipped
         before = snapshot(engine)
 
@@ -201,7 +202,7 @@ def test_the_stricter_of_two_clipping_limits_holds() -> None:
         before = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
         inputs, targets = batch(0)
         engine.backward(engine.module(inputs[0], targets[0]) * 100)
-        assert engine.step(torch.zeros(2), Limits(clip=clip)).grad_norm.item() > MAX_NORM
+        assert finish(engine, limits=Limits(clip=clip))["grad_norm"].item() > MAX_NORM
         after = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
         moved[clip] = (after - before).norm().item()
     assert moved[MAX_NORM] == moved[math.inf]
@@ -212,4 +213,4 @@ def test_the_learning_rate_follows_its_factor() -> None:
     engine = make()
     train(engine, 0)
     engine.lr_factor = 0.25
-    assert train(engine, 1).lr.item() == pytest.approx(0.25 * SCHEDULE(1), rel=1e-6)
+    assert train(engine, 1)["lr"].item() == pytest.approx(0.25 * SCHEDULE(1), rel=1e-6)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from harness.core.facts import SlotStats
-from harness.record import slot_metrics
+from harness.core.metrics import slot_row
 
 NAMES = ("blocks.00.mlp.down.input", "blocks.00.mlp.down.grad_output")
 
@@ -29,7 +29,7 @@ def _slots(clipped: float) -> SlotStats:
 
 
 def test_every_statistic_of_a_sampled_step_is_kept_under_its_public_name() -> None:
-    metrics = slot_metrics(_slots(clipped=0.25))
+    metrics = slot_row(_slots(clipped=0.25))
     assert metrics == {
         "fp8_amax/blocks.00.mlp.down.input": 2.0,
         "fp8_amax/blocks.00.mlp.down.grad_output": 0.5,
@@ -47,6 +47,6 @@ def test_every_statistic_of_a_sampled_step_is_kept_under_its_public_name() -> No
 
 
 def test_what_was_not_sampled_is_left_out() -> None:
-    metrics = slot_metrics(_slots(clipped=math.nan))
+    metrics = slot_row(_slots(clipped=math.nan))
     assert "fp8_clipped/blocks.00.mlp.down.input" not in metrics
     assert metrics["fp8_clipped/blocks.00.mlp.down.grad_output"] == 0.0

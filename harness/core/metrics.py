@@ -1,0 +1,90 @@
+"""What is measured in a step, derived from where it is declared: the fields of `StepFacts` and `SlotStats`.
+
+How figures travel (`SCALARS`, `AGREED`, `read`), their row in the journal (`row`), and the table in the docs (`page`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+
+from harness.core.facts import EVERY_STEP, Metric, SlotStats, StepFacts
+
+if TYPE_CHECKING:
+    from harness.core.state import Incidents
+
+
+def _declared(facts: type) -> dict[str, tuple[type, Metric]]:
+    """Type and metric of every field that is one."""
+    hints = get_type_hints(facts, include_extras=True)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+_DECLARED = _declared(StepFacts) | _declared(SlotStats)
+_READ = {name: kind for name, (kind, _) in _DECLARED.items() if kind in (float, int, bool)}
+_DEFAULTS = {each.name: each.default for each in (*fields(StepFacts), *fields(SlotStats))}
+
+SCALARS: dict[str, Metric] = {name: _DECLARED[name][1] for name in _READ}
+"""One figure for the whole step each, in the order in which they are packed."""
+
+SLOT_ROWS: dict[str, Metric] = {name: metric for name, (_, metric) in _DECLARED.items() if name not in _READ}
+"""One figure for every slot each, in the order of the rows of `PrecisionBackend.end_window`."""
+
+_BITS = 3
+AGREED: list[tuple[str, int]] = [
+    (name, bit)
+    for name, metric in SCALARS.items()
+    if metric.over_ranks in ("max", "min", "any bit")
+    for bit in range(_BITS if metric.over_ranks == "any bit" else 1)
+]
+"""(name, bit) of each element that the update's one MAX over ranks carries for the figures of a step."""
+
+
+def read(packed: Sequence[float]) -> dict[str, Any]:
+    """Values by name of one figure for each of `SCALARS`; NaN becomes the field's default where there is one."""
+    values: dict[str, Any] = {}
+    for name, value in zip(SCALARS, packed, strict=True):
+        unknown = math.isnan(value) and _DEFAULTS[name] is not MISSING
+        values[name] = _DEFAULTS[name] if unknown else _READ[name](value)
+    return values
+
+
+# What the run as a whole counts, beside what its steps measure: (key, unit, what it is).
+_OF_THE_RUN = (
+    ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step"),
+    ("guard/skipped", "", "updates that were skipped so far and count against guard.max_skips"),
+    ("guard/demoted_layers", "", "FP8 layers that run in BF16"),
+    ("guard/rollbacks", "", "rollbacks so far"),
+    ("guard/attempt", "", "raised by every rollback and resume"),
+    ("val/loss", "nats per token", "mean loss of the validation samples"),
+)
+
+
+def row(facts: StepFacts, incidents: Incidents, with_slots: bool) -> dict[str, float]:
+    """The journal's row of one step. `with_slots`: per-slot FP8 statistics too. What was not measured is left out."""
+    values = {name: float(getattr(facts, name)) for name, metric in SCALARS.items() if metric.key}
+    found = {
+        SCALARS[name].key: value
+        for name, value in values.items()
+        if SCALARS[name].often == EVERY_STEP or not math.isnan(value)
+    }
+    found |= {
+        "train/tokens_per_second": facts.tokens / facts.seconds if facts.seconds > 0 else math.nan,
+        "guard/skipped": float(incidents.skips),
+        "guard/demoted_layers": float(len(facts.demoted)),
+        "guard/rollbacks": float(incidents.rollbacks),
+        "guard/attempt": float(incidents.attempt),
+    }
+    return found | slot_row(facts.slots) if with_slots and facts.slots is not None else found
+
+
+def slot_row(slots: SlotStats) -> dict[str, float]:
+    """`fp8_<figure>/<slot>` for every slot and figure that was measured."""
+    return {
+        f"{metric.key}/{name}": value
+        for statistic, metric in SLOT_ROWS.items()
+        for name, value in zip(slots.names, getattr(slots, statistic).tolist(), strict=True)
+        if not math.isnan(value)
+    }
