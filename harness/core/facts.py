@@ -81,7 +81,7 @@ class Metric:
     often: str = EVERY_STEP
 
 
-_SAMPLED = "fp8.stats_every"
+_KEPT, _SAMPLED = "tracking.fp8_every", "tracking.fp8_every, where sampled: fp8.stats_every"
 _SCALED = "guard.measure_every, under a loss scale"
 _PerSlot = npt.NDArray[np.float32]
 
@@ -94,9 +94,11 @@ class SlotStats:
     """
 
     names: tuple[str, ...]
-    amax: Annotated[_PerSlot, Metric("largest magnitude of the unscaled tensor", "", "fp8_amax", "max")]
-    scale: Annotated[_PerSlot, Metric("the scale in use at that step, before the update", "", "fp8_scale")]
-    saturation: Annotated[_PerSlot, Metric("amax * scale / fp8_max: over 1 means clipped", "", "fp8_saturation", "max")]
+    amax: Annotated[_PerSlot, Metric("largest magnitude of the unscaled tensor", "", "fp8_amax", "max", _KEPT)]
+    scale: Annotated[_PerSlot, Metric("the scale in use at that step, before the update", "", "fp8_scale", often=_KEPT)]
+    saturation: Annotated[
+        _PerSlot, Metric("amax * scale / fp8_max: over 1 means clipped", "", "fp8_saturation", "max", _KEPT)
+    ]
     clipped: Annotated[_PerSlot, Metric("share of values over the limit", "", "fp8_clipped", "mean", _SAMPLED)]
     underflow: Annotated[
         _PerSlot, Metric("share of non-zero values that become zero", "", "fp8_underflow", "mean", _SAMPLED)

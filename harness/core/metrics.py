@@ -6,7 +6,7 @@ How figures travel (`SCALARS`, `AGREED`, `read`), their row in the journal (`row
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -51,14 +51,22 @@ def read(packed: Sequence[float]) -> dict[str, Any]:
     return values
 
 
-# What the run as a whole counts, beside what its steps measure: (key, unit, what it is).
-_OF_THE_RUN = (
-    ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step"),
-    ("guard/skipped", "", "updates that were skipped so far and count against guard.max_skips"),
-    ("guard/demoted_layers", "", "FP8 layers that run in BF16"),
-    ("guard/rollbacks", "", "rollbacks so far"),
-    ("guard/attempt", "", "raised by every rollback and resume"),
-    ("val/loss", "nats per token", "mean loss of the validation samples"),
+def _tokens_per_second(facts: StepFacts, _: Incidents) -> float:
+    return facts.tokens / facts.seconds if facts.seconds > 0 else math.nan
+
+
+# Of the run as a whole, beside what its steps measure: key, unit, what it is, and how it is had.
+_OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, Incidents], float]], ...] = (
+    ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step", _tokens_per_second),
+    (
+        "guard/skipped",
+        "",
+        "updates that were skipped so far and count against guard.max_skips",
+        lambda _, incidents: float(incidents.skips),
+    ),
+    ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
+    ("guard/rollbacks", "", "rollbacks so far", lambda _, incidents: float(incidents.rollbacks)),
+    ("guard/attempt", "", "raised by every rollback and resume", lambda _, incidents: float(incidents.attempt)),
 )
 
 
@@ -70,13 +78,7 @@ def row(facts: StepFacts, incidents: Incidents, with_slots: bool) -> dict[str, f
         for name, value in values.items()
         if SCALARS[name].often == EVERY_STEP or not math.isnan(value)
     }
-    found |= {
-        "train/tokens_per_second": facts.tokens / facts.seconds if facts.seconds > 0 else math.nan,
-        "guard/skipped": float(incidents.skips),
-        "guard/demoted_layers": float(len(facts.demoted)),
-        "guard/rollbacks": float(incidents.rollbacks),
-        "guard/attempt": float(incidents.attempt),
-    }
+    found |= {key: value(facts, incidents) for key, _, _, value in _OF_THE_RUN}
     return found | slot_row(facts.slots) if with_slots and facts.slots is not None else found
 
 
@@ -88,3 +90,30 @@ def slot_row(slots: SlotStats) -> dict[str, float]:
         for name, value in zip(slots.names, getattr(slots, statistic).tolist(), strict=True)
         if not math.isnan(value)
     }
+
+
+def page() -> str:
+    """docs/metrics.md: every metric that a run writes. `python -m harness.core.metrics > docs/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "What a run writes into its journal, and from there into MLflow. Made from the declarations in",
+        "`harness/core/facts.py`: `python -m harness.core.metrics > docs/metrics.md`.",
+        "",
+        "| metric | what | unit | over ranks | measured |",
+        "|---|---|---|---|---|",
+    ]
+    keyed = [(metric.key, metric) for metric in SCALARS.values() if metric.key]
+    keyed += [(f"{metric.key}/<slot>", metric) for metric in SLOT_ROWS.values()]
+    for key, metric in keyed:
+        lines.append(f"| `{key}` | {metric.about} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
+    lines += [f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |" for key, unit, about, _ in _OF_THE_RUN]
+    lines.append(
+        "| `val/loss` | mean loss of the validation samples | nats per token | mean | train.eval_every, the end |"
+    )
+    slots = "`<slot>` is `<layer>.<role>`, role one of input, weight, grad_output; numbers in it are padded with zeros."
+    return "\n".join([*lines, "", slots, "What was not measured in a step is left out of its row."]) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

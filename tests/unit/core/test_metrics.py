@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 
 from harness.core.facts import SlotStats
-from harness.core.metrics import slot_row
+from harness.core.metrics import page, slot_row
 
 NAMES = ("blocks.00.mlp.down.input", "blocks.00.mlp.down.grad_output")
 
@@ -50,3 +51,8 @@ def test_what_was_not_sampled_is_left_out() -> None:
     metrics = slot_row(_slots(clipped=math.nan))
     assert "fp8_clipped/blocks.00.mlp.down.input" not in metrics
     assert metrics["fp8_clipped/blocks.00.mlp.down.grad_output"] == 0.0
+
+
+def test_the_page_is_what_is_declared() -> None:
+    path = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+    assert path.read_text() == page(), "python -m harness.core.metrics > docs/metrics.md"
