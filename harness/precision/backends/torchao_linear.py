@@ -9,6 +9,8 @@ everything when it runs, as in native_traced.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -86,8 +88,7 @@ class WatchedLinear(Float8Linear):
         elif self.block.switching:
             out = _ops.torchao_switching(x, weight, bias, self.handle, record)
         else:  # traced: every attribute read here is a guard, which two blocks may share or not
-            out = _traced(x, weight, self.handle, record, self.linear_mm_config, self.config)
-            out = out if bias is None else out + bias.to(out.dtype)
+            out = _traced(x, weight, bias, self.handle, record, self.linear_mm_config, self.config)
         return out.to(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedLinear:
@@ -161,31 +162,43 @@ class _Watched(torch.autograd.Function):
 
 
 @torch._dynamo.allow_in_graph
-def _traced(x: Tensor, weight: Tensor, handle: Tensor, record: bool, gemms: Any, config: Any) -> Tensor:
-    return _Traced.apply(x, weight, handle, record, gemms, config)
+def _traced(
+    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, gemms: Any, config: Any
+) -> Tensor:
+    return _Traced.apply(x, weight, bias, handle, record, gemms, config)
 
 
 class _Traced(torch.autograd.Function):
-    """The FP8 layer behind `handle`, without its bias, for the compiler to see: forward and backward."""
+    """The FP8 layer behind `handle`, for the compiler to see: forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, handle: Tensor, record: bool, gemms: Any, config: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        handle: Tensor,
+        record: bool,
+        gemms: Any,
+        config: Any,
+    ) -> Tensor:
         ctx.record, ctx.gemms, ctx.config = record, gemms, config
         ctx.save_for_backward(x, weight, handle)
         out = _product(x, weight, gemms, config)
         if record:
             _ops.torchao_note(out, torch.stack([scaling.amax(x), scaling.amax(weight)]), handle, 0)
-        return out
+        return out if bias is None else out + bias.to(out.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, handle = ctx.saved_tensors
-        found = _gradients(grad, x, weight, ctx.gemms, ctx.config)
+        needs = ctx.needs_input_grad
+        bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None
+        found = *_gradients(grad, x, weight, ctx.gemms, ctx.config), bias
         if ctx.record:
             # What nobody needs the compiler drops, and with it who writes to it.
-            needed = found[0] if ctx.needs_input_grad[0] else found[1]
-            _ops.torchao_note(needed, scaling.amax(grad).reshape(1), handle, 2)
+            _ops.torchao_note(found[needs.index(True)], scaling.amax(grad).reshape(1), handle, 2)
         return *found, None, None, None, None
 
 
@@ -199,9 +212,20 @@ def _fake_note(after: Tensor, amax: Tensor, handle: Tensor, first: int) -> None:
     return None
 
 
+@contextmanager
+def _as_outside() -> Iterator[None]:
+    """Inside an operator autograd's keys are off, and torchao's scales by row know reshape only as what those make it.
+
+    As torch.utils.checkpoint switches a key on again.
+    """
+    with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        yield
+
+
 def _switching(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
     """As eager: in FP8 or BF16, with statistics in sampled windows."""
-    return layer_of(handle).multiply(x, weight, bias, record)
+    with _as_outside():
+        return layer_of(handle).multiply(x, weight, bias, record)
 
 
 def _fake_switching(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
@@ -212,7 +236,8 @@ def _switching_backward(
     grad: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, bfloat16; the last of shape [0] unless `bias`."""
-    grad_x, grad_weight, grad_bias = layer_of(handle).gradients(grad, x, weight, record, bias)
+    with _as_outside():
+        grad_x, grad_weight, grad_bias = layer_of(handle).gradients(grad, x, weight, record, bias)
     return grad_x, grad_weight.contiguous(), grad.new_empty(0) if grad_bias is None else grad_bias
 
 
