@@ -1,4 +1,4 @@
-"""`compile: blocks` of a native or torchao FP8 block for a card that is not there: inductor's code, generated and not run."""
+"""`compile: blocks` of FP8 blocks, native and torchao, for a card that is not there: inductor's code, not run."""
 
 from __future__ import annotations
 

@@ -111,8 +111,7 @@ class WatchedLinear(Float8Linear):
             self.watch.observe(self.slot + 1, weight)
         if self.demoted:
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        out = _product(x, weight, self.linear_mm_config, self.config)
-        return out if bias is None else out + bias.to(out.dtype)
+        return _with_bias(_product(x, weight, self.linear_mm_config, self.config), bias)
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, record: bool, bias: bool
@@ -144,6 +143,11 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, gemms: Any, config: Any)
     kept = _Kept(saved_tensors=(x, weight.t()), linear_mm_config=gemms, config=config)
     grad_x, turned, *_ = matmul_with_hp_or_float8_args.backward(kept, grad)
     return grad_x, turned.t()
+
+
+def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    """out + bias, and no view: what follows may work in place on it."""
+    return torch.ops.aten._unsafe_view.default(out, out.shape) if bias is None else out + bias.to(out.dtype)
 
 
 class _Watched(torch.autograd.Function):
@@ -187,7 +191,7 @@ class _Traced(torch.autograd.Function):
         out = _product(x, weight, gemms, config)
         if record:
             _ops.torchao_note(out, torch.stack([scaling.amax(x), scaling.amax(weight)]), handle, 0)
-        return out if bias is None else out + bias.to(out.dtype)
+        return _with_bias(out, bias)
 
     @staticmethod
     @once_differentiable

@@ -155,6 +155,22 @@ def test_shared_tied_and_frozen_layers_over_micro_batches() -> None:
     assert_same_bits(run(True), run(False))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("demoted", [True, False])
+def test_an_output_may_be_changed_in_place(demoted: bool, bias: bool) -> None:
+    def run(compiled: bool) -> State:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32, bias=bias), nn.ReLU(inplace=True))
+        backend = backend_for(model)
+        backend.switch(["00"] if demoted else [], [])
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        out = step(backend, model, torch.randn(2, 16, 32))
+        return {"out": out.detach(), **state_after(backend, model)}
+
+    assert_same_bits(run(True), run(False))
+
+
 @pytest.mark.parametrize("trained", ["weight", "bias"])
 def test_a_gradients_amax_is_noted_whatever_is_trained(trained: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32))
