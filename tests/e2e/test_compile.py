@@ -22,8 +22,8 @@ def free_port() -> str:
 
 def test_what_cannot_be_compiled_is_refused_before_any_work(tmp_path: Path) -> None:
     """Of the reasons, the one that a machine without a GPU can have: no compiler to be found."""
-    found = {"PATH": str(tmp_path), "CXX": "no-such-compiler"}
-    done = train(tmp_path, "--recipe", "fp8_dynamic", "--name", "refused", BLOCKS, **found)
+    arguments = ("--recipe", "fp8_dynamic", "--name", "refused", BLOCKS)
+    done = train(tmp_path, *arguments, PATH=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 2, done.stdout
     assert "no C++ compiler" in done.stdout
     assert "engine.compile=none" in done.stdout

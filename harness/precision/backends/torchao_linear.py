@@ -110,7 +110,8 @@ class WatchedLinear(Float8Linear):
             self.watch.observe(self.slot, x)
             self.watch.observe(self.slot + 1, weight)
         if self.demoted:
-            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            out = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            return _with_bias(out, None)
         return _with_bias(_product(x, weight, self.linear_mm_config, self.config), bias)
 
     def gradients(
