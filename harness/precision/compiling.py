@@ -18,17 +18,14 @@ from harness.core.errors import Problem
 from harness.precision.recipe import Rung
 
 _WHERE = "engine.compile=blocks"
-_CANNOT = {
-    "transformer_engine": "its FP8 modules cannot be traced",
-    "torchao": "what measures amax around its layers writes to a tensor that a compiled backward keeps",
-}
+_CANNOT = {"transformer_engine": "its FP8 modules cannot be traced"}
 
 
 def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Problem]:
     """Why the blocks of `model` cannot be compiled on this rung and machine; empty if they can."""
     problems: list[Problem] = []
     if rung.backend in _CANNOT:
-        fix = "take a recipe whose rung here is native or autocast, or engine.compile=none"
+        fix = "take a recipe whose rung here is native, torchao or autocast, or engine.compile=none"
         problems.append(Problem(f"the {rung.backend} backend does not compile", _WHERE, _CANNOT[rung.backend], fix))
     if not blocks_of(model):
         fix = "keep the repeated blocks in an nn.ModuleList, or engine.compile=none"

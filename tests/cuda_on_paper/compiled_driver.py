@@ -153,6 +153,13 @@ def launches(code: str) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
+def noted_in_place(code: str) -> int:
+    """Calls of torchao's note whose first argument is what a GEMM wrote, and not a copy of it."""
+    products = set(re.findall(r"extern_kernels\._scaled_mm\(.*out=(\w+)\)", code))
+    noted = re.findall(r"torchao_note\.default\((?:reinterpret_tensor\()?(\w+)", code[code.index("def call(") :])
+    return sum(name in products for name in noted)
+
+
 def main(rung: str) -> dict[str, Any]:
     card = find_card("H100")
     backend_name, _, precision = rung.partition(":")
@@ -172,6 +179,7 @@ def main(rung: str) -> dict[str, Any]:
         "layers": len(backend.layers),
         "forward": launches(forward),
         "backward": launches(backward),
+        "noted in place": noted_in_place(forward) + noted_in_place(backward),
         "fp8 in forward": sorted(set(re.findall(r"tl\.float8e\w+", forward))),
         "fp8 in backward": sorted(set(re.findall(r"tl\.float8e\w+", backward))),
     }

@@ -20,12 +20,29 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_a_rung_that_cannot_be_compiled_is_refused_before_any_work(tmp_path: Path) -> None:
-    done = train(tmp_path, "--recipe", "fp8_dynamic", "--name", "refused", BLOCKS)
+def test_what_cannot_be_compiled_is_refused_before_any_work(tmp_path: Path) -> None:
+    """Of the reasons, the one that a machine without a GPU can have: no compiler to be found."""
+    arguments = ("--recipe", "fp8_dynamic", "--name", "refused", BLOCKS)
+    done = train(tmp_path, *arguments, PATH=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 2, done.stdout
-    assert "the torchao backend does not compile" in done.stdout
+    assert "no C++ compiler" in done.stdout
     assert "engine.compile=none" in done.stdout
     assert not (tmp_path / "runs" / "refused" / "journal.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_dynamic", "fp8_block"])
+def test_the_torchao_rung_trains_alike_eager_and_compiled(tmp_path: Path, recipe: str) -> None:
+    """Scales of tensors and of rows; statistics are sampled at the first of these steps and not at the others."""
+    found = {}
+    for name, more in {"eager": [], "compiled": [BLOCKS]}.items():
+        done = train(tmp_path, "--recipe", recipe, "--name", name, "train.steps=6", *more)
+        assert done.returncode == 0, done.stdout
+        run = tmp_path / "runs" / name
+        found[name] = [loss for _, loss in metrics(run)]
+        assert events(run, "compile.eager") == []
+    assert len(found["eager"]) == 6
+    assert found["compiled"] == pytest.approx(found["eager"], rel=0.01)
 
 
 @pytest.mark.slow

@@ -10,6 +10,17 @@ from process_mutations import PROCESS
 from resume_mutations import RESUME
 from survival_mutations import SURVIVAL
 from te_mutations import TRANSFORMER_ENGINE
+from torchao_mutations import TORCHAO
 from tracking_mutations import TRACKING
 
-MUTATIONS: tuple[Mutation, ...] = (*SURVIVAL, *RESUME, *PROCESS, *GUARD, *TRACKING, *DATA, *NATIVE, *TRANSFORMER_ENGINE)
+MUTATIONS: tuple[Mutation, ...] = (
+    *SURVIVAL,
+    *RESUME,
+    *PROCESS,
+    *GUARD,
+    *TRACKING,
+    *DATA,
+    *NATIVE,
+    *TORCHAO,
+    *TRANSFORMER_ENGINE,
+)

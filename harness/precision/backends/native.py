@@ -21,8 +21,8 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import has_fp8_units
 from harness.precision.backends.native_kernel import keep_freed_memory
-from harness.precision.backends.native_linear import Block, NativeLinear
-from harness.precision.compiling import blocks_of
+from harness.precision.backends.native_linear import NativeLinear
+from harness.precision.backends.operators import Blocks
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.swap import swap_linears, twin
@@ -45,13 +45,9 @@ class NativeBackend:
         on_units = has_fp8_units(device) if fp8_units is None else fp8_units
         self.arena = _arena_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
         self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
-        self._blocks = [
-            (Block(), {child for child in block.modules() if isinstance(child, NativeLinear)})
-            for block in (*blocks_of(model), model)
-        ]
+        self._blocks = Blocks(model, NativeLinear)
         for index, module in enumerate(self.modules.values()):
-            block = next(block for block, layers in self._blocks if module in layers)
-            module.attach(self.arena, 3 * index, block)
+            module.attach(self.arena, 3 * index, self._blocks.of(module))
         self.slot_names = self.arena.names
         self.note = self.arena.kernel_note
         self.lowered = ""
@@ -119,9 +115,7 @@ class NativeBackend:
         self._mark_blocks()
 
     def _mark_blocks(self) -> None:
-        """One flag for both reasons: a guard each would compile a block once for each combination of them."""
-        for block, layers in self._blocks:
-            block.switching = self.arena.sampling or any(layer.demoted for layer in layers if layer.block is block)
+        self._blocks.mark(self.arena.sampling, [module for module in self.modules.values() if module.demoted])
 
     def lower(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,18 +13,12 @@ from torch.autograd.function import once_differentiable
 from harness.precision.backends import native_op
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import Carrier, Operand, operands_as_they_are, plain_operand
+from harness.precision.backends.operators import Block, register
 from harness.precision.swap import pickled_as_linear
 
 Needs = tuple[bool, bool, bool]
 # Attributes that a plain Linear has not, or that must not be copied.
 _OF_THE_LAYER = {"arena", "slot", "block", "handle", "follows", "_compiled_call_impl"}
-
-
-@dataclass(slots=True)
-class Block:
-    """Layers that are compiled together. switching: in this window one of them is in BF16, or measured."""
-
-    switching: bool = False
 
 
 class NativeLinear(nn.Linear):
@@ -48,7 +41,7 @@ class NativeLinear(nn.Linear):
 
     def attach(self, arena: Arena, slot: int, block: Block) -> None:
         """Take slots `slot` to `slot + 2` of `arena`."""
-        self.arena, self.slot, self.block, self.handle = arena, slot, block, native_op.register(self)
+        self.arena, self.slot, self.block, self.handle = arena, slot, block, register(self)
 
     @property
     def demoted(self) -> bool:

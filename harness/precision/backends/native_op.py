@@ -1,6 +1,5 @@
 """NativeLinear as operators that `torch.compile` cannot look into, so that a block compiles into one graph.
 
-A graph finds its layer by a number in a tensor, which it takes as an input: identical blocks share their compiled code.
 What may change between two steps (scales, demotion, sampling) is read from the layer when the operator runs, so no
 switch recompiles. The operators read and write FP8 state that the compiler does not know of. It may drop a call whose
 results nobody uses, or merge two calls with equal inputs, neither of which changes an amax that matters.
@@ -9,32 +8,16 @@ results nobody uses, or merge two calls with equal inputs, neither of which chan
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from harness.precision.backends.native_gemm import Carrier, operands_as_they_are, plain_operand
+from harness.precision.backends.operators import define, layer_of
 
 if TYPE_CHECKING:
     from harness.precision.backends.native_linear import NativeLinear
-
-_layers: WeakValueDictionary[int, NativeLinear] = WeakValueDictionary()
-_numbers = count()
-
-
-def register(layer: NativeLinear) -> Tensor:
-    """A handle for `layer`, int64 0-d on the CPU, which does not keep it alive."""
-    number = next(_numbers)
-    _layers[number] = layer
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
-
-
-def layer_of(handle: Tensor) -> NativeLinear:
-    """The layer that was registered under `handle`."""
-    return _layers[int(handle)]
 
 
 def _linear(
@@ -45,7 +28,7 @@ def _linear(
     rows: bfloat16 [m, k]. The quantised weight stays with the layer: it serves several calls, and the compiler may
     reuse the memory of whatever an operator returns.
     """
-    layer = layer_of(handle)
+    layer: NativeLinear = layer_of(handle)
     with operands_as_they_are(rows.device.type):
         out, left, _ = layer.multiply(rows, weight, bias, record)
     assert isinstance(left, Carrier)
@@ -68,7 +51,7 @@ def _linear_backward(
 
     The quantised weight is the one of forward unless scales were rolled in between, which leaves an equally good one.
     """
-    layer = layer_of(handle)
+    layer: NativeLinear = layer_of(handle)
     with operands_as_they_are(grad.device.type):
         if layer.demoted:
             operands = Carrier(left), plain_operand(weight)
@@ -99,25 +82,6 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     found = _ops.fp8_linear_backward(grad, *ctx.saved_tensors, ctx.record, needs)
     rows, weights, bias = (value if need else None for value, need in zip(found, needs, strict=True))
     return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
-
-
-def define(
-    name: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    backward: Callable[..., Any] | None = None,
-    setup: Callable[..., Any] | None = None,
-) -> None:
-    """Register an operator. Compiled code is cached on disk by its name: other results need another name.
-
-    `torch.library.custom_op` does the same, and checks for aliases at every call: 1% of a small layer's time.
-    """
-    full = f"hopper_harness::{name}"
-    torch.library.define(full, torch.library.infer_schema(run, mutates_args=()))
-    torch.library.impl(full, "default", run)
-    torch.library.register_fake(full, fake)
-    if backward is not None:
-        torch.library.register_autograd(full, backward, setup_context=setup)
 
 
 define("fp8_linear", _linear, _fake_linear, _backward, _setup)

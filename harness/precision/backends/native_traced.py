@@ -1,7 +1,7 @@
 """NativeLinear under torch.compile on a GPU with FP8 units: casts and amaxes that the compiler sees, and fuses with
 their neighbours; GEMMs, weights and the FP8 state in operators that it calls.
 
-A graph finds its layer by its handle, as in native_op; what such an operator reads and writes of the FP8 state is not
+A graph finds its layer by its handle, as in operators; what such an operator reads and writes of the FP8 state is not
 known to the compiler. An amax reaches the arena through the GEMM that follows it, so that none can be dropped, and
 recomputed activations record the same one again.
 
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from harness.precision.backends.native_gemm import Carrier, Fp8Pair, Operand, operands_as_they_are, padded
 from harness.precision.backends.native_gemm import plain_operand as plain
-from harness.precision.backends.native_op import define, layer_of
+from harness.precision.backends.operators import define, layer_of
 from harness.precision.scaling import FORMATS
 
 if TYPE_CHECKING:

@@ -1,28 +1,24 @@
-"""Dynamic FP8 scaling by torchao. It keeps no amax or scale state, so both are measured by hooks of our own."""
+"""Dynamic FP8 scaling by torchao. It keeps no amax or scale state, so both are measured by layers of our own."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
+from harness.precision.backends.operators import Blocks
+from harness.precision.backends.torchao_linear import Watch, WatchedLinear
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.sampling import SampledStats
-from harness.precision.swap import pickled_as_linear
-
-# What torchao adds to a Linear's attributes.
-_OWN = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight", "scaling_type_grad_output")
 
 
 class TorchaoBackend:
@@ -41,52 +37,22 @@ class TorchaoBackend:
         wanted = set(self.layers)
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name in wanted, config=config)
         modules = dict(model.named_modules())
-        self.modules = {pad_numbers(name): modules[name] for name in self.layers}
-        self._amax = torch.zeros(len(self.slot_names), device=device)
+        self.modules = {pad_numbers(name): cast("WatchedLinear", modules[name]) for name in self.layers}
         tensorwise = recipe.fp8.dynamic == "tensorwise"
         formats = ["e4m3", "e4m3", "e5m2" if tensorwise else "e4m3"] * len(self.layers)
         self._fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
-        self._sampled = SampledStats(formats, device, by_row=not tensorwise)
-        self._demoted: set[str] = set()
-        self._active = False
+        self._watch = Watch(SampledStats(formats, device, by_row=not tensorwise), device)
+        for module in self.modules.values():
+            module.__class__ = WatchedLinear
+        self._blocks = Blocks(model, WatchedLinear)
+        for index, module in enumerate(self.modules.values()):
+            module.attach(self._watch, 3 * index, self._blocks.of(module))
         self.lowered = ""
-        for index, (name, module) in enumerate(self.modules.items()):
-            self._watch(name, module, 3 * index)
-
-    def _watch(self, name: str, module: nn.Module, slot: int) -> None:
-        fp8_forward = type(module).forward
-
-        def forward(layer: Any, x: Tensor) -> Tensor:
-            weight, bias = cast("Tensor", layer.weight), cast("Tensor | None", layer.bias)
-            if not self._active:
-                return F.linear(x, weight, bias)
-            dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
-            # torchao asks for CUDA's autocast only; the cast is the same everywhere if it is done here.
-            x = x.to(torch.bfloat16)
-            record = torch.is_grad_enabled() and layer is module  # a deep copy measures nothing
-            if record:
-                self._observe(slot, x)
-                self._observe(slot + 1, weight)
-            out = F.linear(x, weight, bias) if name in self._demoted else fp8_forward(layer, x)
-            if record and out.requires_grad:
-                out.register_hook(lambda grad: self._observe(slot + 2, grad))
-            return out.to(dtype)
-
-        def reduce(layer: Any, _: Any) -> tuple[Any, ...]:
-            return pickled_as_linear(layer, _OWN)
-
-        # A class of its own, not an attribute: a deep copy's forward must see the copy's weights.
-        methods = {"forward": forward, "__deepcopy__": _deepcopy, "__reduce_ex__": reduce}
-        module.__class__ = type(type(module).__name__, (type(module),), methods)
-
-    def _observe(self, slot: int, x: Tensor) -> None:
-        self._amax[slot] = torch.maximum(self._amax[slot], scaling.amax(x))
-        self._sampled.add(slot, x)
 
     @property
     def demoted(self) -> tuple[str, ...]:
         """Layers that run in BF16 now (padded names)."""
-        return tuple(name for name in self.modules if name in self._demoted)
+        return tuple(name for name, module in self.modules.items() if module.demoted)
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -97,23 +63,24 @@ class TorchaoBackend:
     @contextmanager
     def backward_context(self, last: bool | None = None) -> Iterator[None]:
         """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
-        self._active = True
+        self._watch.active = True
         try:
             yield
         finally:
-            self._active = False
+            self._watch.active = False
 
     def begin_window(self, sample: bool) -> None:
         """Forget the amaxes of the last step. `sample`: measure what the casts lose, too."""
-        self._amax.zero_()
-        self._sampled.begin(sample)
+        self._watch.amax.zero_()
+        self._watch.stats.begin(sample)
+        self._mark_blocks()
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Nothing to roll."""
 
     def amax(self) -> Tensor:
         """float32 [slots]; a copy."""
-        return self._amax.clone()
+        return self._watch.amax.clone()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
         """float32 [6, slots] as the protocol says; scale is what the largest cast used.
@@ -122,7 +89,7 @@ class TorchaoBackend:
         """
         scale = torch.where(amax > 0, self._fp8_max / amax, torch.ones_like(amax))
         known = torch.stack([amax, scale, amax * scale / self._fp8_max])
-        return torch.cat([known, self._sampled.rows(mean)])
+        return torch.cat([known, self._watch.stats.rows(mean)])
 
     def scrubbed(self) -> Tensor:
         """Always 0: there is no history to scrub."""
@@ -130,7 +97,13 @@ class TorchaoBackend:
 
     def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
         """Move layers (padded names) to BF16 and back, between two steps."""
-        self._demoted = (self._demoted | set(demote)) - set(promote)
+        self._watch.demoted |= {self.modules[name].slot for name in demote}
+        self._watch.demoted -= {self.modules[name].slot for name in promote}
+        self._mark_blocks()
+
+    def _mark_blocks(self) -> None:
+        demoted = [module for module in self.modules.values() if module.demoted]
+        self._blocks.mark(self._watch.stats.sampling, demoted)
 
     def lower(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
@@ -139,7 +112,7 @@ class TorchaoBackend:
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """The last amaxes (as a history of one row) and the demoted set; dynamic scaling has no other state."""
-        return {"history": self._amax[None], "scale": torch.ones_like(self._amax)}, {
+        return {"history": self._watch.amax[None], "scale": torch.ones_like(self._watch.amax)}, {
             "slots": list(self.slot_names),
             "formats": ["dynamic"] * len(self.slot_names),
             "demoted": list(self.demoted),
@@ -151,20 +124,10 @@ class TorchaoBackend:
 
         What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
         """
-        if not meta["slots"]:
-            self._amax.zero_()
-            self._demoted, self.lowered = set(), ""
-            return
-        if list(meta["slots"]) != list(self.slot_names) or tensors["history"].shape[0] != 1:
+        if meta["slots"] and (list(meta["slots"]) != list(self.slot_names) or tensors["history"].shape[0] != 1):
             fix = "resume with the recipe and model that wrote the checkpoint"
             raise CheckpointError(Problem("FP8 state is of other slots, or of delayed scaling", "fp8 state", fix=fix))
-        self._amax.copy_(tensors["history"][0])
-        self._demoted = set(meta["demoted"])
-        self.lowered = meta["lowered"]
-
-
-def _deepcopy(layer: Any, memo: dict[int, Any]) -> Any:
-    """Still an FP8 layer, where a pickled one is not."""
-    made = memo[id(layer)] = object.__new__(type(layer))
-    made.__dict__.update(copy.deepcopy(layer.__dict__, memo))
-    return made
+        self._watch.amax.copy_(tensors["history"][0] if meta["slots"] else torch.zeros_like(self._watch.amax))
+        self.lowered = meta["lowered"] if meta["slots"] else ""
+        self._watch.demoted.clear()
+        self.switch(meta["demoted"] if meta["slots"] else (), ())

@@ -7,21 +7,16 @@ kernels as eager: every difference is ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import native_support
 import pytest
 import torch
+from compile_support import Odd, Recomputing, Residual, State, assert_same_bits, small_gpt, state_after, step
 from native_support import APPLY, backend_for, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
-from harness.models.gpt import GPT, build
-from harness.precision.backends.native import NativeBackend
 from harness.precision.compiling import blocks_of
-
-State = dict[str, Tensor]
 
 # torch says these to itself while it compiles.
 pytestmark = [
@@ -36,39 +31,6 @@ def _fresh_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def step(backend: NativeBackend, model: nn.Module, *inputs: Tensor, sample: bool = False) -> Tensor:
-    """One window of as many micro-batches as there are inputs; the last one's outputs."""
-    model.zero_grad()
-    backend.begin_window(sample)
-    out = torch.empty(0)
-    for x in inputs:
-        with backend.context():
-            out = model(x)
-            loss = out.float().square().mean()
-        with backend.backward_context():
-            loss.backward()
-        backend.end_micro_batch(same)
-    return out
-
-
-def state_after(backend: NativeBackend, model: nn.Module) -> State:
-    """Everything a step leaves behind: gradients, statistics, scales and histories."""
-    stats = backend.end_window(backend.amax(), APPLY, same)
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {**grads, "stats": stats, **{name: t.clone() for name, t in backend.state_dict()[0].items()}}
-
-
-def assert_same_bits(mine: State, theirs: State) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, equal_nan=True, msg=name)
-
-
-def small_gpt(layers: int) -> GPT:
-    torch.manual_seed(0)
-    return build(vocab=32, dim=32, layers=layers, heads=2, ffn=48)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -144,15 +106,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
         if compiled:
             block.compile(backend="aot_eager", fullgraph=True)
 
-        class Recomputing(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.block = block
-
-            def forward(self, x: Tensor) -> Tensor:
-                return checkpoint(block, x, use_reentrant=reentrant)  # pyright: ignore[reportReturnType]
-
-        model = Recomputing()
+        model = Recomputing(block, reentrant)
         states = []
         for _ in range(2):
             step(backend, model, torch.randn(16, 32, requires_grad=True))
@@ -163,15 +117,6 @@ def test_recomputed_activations(reentrant: bool) -> None:
 
 
 def test_activations_recomputed_inside_of_a_compiled_block_and_changed_in_place() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
-
-        def forward(self, x: Tensor) -> Tensor:
-            recomputed: Any = checkpoint(self.inner, x, use_reentrant=False)
-            return x + recomputed.relu_()
-
     def run(compiled: bool) -> State:
         torch.manual_seed(0)
         model = Residual()
@@ -189,16 +134,6 @@ def test_activations_recomputed_inside_of_a_compiled_block_and_changed_in_place(
 
 @pytest.mark.parametrize("roll", ["step", "micro_batch"])
 def test_shared_tied_and_frozen_layers_over_micro_batches(roll: str) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.frozen = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-            self.b.weight = self.a.weight
-            self.frozen.weight.requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(self.frozen(self.b(self.a(x))))
-
     def run(compiled: bool) -> State:
         torch.manual_seed(0)
         model = Odd()

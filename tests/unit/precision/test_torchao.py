@@ -72,7 +72,7 @@ def test_only_planned_layers_are_converted_and_parameters_keep_their_identity(re
     assert backend.layers == ("up", "down")
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     kinds = {name: type(module).__name__ for name, module in model.named_children()}
-    assert kinds == {"up": "Float8Linear", "down": "Float8Linear", "head": "Linear"}
+    assert kinds == {"up": "WatchedLinear", "down": "WatchedLinear", "head": "Linear"}
     assert set(model.state_dict()) == set(Mlp().state_dict())
 
 

@@ -1,4 +1,4 @@
-"""`compile: blocks` of a native FP8 block for a card that is not there: inductor's code, generated and not run."""
+"""`compile: blocks` of FP8 blocks, native and torchao, for a card that is not there: inductor's code, not run."""
 
 from __future__ import annotations
 
@@ -54,3 +54,16 @@ def test_what_the_compiler_cannot_fuse_is_three_operators_a_layer() -> None:
     for phase in ("forward", "backward"):
         called = [name.removeprefix(OPERATORS) for name in found[phase] if name.startswith(OPERATORS)]
         assert sorted(called) == [f"fp8_{phase}.default"] * 4 + ["fp8_scales.default"] * 4
+
+
+def test_torchaos_amaxes_are_found_where_its_own_are_and_noted_without_a_copy() -> None:
+    found = compiled("torchao:fp8")
+    assert found["layers"] == 4
+    assert found["noted in place"] == 8
+    for phase in ("forward", "backward"):
+        called = [name.removeprefix(OPERATORS) for name in found[phase] if name.startswith(OPERATORS)]
+        assert called == ["torchao_note.default"] * 4
+    # torchao's amax is abs and max, the one that is noted a vector norm.
+    assert together(found["forward"], "fused_rms_norm", "abs", "max", "linalg_vector_norm") == 2, "with the norm before"
+    assert together(found["forward"], "silu", "abs", "max", "linalg_vector_norm") == 1, "with the activation before"
+    assert together(found["backward"], "silu_backward", "abs", "max", "linalg_vector_norm") == 1

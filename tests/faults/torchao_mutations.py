@@ -1,0 +1,51 @@
+"""torchao's layers: what they measure, eager and compiled. Row 16."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+_LINEAR = "harness/precision/backends/torchao_linear.py"
+_COMPILED = "tests/unit/precision/test_torchao_compile.py"
+
+TORCHAO = (
+    Mutation(
+        16,
+        "a compiled amax cannot be dropped",
+        _LINEAR,
+        ', mutates=("after",))',
+        ")",
+        f"{_COMPILED} -k whatever_is_trained",
+    ),
+    Mutation(
+        16,
+        "an amax is noted by what the compiler keeps",
+        _LINEAR,
+        "found[needs.index(True)]",
+        "found[0]",
+        f"{_COMPILED} -k whatever_is_trained",
+    ),
+    Mutation(
+        16,
+        "compiled layers are demoted, too",
+        _LINEAR,
+        "        elif self.block.switching:\n",
+        "        elif False:\n",
+        f"{_COMPILED} -k back_in_fp8",
+    ),
+    Mutation(
+        16,
+        "a copy of a torchao layer records nothing",
+        _LINEAR,
+        "record = torch.is_grad_enabled() and not self.follows",
+        "record = torch.is_grad_enabled()",
+        f"{_COMPILED} -k deep_copy",
+    ),
+    Mutation(
+        16,
+        "scales of rows inside of an operator",
+        _LINEAR,
+        "DispatchKey.AutogradFunctionality, False)",
+        "DispatchKey.AutogradFunctionality, True)",
+        f"{_COMPILED} -k rowwise",
+    ),
+)
