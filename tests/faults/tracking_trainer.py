@@ -141,12 +141,12 @@ def query(database: Path, text: str, *values: object) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-def check_delivered(run_dir: Path, database: Path) -> int:
+def check_delivered(run_dir: Path, database: Path, ended: str = "FINISHED") -> int:
     """The run in the store is the journal's, row for row: histories in MLflow's own order and in the order in which
     they arrived, events, status, and nothing twice. Returns the number of points."""
     assert delivered(run_dir)
     ((run, status),) = query(database, "select run_uuid, status from runs where name = ?", run_dir.name)
-    assert status == "FINISHED"
+    assert status == ended
     told: dict[str, list[Point]] = defaultdict(list)
     counts: Counter[str] = Counter()
     models: set[str] = set()
