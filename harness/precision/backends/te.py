@@ -74,6 +74,8 @@ class TransformerEngineBackend:
             module.slot, module.name_in_model = 3 * index, name
         for name, norm in plan.fused_norms().items():
             te_fused.fuse(model.get_submodule(norm), swapped[name])
+        for name, first in plan.fused_mlps().items():
+            swapped[first].__dict__["second"] = swapped[name]
         self._start()
         fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in self.formats], device=device)
         self._scales: Scales
@@ -132,6 +134,7 @@ class TransformerEngineBackend:
     @torch.no_grad()
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins. `sample`: measure what casts lose too, by casts of our own beside TE's."""
+        self._watch.window += 1
         self._watch.amax.zero_()
         if self._watch.sampled is not None:
             self._watch.sampled.begin(sample)
@@ -150,7 +153,8 @@ class TransformerEngineBackend:
         self._open = open_forwards
         self._watch.rolled_under = self._rolls_between and open_forwards > 0
         if not open_forwards:
-            te_library.forget_recomputations(self._library, [module.fp8_meta for module in self.modules.values()])
+            metas = [meta for module in self.modules.values() for meta in module.metas]
+            te_library.forget_recomputations(self._library, metas)
 
     def amax(self) -> Tensor:
         """What the window's one MAX over ranks must carry, float32 [slots]: amaxes since scales last moved; a copy."""
