@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from te_cpu_support import WIDTH, Trainer, inputs
-from te_fused_support import CLOSE, FeedForward, after_a_window, gradients, window, without_mlp
+from te_fused_support import CLOSE, FeedForward, after_a_window, blocks, gradients, window, without_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -265,6 +265,55 @@ def test_a_backward_hook_on_a_part_is_called_and_all_that_it_touches_runs_apart(
     _, apart = gradients(FeedForward, False, inputs(1, 32))
     for ours, theirs in zip(found, apart, strict=True):
         assert (ours - theirs).norm() <= CLOSE * theirs.norm()
+
+
+class Nested(nn.Module):
+    """Each part in a module of its own."""
+
+    fusible_norms: ClassVar = {"first.layer": "before.norm"}
+    fusible_swiglu: ClassVar = {"first.layer": "then.layer"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        of = FeedForward()
+        self.before, self.first, self.then = nn.Sequential(), nn.Sequential(), nn.Sequential()
+        self.before.add_module("norm", of.norm)
+        self.first.add_module("layer", of.gate_up)
+        self.then.add_module("layer", of.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.first(self.before(x)).chunk(2, dim=-1)
+        out: Tensor = self.then(F.silu(gate) * up)
+        return out
+
+
+@pytest.mark.parametrize("outer", ["before", "first", "then", ""])
+def test_a_backward_hook_on_a_module_around_a_part_does_the_same(outer: str, calls: list[int]) -> None:
+    seen: list[Any] = []
+
+    def make() -> Nested:
+        made = Nested()
+        made.get_submodule(outer).register_full_backward_hook(lambda module, into, out: seen.append(out))
+        return made
+
+    _, found = gradients(make, True, inputs(1, 32))
+    assert len(seen) == 2
+    assert len(calls) == (0 if outer else 1)
+    for ours, theirs in zip(found, gradients(Nested, False, inputs(1, 32))[1], strict=True):
+        assert (ours - theirs).norm() <= CLOSE * theirs.norm()
+
+
+def test_a_backward_hook_on_all_modules_takes_all_apart(calls: list[int]) -> None:
+    seen: list[Any] = []
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, into, out: seen.append(module))
+    try:
+        trainer, found = gradients(Nested, True, inputs(1, 32))
+    finally:
+        handle.remove()
+    assert len(seen) > 6
+    assert not calls
+    assert blocks(trainer.model) == set()
+    assert all(map(torch.equal, found, gradients(Nested, False, inputs(1, 32))[1]))
 
 
 def test_forward_hooks_see_what_they_would_see_apart(calls: list[int]) -> None:

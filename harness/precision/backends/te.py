@@ -74,8 +74,10 @@ class TransformerEngineBackend:
             module.slot, module.name_in_model = 3 * index, name
         for name, norm in plan.fused_norms().items():
             te_fused.fuse(model.get_submodule(norm), swapped[name])
+            swapped[name].__dict__["around"] = _between(model, name, norm)
         for name, first in plan.fused_mlps().items():
             swapped[first].__dict__["second"] = swapped[name]
+            swapped[name].__dict__["around"] = _between(model, name, first)
         self._start()
         fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in self.formats], device=device)
         self._scales: Scales
@@ -229,3 +231,13 @@ class TransformerEngineBackend:
         if found:
             fix = "resume with the recipe and model that wrote the checkpoint"
             raise CheckpointError([Problem(f"FP8 state is of {what}", "fp8 state", fix=fix) for what in found])
+
+
+def _between(model: nn.Module, one: str, other: str) -> list[nn.Module]:
+    """The modules that hold one of the two that are called so, and not the other."""
+    found: list[nn.Module] = []
+    for name, beside in ((one, other), (other, one)):
+        parts = name.split(".")
+        outer = (".".join(parts[:end]) for end in range(1, len(parts)))
+        found += [model.get_submodule(each) for each in outer if not beside.startswith(f"{each}.")]
+    return found

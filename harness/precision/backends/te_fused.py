@@ -300,9 +300,9 @@ def is_rms(norm: nn.Module) -> bool:
     return isinstance(norm, nn.RMSNorm)
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether a hook waits for gradients at its boundary: it would take a Deferred from PyTorch's sight."""
-    own = module._backward_hooks or module._backward_pre_hooks
+def hooked(*modules: nn.Module) -> bool:
+    """Whether a hook waits for gradients at a boundary of theirs: it would take a Deferred from PyTorch's sight."""
+    own = any(module._backward_hooks or module._backward_pre_hooks for module in modules)
     return bool(own or every._global_backward_hooks or every._global_backward_pre_hooks)
 
 

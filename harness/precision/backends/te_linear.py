@@ -125,6 +125,8 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
         silent: Sequence[Any] | None = None
         # te.LayerNormLinear or te.LayerNormMLP with the same FP8 state; made when first wanted.
         fused: Any = None
+        # Modules whose boundary lies between this layer and what is fused with it.
+        around: Sequence[nn.Module] = ()
         # Where the output goes through SwiGLU: the layer that takes all of an MLP. Not as a submodule.
         second: Any = None
         # TE's own extra state is a pickle, and empty after a BF16 forward.
@@ -202,7 +204,7 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             """
             if type(x) is not Tensor or not x.is_floating_point() or x.is_inference() or not self._fuses():
                 return False
-            if not _is_bf16_around(x.device.type) or te_fused.hooked(self):
+            if not _is_bf16_around(x.device.type) or te_fused.hooked(self, *self.around):
                 return False
             whole = x.shape[-1:] == (self.in_features,) and x.numel() > 0
             return whole and (te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % multiple)
@@ -226,7 +228,7 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
                 return False
             wanted = not grads or normed.source.requires_grad or normed.normaliser.weight.requires_grad
             whole = not self.use_bias or not normed.numel() // self.in_features % multiple
-            return wanted and whole and not te_fused.hooked(self) and not te_fused.hooked(second)
+            return wanted and whole and not te_fused.hooked(self, second, *self.around, *second.around)
 
         def _fuses(self) -> bool:
             return kind == "delayed" and watch.active and not self.demoted
