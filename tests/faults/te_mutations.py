@@ -312,8 +312,8 @@ TRANSFORMER_ENGINE = (
         17,
         "a fused evaluation records nothing",
         _FUSED,
-        "quantizers=linear.quantizers, training=linear.training",
-        'quantizers=vars(block).setdefault("first", linear.quantizers), training=linear.training',
+        "quantizers=casts, training=linear.training",
+        'quantizers=vars(block).setdefault("first", casts), training=linear.training',
         "tests/te_cpu/test_te_fused.py -k leaves_no_trace",
     ),
     Mutation(
