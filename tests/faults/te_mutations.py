@@ -360,8 +360,8 @@ TRANSFORMER_ENGINE = (
         16,
         "a demoted second layer takes the MLP apart",
         _LINEAR,
-        "if not self._fuses() or not second._fuses() or",
-        "if",
+        "input.gradients == torch.is_grad_enabled() and self._fuses()",
+        "input.gradients == torch.is_grad_enabled() and watch.active",
         "tests/te_cpu/test_te_fused_mlp.py -k demoted",
     ),
     Mutation(

@@ -222,7 +222,7 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             second, grads = self.second, torch.is_grad_enabled()
             if second is None or normed.linear is not self or normed.settled is not None or normed.gradients != grads:
                 return False
-            if not self._fuses() or not second._fuses() or not _is_bf16_around(normed.device.type):
+            if not _is_bf16_around(normed.device.type):
                 return False
             if self._samples() and (grads or watch.with_gradients or watch.in_backward):
                 return False
