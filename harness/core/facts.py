@@ -254,7 +254,8 @@ class Outcome:
 class LayerPlan:
     """One row of the plan: a module, the precision it runs in, the backend that does it, and why.
 
-    norm: name of the norm that is fused with it, empty if none is.
+    norm: name of the norm that is fused with it, empty if none is. first: of the second Linear of a fused MLP, the name
+    of the first.
     """
 
     module: str
@@ -264,6 +265,7 @@ class LayerPlan:
     reason: str
     shape: tuple[int, ...] = ()
     norm: str = ""
+    first: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)); gate and up are one matrix."""
 
+    fusible_swiglu: ClassVar = {"gate_up": "down"}
+
     def __init__(self, dim: int, ffn: int) -> None:
         super().__init__()
         self.gate_up = nn.Linear(dim, 2 * ffn, bias=False)

@@ -1,7 +1,8 @@
-"""Which norms are computed in one with the Linear that they feed (`layers.fuse`): what modules declare, and what fits.
+"""What is computed in one (`layers.fuse`): a norm with the Linear that it feeds, an MLP. What is declared, what fits.
 
-A module declares it of its own parts: `fusible_norms`, a mapping from the name of a Linear to that of the norm whose
-output is the Linear's input, both as seen from the module. Nothing is guessed.
+A module declares it of its own parts, by their names as seen from the module: `fusible_norms`, from a Linear to the
+norm whose output is the Linear's input; `fusible_swiglu`, from a Linear to the one that takes silu(first half of its
+output) * second half. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -18,13 +20,14 @@ from harness.precision.filters import names_of
 from harness.precision.keep_fp32 import enclosing
 from harness.precision.recipe import Recipe, Rung
 
-DECLARATION = "fusible_norms"
+DECLARATION, SWIGLU = "fusible_norms", "fusible_swiglu"
+_EXAMPLES = {DECLARATION: '{"attn.qkv": "attn_norm"}', SWIGLU: '{"gate_up": "down"}'}
 
 
 def plan_fusion(
     model: nn.Module, rows: Sequence[LayerPlan], recipe: Recipe, rung: Rung, kept: Mapping[nn.Module, str]
 ) -> tuple[list[LayerPlan], str]:
-    """`rows` with the norm of each Linear that is fused, or why it is not, and a note for the whole run.
+    """`rows` with what is fused with each Linear, or why it is not, and a note for the whole run.
 
     kept: modules that compute in fp32. Raises ConfigError naming every declaration that means nothing.
     """
@@ -33,7 +36,9 @@ def plan_fusion(
     if recipe.fp8.scaling != "delayed":
         why = f"fp8.scaling {recipe.fp8.scaling} measures the norm's output, which a fused block does not give out"
         return list(rows), f"layers.fuse: nothing is fused, {why}"
-    declared = _declared(model)
+    (declared, problems), (mlps, more) = _declared(model, DECLARATION), _declared(model, SWIGLU)
+    if problems + more:
+        raise ConfigError(problems + more)
     if not declared:
         return list(rows), f"layers.fuse: nothing is fused, no module of the model declares {DECLARATION}"
     names = names_of(model)
@@ -68,31 +73,63 @@ def plan_fusion(
         if row.module in into:
             why = f"computed in one with {into[row.module]}, by bf16 weights, where that runs in FP8"
             made[index] = replace(row, reason=why)
-    return made, f"layers.fuse: {len(into)} of {len(declared)} declared pairs are fused, see their rows"
+    note = f"layers.fuse: {len(into)} of {len(declared)} declared pairs are fused, see their rows"
+    if not mlps:
+        return made, note
+    made = _with_mlps(model, made, mlps)
+    return made, f"{note}; {sum(bool(row.first) for row in made)} of {len(mlps)} declared SwiGLU MLPs are one block"
 
 
-def _declared(model: nn.Module) -> dict[tuple[nn.Module, nn.Module], tuple[str, str]]:
-    """(Linear, norm) of every declaration, each pair once, with the names that it gives them."""
+def _with_mlps(
+    model: nn.Module, rows: Sequence[LayerPlan], mlps: Mapping[tuple[nn.Module, nn.Module], tuple[str, str]]
+) -> list[LayerPlan]:
+    """`rows` with the first Linear of each MLP that is fused at the row of its second, or why it is not."""
+    firsts, seconds = Counter(first for first, _ in mlps), Counter(second for _, second in mlps)
+    fp8 = {model.get_submodule(row.module): row for row in rows if row.precision == "fp8"}
+    made = {row.module: row for row in rows}
+    for (first, second), (name, _) in mlps.items():
+        row, before = fp8.get(second), fp8.get(first)
+        if row is None:
+            continue
+        if firsts[first] > 1 or seconds[second] > 1:
+            why = "a Linear is declared in several"
+        elif before is None:
+            why = "that does not run in FP8"
+        elif not before.norm:
+            why = "no norm is fused with that"
+        elif row.norm:
+            why = f"{row.norm} is fused with this one"
+        else:
+            why = _unfit_mlp(first, second)
+        if why or before is None:
+            made[row.module] = replace(row, reason=f"{row.reason}, not one MLP with {name}: {why}")
+        else:
+            made[row.module] = replace(row, reason=f"{row.reason}, one MLP with {name}", first=before.module)
+    return list(made.values())
+
+
+def _declared(
+    model: nn.Module, attribute: str
+) -> tuple[dict[tuple[nn.Module, nn.Module], tuple[str, str]], list[Problem]]:
+    """The pairs of every declaration, each once, with the names that it gives them, and what means nothing."""
     pairs: dict[tuple[nn.Module, nn.Module], tuple[str, str]] = {}
     problems: list[Problem] = []
     for name, module in model.named_modules():
-        declaration = getattr(module, DECLARATION, {})
-        where = f"{name or type(model).__name__}.{DECLARATION}"
+        declaration = getattr(module, attribute, {})
+        where = f"{name or type(model).__name__}.{attribute}"
         if not isinstance(declaration, Mapping):
-            fix = 'give a mapping such as {"attn.qkv": "attn_norm"}'
+            fix = f"give a mapping such as {_EXAMPLES[attribute]}"
             problems.append(Problem(f"is a {type(declaration).__name__}, not a mapping", where, fix=fix))
             continue
         parts = dict(module.named_modules(remove_duplicate=False))
-        for linear, norm in declaration.items():
-            missing = [each for each in (linear, norm) if parts.get(each) is None or not each]
+        for one, other in declaration.items():
+            missing = [each for each in (one, other) if parts.get(each) is None or not each]
             if missing:
                 fix = "name parts of the module itself, as in its named_modules()"
                 problems.append(Problem(f"has no part {', '.join(map(repr, missing))}", where, fix=fix))
             else:
-                pairs[parts[linear], parts[norm]] = (linear, norm)
-    if problems:
-        raise ConfigError(problems)
-    return pairs
+                pairs[parts[one], parts[other]] = (one, other)
+    return pairs, problems
 
 
 def _unfit(norm: nn.Module, linear: nn.Module) -> str:
@@ -107,4 +144,14 @@ def _unfit(norm: nn.Module, linear: nn.Module) -> str:
         return f"it normalises {tuple(norm.normalized_shape)}, the layer takes {linear.in_features}"
     if any(norm._parameters.get(name) is None for name in norm._parameters.keys() | {"weight"}):
         return "it has no weight or no bias of its own"
+    return ""
+
+
+def _unfit_mlp(first: Any, second: Any) -> str:
+    """Why no block of Transformer Engine computes these as an MLP; empty if one does."""
+    sizes = [(each.in_features, each.out_features) for each in (first, second)]
+    if sizes != [(sizes[0][0], 2 * sizes[1][0]), (sizes[1][0], sizes[0][0])]:
+        return f"{sizes[0][0]} to {sizes[0][1]} and {sizes[1][0]} to {sizes[1][1]} features make no MLP with two halves"
+    if (first.bias is None) != (second.bias is None):
+        return "one of them has a bias, and the other has none"
     return ""

@@ -51,6 +51,10 @@ class Plan:
         """FP8 layer -> the norm that is computed in one with it; names as in the model."""
         return {layer.module: layer.norm for layer in self.layers if layer.precision == "fp8" and layer.norm}
 
+    def fused_mlps(self) -> dict[str, str]:
+        """Second Linear of an MLP -> the first, which is computed in one with it; names as in the model."""
+        return {layer.module: layer.first for layer in self.layers if layer.precision == "fp8" and layer.first}
+
     def slot_names(self) -> tuple[str, ...]:
         """`<layer>.<role>` of every FP8 layer, numbers padded: the order of all FP8 state and statistics."""
         return tuple(f"{pad_numbers(layer)}.{role}" for layer in self.fp8_layers() for role in ROLES)

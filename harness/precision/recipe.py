@@ -100,7 +100,7 @@ class LayersConfig(Strict):
     )
     fuse: bool = Field(
         default=False,
-        description="transformer_engine rungs, delayed scaling: a norm and the Linear it feeds in one, where declared",
+        description="transformer_engine rungs, delayed scaling: norm and Linear or a SwiGLU MLP in one, where declared",
     )
 
 

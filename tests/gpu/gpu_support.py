@@ -12,10 +12,13 @@ from harness.precision.plan import make_plan
 from harness.precision.recipe import TIERS, Recipe, Rung
 
 
-def backend_on(model: nn.Module, name: str, device: torch.device, **fp8: object) -> PrecisionBackend:
+def backend_on(
+    model: nn.Module, name: str, device: torch.device, fuse: bool = False, **fp8: object
+) -> PrecisionBackend:
     """Convert `model` (already on `device`) to FP8 by the named backend, whatever the machine's tier."""
     rung = Rung.model_validate({"backend": name, "precision": "fp8", "tiers": list(TIERS)})
-    recipe = Recipe.model_validate({"name": "gpu", "ladder": [rung.model_dump()], "fp8": fp8})
+    sections = {"fp8": fp8, "layers": {"fuse": fuse}}
+    recipe = Recipe.model_validate({"name": "gpu", "ladder": [rung.model_dump()], **sections})
     return build_backend(make_plan(recipe, probe(), rung, [], model), recipe, model, device)
 
 

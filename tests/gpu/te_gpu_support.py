@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from gpu_support import backend_on
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ FEATURES = 128
 FP8_MAX = torch.tensor([448.0, 448.0, 57344.0])
 
 
-def make(device: torch.device, **fp8: object) -> tuple[PrecisionBackend, nn.Sequential]:
+def make(device: torch.device, **fp8: Any) -> tuple[PrecisionBackend, nn.Sequential]:
     """Two layers, the second without bias; delayed scaling with a short history unless `fp8` says otherwise."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES, bias=False)).to(device)

@@ -6,17 +6,18 @@ import copy
 import pickle
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from gpu_support import backend_on, clones, same, window
-from te_gpu_support import LENGTH, batch, gradients, largest, make
+from gpu_support import backend_on, clones, distance, same, window
+from te_gpu_support import FEATURES, LENGTH, batch, gradients, largest, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.core.errors import MisuseError
 from harness.core.protocols import PrecisionBackend
+from harness.models.gpt import FeedForward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -268,3 +269,35 @@ def test_a_pickled_layer_is_a_plain_linear(fp8_gpu: torch.device) -> None:
     assert plain[1].bias is None
     assert torch.equal(plain[0].weight, model.get_parameter("0.weight"))
     assert plain(batch(fp8_gpu)[0]).dtype == torch.float32
+
+
+class Normed(nn.Module):
+    """A norm and the MLP that it feeds."""
+
+    fusible_norms: ClassVar = {"mlp.gate_up": "norm"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(FEATURES, eps=1e-5), FeedForward(FEATURES, 2 * FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.norm(x))
+        return out
+
+
+def test_a_fused_mlp_is_its_parts(fp8_gpu: torch.device) -> None:
+    """The halves in their order, slots in their places: what a kernel might see otherwise than the stand-in does."""
+    x, grad = batch(fp8_gpu)
+    found = []
+    for fuse in (True, False):
+        torch.manual_seed(0)
+        model = Normed().to(fp8_gpu)
+        backend = backend_on(model, "transformer_engine", fp8_gpu, fuse=fuse, amax_history_len=LENGTH)
+        window(backend, model, x, grad, sample=True)
+        gradients(model)
+        out, stats = window(backend, model, x, grad)
+        kind = type(getattr(model.mlp.down, "fused", None)).__name__
+        assert kind == ("LayerNormMLP" if fuse else "NoneType")
+        found.append((out, *gradients(model).values(), stats[0]))
+    assert all(each.abs().max() > 0 for each in found[0])
+    assert max(map(distance, *found)) < 0.1

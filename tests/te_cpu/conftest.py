@@ -7,6 +7,7 @@ what is marked `every_version` here. Without the wheel all is skipped and says h
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -106,3 +107,13 @@ def as_it_was() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each SwiGLU that TE applied: that of a fused MLP."""
+    extension = importlib.import_module("transformer_engine_torch")
+    found: list[int] = []
+    real = extension.swiglu
+    monkeypatch.setattr(extension, "swiglu", lambda *args: (found.append(1), real(*args))[1])
+    return found

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from te_cpu_support import WIDTH, Trainer, inputs
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ te: Any = import_module("transformer_engine.pytorch")
 
 VOCAB, TIME = 64, 16
 BF16 = 2.0**-8
+# FP8 values of three bits (gradients: two) that a rounding before the cast moves to the next one.
+CLOSE = 0.08
 Window = Callable[[Trainer, int], None]
 
 
@@ -94,3 +97,55 @@ def gradients(make: Callable[[], nn.Module], fuse: bool, x: Tensor) -> tuple[Tra
         found = [out.detach().float(), *grads]
         trainer.step()
     return trainer, found
+
+
+class FeedForward(nn.Module):
+    """A norm, and SwiGLU between the two layers of an MLP."""
+
+    fusible_norms: ClassVar = {"gate_up": "norm"}
+    fusible_swiglu: ClassVar = {"gate_up": "down"}
+
+    def __init__(self, kind: type[Any] = nn.RMSNorm, bias: bool = False) -> None:
+        super().__init__()
+        self.norm = kind(WIDTH, eps=1e-3)
+        self.gate_up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        with torch.no_grad():
+            self.norm.weight.copy_(1 + inputs(7, 1)[0] / 3)
+            if kind is nn.LayerNorm:
+                self.norm.bias.copy_(inputs(8, 1)[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+def without_mlp(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The same with norm and first layer fused alone."""
+
+    def made() -> nn.Module:
+        model = make()
+        for module in model.modules():
+            if getattr(module, "fusible_swiglu", None):
+                module.fusible_swiglu = {}  # type: ignore[assignment]
+        return model
+
+    return made
+
+
+def after_a_window(make: Callable[[], nn.Module] = FeedForward, x: Tensor | None = None) -> Trainer:
+    """Scales fit, and the next step's casts are not sampled."""
+    trainer = Trainer("transformer_engine", make, {"layers": {"fuse": True}}, lr=0.0)
+    window(trainer, inputs(1, 32) if x is None else x)
+    trainer.step()
+    return trainer
+
+
+def window(trainer: Trainer, x: Tensor) -> list[Tensor]:
+    """Output and all gradients, the input's first."""
+    x = x.detach().requires_grad_()
+    with trainer.precision.context():
+        out = trainer.model(x)
+        loss = (out.float() * inputs(3, out.numel() // WIDTH).reshape(out.shape)).sum()
+    trainer.precision.backward(loss)
+    return [out.detach().float(), *(p.grad.clone() for p in (x, *trainer.model.parameters()) if p.grad is not None)]

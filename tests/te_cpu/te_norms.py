@@ -1,4 +1,6 @@
-"""The norms of the stand-in for TE's compiled part, read in pytorch/csrc/extensions/normalization.cpp of TE's tree.
+"""The norms and SwiGLU of the stand-in for TE's compiled part, read in TE's tree.
+
+pytorch/csrc/extensions/{normalization,activation}.cpp, common/util/{vectorized_pointwise,math}.h.
 
 As with the GEMMs what is not TE's is the order in which sums are added up.
 """
@@ -15,7 +17,7 @@ from torch import Tensor
 
 def add_to(extension: ModuleType) -> None:
     """Put these functions into the stand-in."""
-    for function in (rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd):
+    for function in (rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd, swiglu, dswiglu):
         setattr(extension, function.__name__, function)
 
 
@@ -67,6 +69,27 @@ def layernorm_bwd(
     centred = scaled - scaled.mean(dim=-1, keepdim=True) - wide * (scaled * wide).mean(dim=-1, keepdim=True)
     dgamma, dbeta = (grad * wide).sum(dim=0), grad.sum(dim=0)
     return (rsigma[:, None] * centred).to(x.dtype), dgamma.to(weight.dtype), dbeta.to(weight.dtype)
+
+
+def swiglu(x: Tensor, quantizer: Any) -> Any:
+    """silu(first half of the last dimension) * second half, in FP32; a quantizer of delayed scaling casts that."""
+    gate, up = x.detach().float().chunk(2, dim=-1)
+    made = gate * (1 / (1 + torch.exp(-gate))) * up
+    if quantizer is None:
+        return made.to(x.dtype)
+    if tex._class_of(quantizer) != "Float8Quantizer":
+        raise NotImplementedError("SwiGLU with a cast by another scaling has no stand-in")
+    return tex._quantize(made, quantizer, None, None, x.dtype)
+
+
+def dswiglu(grad: Tensor, x: Tensor, quantizer: Any) -> Tensor:
+    """The gradient of `swiglu`'s input, computed in FP32, in the input's dtype."""
+    if quantizer is not None:
+        raise NotImplementedError("a quantised gradient of SwiGLU has no stand-in")
+    (gate, up), wide = x.detach().float().chunk(2, dim=-1), grad.float()
+    sigmoid = 1 / (1 + torch.exp(-gate))
+    halves = (gate * sigmoid * (1 - sigmoid) + sigmoid) * wide * up, wide * gate * sigmoid
+    return torch.cat(halves, dim=-1).to(x.dtype)
 
 
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The stand-in's norms against torch's own in float64, forward and backward."""
+"""The stand-in's norms and SwiGLU against torch's own in float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -79,3 +79,26 @@ def test_a_quantised_norm_casts_values_that_were_not_rounded_before(kind: str) -
     assert made.amax.item() != whole.abs().max().bfloat16().item()
     rounded, _, _ = forward(kind, x, weight, bias, 1e-5, None)
     assert torch.equal(rounded, whole.bfloat16())
+
+
+def test_swiglu_and_its_gradient_are_torchs_and_its_cast_is_of_values_that_were_not_rounded_before() -> None:
+    extension: Any = import_module("transformer_engine_torch")
+    x, _, _, grad = parts(torch.bfloat16)
+    wide = x.double().requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    expected.backward(grad[:, :24].double())
+    assert wide.grad is not None
+    found = extension.swiglu(x.float(), None)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(extension.swiglu(x, None), found.bfloat16())
+    backward = extension.dswiglu(grad[:, :24].float(), x.float(), None)
+    torch.testing.assert_close(backward.double(), wide.grad, rtol=1e-5, atol=1e-5)
+    assert extension.dswiglu(grad[:, :24], x, None).dtype == torch.bfloat16
+    made = te.Float8Quantizer(torch.full((1,), 0.37), torch.zeros(1), tex.DType.kFloat8E4M3)
+    made.set_usage(rowwise=True, columnwise=False)
+    cast = extension.swiglu(x, made)
+    assert torch.equal(cast._data.view(torch.float8_e4m3fn).float(), scaling.quantize(found, 0.37, "e4m3"))
+    assert made.amax.item() == found.abs().max().item() != found.bfloat16().abs().max().item()
+    with pytest.raises(NotImplementedError):
+        extension.dswiglu(grad[:, :24], x, made)

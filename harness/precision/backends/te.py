@@ -2,7 +2,7 @@
 
 `fp8.scaling` chooses TE's recipe: delayed (DelayedScaling), current (Float8CurrentScaling), block (Float8BlockScaling).
 It has not run on a GPU yet (tests/gpu holds the checks); TE's own Python runs under it on the CPU (tests/te_cpu). What
-it leans on was read in the Python sources of TE 2.20.2 (quantization.py, module/base.py, module/linear.py,
+it leans on was read in the Python sources of TE 2.20.2 (quantization.py, module/{base,linear,layernorm_mlp}.py,
 distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
 
 - Entering an autocast with `enabled=False` inside an enabled one runs that module in BF16 and touches no FP8 state,
@@ -74,6 +74,10 @@ class TransformerEngineBackend:
             module.slot, module.name_in_model = 3 * index, name
         for name, norm in plan.fused_norms().items():
             te_fused.fuse(model.get_submodule(norm), swapped[name])
+            swapped[name].__dict__["around"] = _between(model, name, norm)
+        for name, first in plan.fused_mlps().items():
+            swapped[first].__dict__["second"] = swapped[name]
+            swapped[name].__dict__["around"] = _between(model, name, first)
         self._start()
         fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in self.formats], device=device)
         self._scales: Scales
@@ -132,6 +136,7 @@ class TransformerEngineBackend:
     @torch.no_grad()
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins. `sample`: measure what casts lose too, by casts of our own beside TE's."""
+        self._watch.window += 1
         self._watch.amax.zero_()
         if self._watch.sampled is not None:
             self._watch.sampled.begin(sample)
@@ -150,7 +155,8 @@ class TransformerEngineBackend:
         self._open = open_forwards
         self._watch.rolled_under = self._rolls_between and open_forwards > 0
         if not open_forwards:
-            te_library.forget_recomputations(self._library, [module.fp8_meta for module in self.modules.values()])
+            metas = [meta for module in self.modules.values() for meta in module.metas]
+            te_library.forget_recomputations(self._library, metas)
 
     def amax(self) -> Tensor:
         """What the window's one MAX over ranks must carry, float32 [slots]: amaxes since scales last moved; a copy."""
@@ -225,3 +231,13 @@ class TransformerEngineBackend:
         if found:
             fix = "resume with the recipe and model that wrote the checkpoint"
             raise CheckpointError([Problem(f"FP8 state is of {what}", "fp8 state", fix=fix) for what in found])
+
+
+def _between(model: nn.Module, one: str, other: str) -> list[nn.Module]:
+    """The modules that hold one of the two that are called so, and not the other."""
+    found: list[nn.Module] = []
+    for name, beside in ((one, other), (other, one)):
+        parts = name.split(".")
+        outer = (".".join(parts[:end]) for end in range(1, len(parts)))
+        found += [model.get_submodule(each) for each in outer if not beside.startswith(f"{each}.")]
+    return found

@@ -13,6 +13,8 @@ from harness.precision.recipe import Fp8Config
 WRITTEN_FOR = "2.20"
 WHERE = "backend transformer_engine"
 _RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"
+"""Where a module's `fp8_meta` names its queue of what te.checkpoint is to compute again."""
 # Read by TE itself: they change how values are rounded or when histories roll, and no recipe key or plan would say so.
 _OVERRIDES = (
     "NVTE_BACKWARD_OVERRIDE",
@@ -52,7 +54,7 @@ def load() -> Library:
         fix = "make setup builds it; or take a recipe without it, e.g. --recipe bf16"
         raise MachineError(Problem(f"Transformer Engine does not import: {error}", WHERE, fix=fix)) from error
     version = str(getattr(package, "__version__", "of unknown version"))
-    needed = [(pytorch, name) for name in ("autocast", "Linear", "LayerNormLinear")]
+    needed = [(pytorch, name) for name in ("autocast", "Linear", "LayerNormLinear", "LayerNormMLP")]
     needed += [(distributed, "in_fp8_activation_recompute_phase")]
     needed += [(distributed, "is_fp8_activation_recompute_enabled")]
     needed += [(recipes, name) for name in ("Format", *_RECIPES.values())]
@@ -110,7 +112,7 @@ def forget_recomputations(library: Library, metas: Iterable[Mapping[str, Any]]) 
     """
     queues = library.manager.quantization_state.fp8_tensors_recompute_buffer
     for meta in metas:
-        place = meta.get("global_fp8_buffer_pos_fwd_recompute")
+        place = meta.get(RECOMPUTED)
         if place is not None and place < len(queues):
             queues[place].clear()
 

@@ -32,7 +32,7 @@ class Watch:
     measured by hook, for layers in FP8 too. sampled: what casts lose; None under block scaling, whose casts have a
     scale for every block. demoted: first slots of layers in BF16. active: in a forward or backward under the precision
     context. with_gradients: it was entered with gradients on. in_backward: a forward that runs now is a recomputation.
-    rolled_under: scales have moved since a forward whose backward is still to come.
+    rolled_under: scales have moved since a forward whose backward is still to come. window: the step's number.
     """
 
     def __init__(self, slots: int, device: torch.device, everything: bool, sampled: SampledStats | None = None) -> None:
@@ -44,6 +44,7 @@ class Watch:
         self.with_gradients = False
         self.in_backward = False
         self.rolled_under = False
+        self.window = 0
         self._nothing = torch.full((), torch.nan, device=device)
 
     def nothing(self, device: torch.device) -> Tensor:
@@ -122,8 +123,12 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
         follows = False
         # Quantizers of the forward with the same scales, whose amaxes are nobody's; made when first wanted.
         silent: Sequence[Any] | None = None
-        # te.LayerNormLinear with the same FP8 state, for the norm that feeds this layer; made when first wanted.
+        # te.LayerNormLinear or te.LayerNormMLP with the same FP8 state; made when first wanted.
         fused: Any = None
+        # Modules whose boundary lies between this layer and what is fused with it.
+        around: Sequence[nn.Module] = ()
+        # Where the output goes through SwiGLU: the layer that takes all of an MLP. Not as a submodule.
+        second: Any = None
         # TE's own extra state is a pickle, and empty after a BF16 forward.
         get_extra_state = nn.Module.get_extra_state
         set_extra_state = nn.Module.set_extra_state
@@ -133,37 +138,54 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             """In BF16 now; its three tensors go on being measured."""
             return self.slot in watch.demoted
 
+        @property
+        def window(self) -> int | None:
+            """What scales and weights are of; None outside of the precision context."""
+            return watch.window if watch.active else None
+
+        @property
+        def metas(self) -> list[dict[str, Any]]:
+            """All that TE keeps of this layer's FP8 state."""
+            return [self.fp8_meta] if self.fused is None else [self.fp8_meta, self.fused.fp8_meta]
+
         def forward(self, input: Tensor) -> Tensor:
             if torch.compiler.is_compiling():
                 _refuse_compiled(self.name_in_model)
+            if isinstance(input, te_fused.Normed) and self._hands_on(input):
+                return te_fused.hidden(input, self.second)
+            return self.separately(input)
+
+        def separately(self, input: Tensor) -> Tensor:
+            """This layer, not left to a second one."""
             if kind == "delayed" and watch.in_backward and watch.rolled_under and not library.recomputing():
                 raise _recomputed(self.name_in_model)
             around = torch.is_autocast_enabled(input.device.type)
-            norm = None
+            before: Sequence[Any] = ()
             if isinstance(input, te_fused.Deferred):
-                norm, input = self._both(input) if around else (None, input.value())
+                mine = around and input.linear is self and input.gradients == torch.is_grad_enabled() and self._fuses()
+                before, input = input.hand_over() if mine else ((), input.value())
             own_dtype = torch.get_autocast_dtype(input.device.type) if around else input.dtype
             if input.is_floating_point():
                 input = input.to(torch.bfloat16 if watch.active else own_dtype)
             in_fp8 = watch.active and not self.demoted
-            run = super().forward if norm is None else partial(self._with, norm)
+            run = partial(self._with, before) if before else super().forward
             with self._autocast(in_fp8), _in_bf16(input.device.type, watch.active and not around):
                 if not in_fp8:
                     out = run(input)
                 elif kind != "delayed" or self.follows or self._records():
                     out = filled_up(run, input, multiple)
                 else:
-                    out = self._silently(run, input)
+                    out = self._silently(run, input, before)
             if out.grad_fn is not None:
                 out.grad_fn.register_prehook(_Once(self.name_in_model))
                 # TE returns a view out of a Function of its own, on which nothing may work in place.
                 out = torch.ops.aten._unsafe_view.default(out, out.shape)
             if watch.active and not self.follows:
                 if self._records() and not library.recomputing():
-                    if norm is None:
+                    if not before:
                         self._measure(0, input)
                     elif self._samples():
-                        self._measure(0, te_fused.quantised(norm, input))
+                        self._measure(0, te_fused.quantised(before[0], input))
                     self._measure(1, self.weight)
                 if out.requires_grad and (watch.everything or self.demoted or self._samples()):
                     out.register_hook(lambda grad: self._measure(2, grad))
@@ -182,8 +204,7 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             """
             if type(x) is not Tensor or not x.is_floating_point() or x.is_inference() or not self._fuses():
                 return False
-            device = x.device.type
-            if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.bfloat16:
+            if not _is_bf16_around(x.device.type) or te_fused.hooked(self, *self.around):
                 return False
             whole = x.shape[-1:] == (self.in_features,) and x.numel() > 0
             return whole and (te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % multiple)
@@ -192,36 +213,48 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             """What a norm that was taken over hands on instead of values: NaN, float32 0-d."""
             return watch.nothing(device)
 
-        def _both(self, handed: Any) -> tuple[Any, Tensor]:
-            """(norm, its input) if both are to be computed here, else (None, the norm's output)."""
-            alike = handed.linear is self and handed.gradients == torch.is_grad_enabled()
-            if not alike or handed.settled is not None or not self._fuses():
-                return None, handed.value()
-            handed.taken = True
-            return handed.norm, handed.untouched()
+        def _hands_on(self, normed: te_fused.Normed) -> bool:
+            """Whether the second layer of an MLP will apply this one and its norm, if SwiGLU is all that comes between.
+
+            Not where a step's casts are sampled, as what lies between comes out of no block. TE's backward asks a bias
+            that an RMSNorm does not have whether it wants a gradient, if neither input nor weight does.
+            """
+            second, grads = self.second, torch.is_grad_enabled()
+            if second is None or normed.linear is not self or normed.settled is not None or normed.gradients != grads:
+                return False
+            if not _is_bf16_around(normed.device.type):
+                return False
+            if self._samples() and (grads or watch.with_gradients or watch.in_backward):
+                return False
+            wanted = not grads or normed.source.requires_grad or normed.normaliser.weight.requires_grad
+            whole = not self.use_bias or not normed.numel() // self.in_features % multiple
+            return wanted and whole and not te_fused.hooked(self, second, *self.around, *second.around)
 
         def _fuses(self) -> bool:
             return kind == "delayed" and watch.active and not self.demoted
 
-        def _with(self, norm: Any, rows: Tensor) -> Tensor:
+        def _with(self, before: Sequence[Any], rows: Tensor) -> Tensor:
             if self.fused is None:
-                self.__dict__["fused"] = te_fused.block(te, norm, self)  # not as a submodule
-            return te_fused.apply(self.fused, norm, self)(rows)
+                self.__dict__["fused"] = te_fused.block(te, self, *before)  # not as a submodule
+            return te_fused.apply(self.fused, self, *before)(rows)
 
         def _records(self) -> bool:
             """Gradients are wanted: te.checkpoint may run a forward that is to have some without them."""
             return torch.is_grad_enabled() or (watch.with_gradients and library.checkpointing())
 
-        def _silently(self, run: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        def _silently(self, run: Callable[[Tensor], Tensor], input: Tensor, before: Sequence[Any]) -> Tensor:
             """`run` with quantizers that have the same scales and note their amaxes where nobody looks."""
-            own = self.quantizers
-            if self.silent is None:
-                self.silent = [_unrecorded(quantizer) for quantizer in own["scaling_fwd"]]
-            self.quantizers = {**own, "scaling_fwd": self.silent}
+            layers = (*before[1:], self)
+            own = [layer.quantizers for layer in layers]
+            for layer in layers:
+                if layer.silent is None:
+                    layer.silent = [_unrecorded(quantizer) for quantizer in layer.quantizers["scaling_fwd"]]
+                layer.quantizers = {**layer.quantizers, "scaling_fwd": layer.silent}
             try:
                 return filled_up(run, input, multiple)
             finally:
-                self.quantizers = own
+                for layer, quantizers in zip(layers, own, strict=True):
+                    layer.quantizers = quantizers
 
         def _measure(self, role: int, x: Tensor) -> None:
             """role: 0 input, 1 weight, 2 grad_output."""
@@ -275,6 +308,10 @@ class _Once:
 def _in_bf16(device_type: str, wanted: bool) -> AbstractContextManager[Any]:
     """Without autocast TE refuses inputs of another dtype than its Parameters'."""
     return torch.autocast(device_type, dtype=torch.bfloat16) if wanted else nullcontext()
+
+
+def _is_bf16_around(device_type: str) -> bool:
+    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
 
 
 def filled_up(run: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:

@@ -40,7 +40,11 @@ def test_the_shipped_model_declares_its_norms_and_the_plan_says_what_came_of_it(
         "blocks.1.attn.qkv": "blocks.1.attn_norm",
         "blocks.1.mlp.gate_up": "blocks.1.mlp_norm",
     }
-    assert plan.notes[-1] == "layers.fuse: 4 of 5 declared pairs are fused, see their rows"
+    assert plan.fused_mlps() == {f"blocks.{index}.mlp.down": f"blocks.{index}.mlp.gate_up" for index in range(2)}
+    assert plan.notes[-1] == (
+        "layers.fuse: 4 of 5 declared pairs are fused, see their rows; 2 of 2 declared SwiGLU MLPs are one block"
+    )
+    assert reason(plan, "blocks.0.mlp.down") == "converted, one MLP with gate_up"
     assert reason(plan, "blocks.0.attn.qkv") == "converted, fused with attn_norm"
     assert "in one with attn.qkv" in reason(plan, "blocks.0.attn_norm")
     assert "excluded by name" in reason(plan, "lm_head")
@@ -130,6 +134,59 @@ def test_a_pair_that_does_not_fit_is_named_with_the_reason() -> None:
     assert {name: reason(plan, f"0.{name}").removeprefix("converted, ") for name in expected} == expected
 
 
+class OddMlp(nn.Module):
+    """An MLP, and what is odd about it."""
+
+    fusible_norms: ClassVar = {"first": "norm"}
+    fusible_swiglu: ClassVar = {"first": "second"}
+
+    def __init__(self, inner: int = 32, outer: int = 16, biases: tuple[bool, bool] = (True, True)) -> None:
+        super().__init__()
+        self.norm, self.inner_norm = nn.RMSNorm(16, eps=1e-5), nn.RMSNorm(inner, eps=1e-5)
+        self.first = nn.Linear(16, 64, bias=biases[0])
+        self.second, self.third = nn.Linear(inner, outer, bias=biases[1]), nn.Linear(inner, outer)
+
+
+def declared(norms: dict[str, str], swiglu: dict[str, str], **sizes: Any) -> nn.Module:
+    made = OddMlp(**sizes)
+    made.fusible_norms, made.fusible_swiglu = norms, swiglu  # type: ignore[misc]
+    return made
+
+
+NORM = {"first": "norm"}
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "why"),
+    [
+        (OddMlp(inner=64), {}, "16 to 64 and 64 to 16 features make no MLP with two halves"),
+        (OddMlp(outer=32), {}, "16 to 64 and 32 to 32 features make no MLP with two halves"),
+        (OddMlp(biases=(True, False)), {}, "one of them has a bias, and the other has none"),
+        (OddMlp(), {"exclude": ["first"]}, "that does not run in FP8"),
+        (declared({"third": "norm"}, {"first": "second"}), {}, "no norm is fused with that"),
+        (declared({**NORM, "second": "inner_norm"}, {"first": "second"}), {}, "inner_norm is fused with this one"),
+        (declared(NORM, {"first": "second", "third": "second"}), {}, "a Linear is declared in several"),
+        (OddMlp(), {"keep_fp32": ["norm"]}, "no norm is fused with that"),
+    ],
+)
+def test_an_mlp_that_does_not_fit_is_named_with_the_reason(model: nn.Module, layers: dict[str, Any], why: str) -> None:
+    plan = plan_for(model, layers=layers)
+    assert plan.fused_mlps() == {}
+    assert f", not one MLP with first: {why}" in reason(plan, "second") or why == "a Linear is declared in several"
+    assert f": {why}" in reason(plan, "second")
+    assert "0 of" in plan.notes[-1]
+
+
+def test_an_mlp_that_fits_is_one_block_and_a_second_that_is_not_fp8_leaves_the_pair() -> None:
+    assert plan_for(OddMlp()).fused_mlps() == {"second": "first"}
+    rows = {row["module"]: row for row in plan_for(OddMlp()).as_dict()["layers"]}
+    assert rows["second"]["first"] == "first"
+    plan = plan_for(OddMlp(), layers={"exclude": ["second"]})
+    assert plan.fused_mlps() == {}
+    assert plan.fused_norms() == {"first": "norm"}
+    assert reason(plan, "second") == "excluded by name (second)"
+
+
 def test_a_norm_inside_of_what_is_kept_in_fp32_is_apart() -> None:
     class Around(nn.Module):
         fusible_norms: ClassVar = {"linear": "before.norm"}
@@ -161,6 +218,7 @@ def test_declarations_that_mean_nothing_are_all_named() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
     model.fusible_norms = {"0": "norm", "linear": "2", "": "2"}  # type: ignore[assignment]
     model[1].fusible_norms = ["norm"]  # type: ignore[assignment]
+    model.fusible_swiglu = {"0": "down"}  # type: ignore[assignment]
     with pytest.raises(ConfigError) as caught:
         plan_for(model)
     assert [(problem.where, problem.what) for problem in caught.value.problems] == [
@@ -168,5 +226,6 @@ def test_declarations_that_mean_nothing_are_all_named() -> None:
         ("Sequential.fusible_norms", "has no part 'linear'"),
         ("Sequential.fusible_norms", "has no part ''"),
         ("1.fusible_norms", "is a list, not a mapping"),
+        ("Sequential.fusible_swiglu", "has no part 'down'"),
     ]
     plan_for(model, fuse=False)
