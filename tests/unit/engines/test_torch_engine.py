@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.config import TrainConfig
 from harness.core.facts import Limits
+from harness.core.protocols import NO_LIMITS
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
@@ -74,12 +75,12 @@ def make(optimizer: str | None = "adamw", loss_scale: HalvingScale | None = None
     return TorchEngine(model, built, SCHEDULE, MAX_NORM, loss_scale=loss_scale, device=CPU)
 
 
-def train(engine: TorchEngine, step: int, poison: float = 1.0, **own: float) -> dict[str, Tensor]:
+def train(engine: TorchEngine, step: int, poison: float = 1.0, loss: float = 1.0, **own: float) -> dict[str, Tensor]:
     inputs, targets = batch(step)
     for index in range(2):
         with engine.micro_batch(index == 1):
             engine.backward(engine.module(inputs[index], targets[index]) / 2 * poison)
-    return finish(engine, **own)
+    return finish(engine, NO_LIMITS, False, loss, **own)
 
 
 def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
