@@ -93,7 +93,7 @@ class Gate:
 
 def said(verdicts: Sequence[Verdict]) -> list[str]:
     """Codes of those that have something to say."""
-    return [verdict.code for verdict in verdicts if not verdict.code.endswith(".ok")]
+    return [verdict.code for verdict in verdicts if not verdict.ok]
 
 
 def armed(limits: Limits) -> bool:

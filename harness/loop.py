@@ -130,14 +130,15 @@ def judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
 
 
 def _keep_flight(r: Run, flight: Flight, facts: StepFacts, verdicts: Sequence[Verdict], action: Action) -> None:
-    """Of a step that went bad, keep what a re-run needs. Overflows of a loss scale that finds its range are no news."""
-    codes = [verdict.code for verdict in verdicts if not verdict.code.endswith(".ok")]
-    skipped = not facts.applied and "scaler.calibration" not in codes
-    if not (skipped or "loss.spike" in codes or isinstance(action, Rollback | Halt)):
+    """Of a step that went bad, keep what a re-run needs."""
+    told = {verdict.suspect for verdict in verdicts}
+    skipped = not facts.applied and False not in told
+    if not (skipped or True in told or isinstance(action, Rollback | Halt)):
         return
     r.recovery.settle()  # a record keeps the checkpoint to start from, and which one must not depend on the disk
     try:
         samples = r.data.window(facts.step - 1, facts.window).samples
+        codes = [verdict.code for verdict in verdicts if not verdict.ok]
         begins = flight.keep(facts, samples.tolist(), codes, r.state.incidents)
     except OSError as error:
         r.tracker.event(facts.step, "flight.failed", text=str(error))

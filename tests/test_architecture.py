@@ -21,24 +21,22 @@ MAX_LINES = 450
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
-LOOP = ("stop", "record", "runs", "recovery", "responder", "run", "step", "evaluate", "loop")
+LOOP = ("stop", "record", "runs", "recovery", "run", "step", "evaluate", "loop")
 # room -> rooms it may import from, itself always included
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
     "capability": ("core",),
-    "precision": ("core", "capability"),
+    "precision": ("core", "capability", "monitors"),
     **dict.fromkeys(LEAVES, ("core",)),
     "stop": ("core",),
     "record": ("core",),
     "runs": ("core",),
     "recovery": ("core",),
-    "responder": ("core",),
-    "run": ("core", "responder", "recovery", "stop"),
+    "run": ("core", "monitors", "recovery", "stop"),
     "step": ("core", "run"),
     "evaluate": ("core", "run"),
     "loop": ("core", *(name for name in LOOP if name != "loop")),
-    "build_monitors": ("core", "monitors", "precision"),
-    "build": (*CORES, *LOOP, "build_monitors"),
+    "build": (*CORES, *LOOP),
     "estimate": (*CORES, *LOOP, "build"),
     "tools": (*CORES, *LOOP, "build", "estimate"),
     "cli": (*CORES, *LOOP, "build", "estimate", "tools"),
@@ -62,9 +60,9 @@ TORCH_FREE = (
     "harness.core.protocols",
     "harness.core.resources",
     "harness.core.schema",
-    "harness.precision.fallback",
+    "harness.monitors.fallback",
+    "harness.monitors.responder",
     "harness.precision.recipe",
-    "harness.responder",
     "harness.tools.explain",
     "harness.tools.inspect",
     "harness.tracking.journal",

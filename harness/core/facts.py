@@ -174,7 +174,8 @@ class Verdict:
     code: stable name such as `nonfinite.skip`. healthy: False keeps a checkpoint from being earned. proposal: what
     the monitor would do; the responder decides, within budgets. evidence: JSON-able figures. look_closer: steps in
     which the statistics that cost should be measured, whatever their usual cadence. limits: for the updates to come,
-    until the monitor gives others.
+    until the monitor gives others. skip: the update was skipped, and counts against guard.max_skips. suspect: whether
+    what is needed to run the step again should be kept; None: if its update was skipped.
     """
 
     code: str
@@ -185,6 +186,13 @@ class Verdict:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     look_closer: int = 0
     limits: Limits = Limits()
+    skip: bool = False
+    suspect: bool | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the monitor has nothing to say, as codes ending in `.ok` mean."""
+        return self.code.endswith(".ok")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from harness.core.batch_check import name_faults
 from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
 from harness.core.protocols import Batches, Meta
+from harness.monitors.context import MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
@@ -41,10 +42,17 @@ class DataMonitor:
     has all of them), else `data.ok`. The monitor keeps nothing.
     """
 
+    key = "data"
+
     def __init__(self, batches: Batches, vocab_size: int | None, policy: Policy) -> None:
         self.batches = batches
         self.vocab_size = vocab_size
         self.policy: Policy = policy
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> DataMonitor:
+        """For every run."""
+        return cls(context.data, context.vocab_size, context.config.data.bad)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic, as the data source is."""
@@ -68,7 +76,7 @@ class DataMonitor:
         }
         fails = self.policy == "fail" or (self.policy == "auto" and facts.bad_data & BAD_LABEL)
         proposal = Halt(_reason(facts.window, what)) if fails else Continue()
-        return Verdict(code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence)
+        return Verdict(code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence, skip=True)
 
     def _read_again(self, facts: StepFacts) -> _Found:
         window = self.batches.window(facts.step - 1, facts.window)

@@ -10,6 +10,7 @@ from typing import Any
 from harness.core.errors import some
 from harness.core.facts import Rollback, StepFacts, Verdict
 from harness.core.protocols import Meta
+from harness.monitors.context import MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
@@ -25,10 +26,17 @@ class RanksMonitor:
     `ranks.straggler` (healthy, once per streak), else `ranks.ok`.
     """
 
+    key = "ranks"
+
     def __init__(self, ratio: float = 1.5, window: int = 50, share: float = 0.8) -> None:
         self.ratio, self.share = ratio, share
         self._ratios: deque[float] = deque(maxlen=window)
         self._slow = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> RanksMonitor:
+        """For every run."""
+        return cls()
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.core.facts import Halt, StepFacts, Verdict
 from harness.core.protocols import Meta
+from harness.monitors.context import MonitorContext
 
 
 class ScalerMonitor:
@@ -24,6 +25,8 @@ class ScalerMonitor:
     `scaler.ok`. When two are due, `scaler.overflow` follows one step later.
     """
 
+    key = "scaler"
+
     def __init__(self, floor: float = 1024.0, window: int = 200, share: float = 0.05) -> None:
         self.floor = floor
         self.share = share
@@ -32,6 +35,11 @@ class ScalerMonitor:
         self._low = False
         self._skips: deque[bool] = deque(maxlen=window)
         self._overflowing = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> ScalerMonitor | None:
+        """Only where there is a scale: to a run that comes from fp16 and has none, its being 1 would be a collapse."""
+        return cls() if context.scales_loss else None
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""

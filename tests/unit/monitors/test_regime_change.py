@@ -12,8 +12,8 @@ from harness.core.facts import Action, Continue, Halt, Limits, Rollback, StepFac
 from harness.core.state import Incidents
 from harness.monitors.gradients import GradientMonitor
 from harness.monitors.loss import LossMonitor
+from harness.monitors.responder import Responder
 from harness.monitors.robust import AHEAD
-from harness.responder import Responder
 
 MakeFacts = Callable[..., StepFacts]
 CHANGE = 60

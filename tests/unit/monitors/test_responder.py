@@ -8,7 +8,7 @@ import pytest
 from harness.core.config import GuardConfig
 from harness.core.facts import Action, Continue, Halt, Rollback, Switch, Verdict
 from harness.core.state import Incidents
-from harness.responder import Responder
+from harness.monitors.responder import Responder
 
 
 def guard(**changed: Any) -> GuardConfig:
@@ -20,7 +20,7 @@ def verdict(proposal: Action | None = None, code: str = "test.said", healthy: bo
 
 
 def skip() -> Verdict:
-    return verdict(code="nonfinite.skip", healthy=False)
+    return Verdict("test.skip", 7, "what was skipped", healthy=False, skip=True)
 
 
 HALT, ROLLBACK, SWITCH = Halt("no way on"), Rollback("broke", (4, 5)), Switch(("a",), (), "clipped")
@@ -121,12 +121,11 @@ def test_the_whole_run_falls_once_without_costing_a_budget_and_before_any_layer(
     assert responder.decide([verdict(fall)]) == Continue()
 
 
-@pytest.mark.parametrize("code", ["nonfinite.skip", "gradient.skip", "loss.skip"])
-def test_a_skip_is_a_skip_whatever_it_was_for(code: str) -> None:
+def test_the_halt_for_too_many_skips_names_the_keys_to_raise() -> None:
     incidents = Incidents()
     responder = Responder(guard(max_skips=1), incidents)
-    assert responder.decide([verdict(code=code, healthy=False)]) == Continue()
-    action = responder.decide([verdict(code=code, healthy=False)])
+    assert responder.decide([skip()]) == Continue()
+    action = responder.decide([skip()])
     assert isinstance(action, Halt)
     assert incidents.skips == 2
     for key in ("guard.max_skips (1)", "guard.skip_growth", "guard.spike_sigma"):

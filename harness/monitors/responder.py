@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from harness.core.state import Incidents
 
 
-SKIPS = ("nonfinite.skip", "gradient.skip", "loss.skip", "data.label", "data.nonfinite", "data.empty")
-"""Verdicts on updates that were skipped and count against guard.max_skips."""
-
-
 class Responder:
     """One action a step: Halt before Rollback before Switch before Continue, within the guard's budgets.
 
@@ -37,7 +33,7 @@ class Responder:
         self.notes = []
         if not self.guard.enabled:
             return Continue()
-        skips = [verdict for verdict in verdicts if verdict.code in SKIPS]
+        skips = [verdict for verdict in verdicts if verdict.skip]
         self.incidents.skips += len(skips)
         halts = [v.proposal.reason for v in verdicts if isinstance(v.proposal, Halt)]
         if halts:
