@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 
@@ -63,8 +65,6 @@ TORCH_FREE = (
     "harness.monitors.fallback",
     "harness.monitors.responder",
     "harness.precision.recipe",
-    "harness.tools.explain",
-    "harness.tools.inspect",
     "harness.tracking.journal",
 )
 LINE_LIMITED = ("harness", "launch", "tests", "benchmarks", "examples")
@@ -215,7 +215,7 @@ def test_short_files() -> None:
     assert long_files(ROOT) == []
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
+@pytest.mark.parametrize("module", [*TORCH_FREE, *(f"harness.tools.{file}" for file, _ in COMMANDS.values())])
 def test_torch_free(module: str) -> None:
     assert not torch_loaded_by(module, ROOT)
 
