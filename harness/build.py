@@ -35,7 +35,7 @@ from harness.engines.deepspeed_config import preflight as deepspeed_preflight
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.models.task import Task, build_model
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Responder
 from harness.optim.learning_rate import too_high

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.core.batch_check import name_faults
 from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
-from harness.core.protocols import Batches, Meta
-from harness.monitors.context import MonitorContext
+from harness.core.protocols import Batches
+from harness.monitors.base import Kept, MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
@@ -31,7 +30,7 @@ class _Found:
     texts: list[str]
 
 
-class DataMonitor:
+class DataMonitor(Kept):
     """Names the samples behind `facts.bad_data` by reading the window again: all of it, on every rank alike.
 
     policy: what bad samples lead to. skip: only their window's update is lost, as the step itself saw to. fail: the run
@@ -91,13 +90,6 @@ class DataMonitor:
                 found.texts.append(f"{_samples(bad)}: {fault.text}")
             first += len(inputs)
         return found
-
-    def state_dict(self) -> Meta:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 def _samples(numbers: list[int]) -> str:

@@ -20,13 +20,13 @@ from harness.core.calibration import is_calibration
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import Kept, MonitorContext
 from harness.monitors.evidence import Bools, Evidence, FallbackConfig, unknown_names
 
 _NEVER = -1
 
 
-class FallbackController:
+class FallbackController(Kept):
     """Proposes switches from slot statistics; what really runs where it reads from `facts.demoted`.
 
     layers: the FP8 layers of the plan, in order. A proposal is not repeated while it is on its way (facts are judged
@@ -40,6 +40,7 @@ class FallbackController:
     """
 
     key = "fallback"
+    kept = ("demoted", "fresh", "since", "demotions", "asked", "over_budget_at", "stuck_since", "lowering")
 
     def __init__(self, policy: FallbackConfig, layers: Sequence[str]) -> None:
         self.policy = policy
@@ -173,14 +174,7 @@ class FallbackController:
             "layers": list(self.layers),
             "window": self.policy.window,
             "evidence": self._evidence.state_dict(),
-            "demoted": self._demoted.tolist(),
-            "fresh": self._fresh.tolist(),
-            "since": self._since.tolist(),
-            "demotions": self._demotions.tolist(),
-            "asked": self._asked.tolist(),
-            "over_budget_at": self._over_budget_at,
-            "stuck_since": self._stuck_since,
-            "lowering": self._lowering,
+            **super().state_dict(),
         }
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
@@ -195,14 +189,7 @@ class FallbackController:
                 )
             )
         self._evidence.load_state_dict(meta["evidence"])
-        self._demoted = np.array(meta["demoted"], dtype=np.bool_)
-        self._fresh = np.array(meta["fresh"], dtype=np.bool_)
-        self._since = np.array(meta["since"], dtype=np.int64)
-        self._demotions = np.array(meta["demotions"], dtype=np.int64)
-        self._asked = np.array(meta["asked"], dtype=np.int64)
-        self._over_budget_at = int(meta["over_budget_at"])
-        self._stuck_since = int(meta["stuck_since"])
-        self._lowering = bool(meta["lowering"])
+        super().load_state_dict(meta)
 
 
 def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
@@ -212,7 +199,7 @@ def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     return f"{slot} {statistic} {', '.join(f'{value:g}' for value in values)}"
 
 
-class WholeRunFallback:
+class WholeRunFallback(Kept):
     """Proposes to leave fp16 after `failed_steps` failed updates in a row.
 
     A failed update is one that was skipped, not for its samples or a spike, although the loss scale was not just
@@ -225,6 +212,7 @@ class WholeRunFallback:
     """
 
     key = "whole_run"
+    kept = ("failures", "last_scale", "proposed")
 
     def __init__(self, failed_steps: int | None, precision: str) -> None:
         self.failed_steps, self.precision = failed_steps, precision
@@ -261,12 +249,3 @@ class WholeRunFallback:
         return Verdict(
             "precision.lowered", facts.step, text, proposal=Switch(reason=text, lower=self.precision), evidence=evidence
         )
-
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {"failures": self._failures, "last_scale": self._last_scale, "proposed": self._proposed}
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._failures = int(meta["failures"])
-        self._last_scale = meta["last_scale"]
-        self._proposed = bool(meta["proposed"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from harness.core.errors import some
 from harness.core.facts import ROLES, SlotStats, StepFacts, Verdict, jsonable
-from harness.core.protocols import Meta
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import Kept, MonitorContext
 
 NAMED_IN_TEXT = 5
 WORST_IN_TEXT = 3
@@ -23,7 +22,7 @@ _Told = tuple[str, str, dict[str, Any]]
 """Kind, text and evidence of a verdict."""
 
 
-class Fp8Monitor:
+class Fp8Monitor(Kept):
     """Reports scrubbed infinities and dead slots; informational, every verdict is healthy.
 
     dead_after: applied steps in a row with amax 0 that make a slot dead; each slot is reported once.
@@ -33,6 +32,7 @@ class Fp8Monitor:
     """
 
     key = "fp8"
+    kept = ("names", "zeros", "reported", "scrubbing")
 
     def __init__(self, dead_after: int = 50) -> None:
         self.dead_after = dead_after
@@ -78,21 +78,6 @@ class Fp8Monitor:
         self._zeros = np.array([zeros.get(name, 0) for name in names], dtype=np.int64)
         self._reported = np.array([reported.get(name, False) for name in names], dtype=np.bool_)
 
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {
-            "names": list(self._names),
-            "zeros": self._zeros.tolist(),
-            "reported": self._reported.tolist(),
-            "scrubbing": self._scrubbing,
-        }
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._names = tuple(meta["names"])
-        self._zeros = np.array(meta["zeros"], dtype=np.int64)
-        self._reported = np.array(meta["reported"], dtype=np.bool_)
-        self._scrubbing = bool(meta["scrubbing"])
-
 
 def _scrubbed(step: int, slots: SlotStats) -> Verdict:
     infinite = [slots.names[index] for index in np.flatnonzero(~np.isfinite(slots.amax))]
@@ -105,7 +90,7 @@ def _scrubbed(step: int, slots: SlotStats) -> Verdict:
     )
 
 
-class Fp8StormMonitor:
+class Fp8StormMonitor(Kept):
     """Reports storms; single layers are the fallback's to judge and to move.
 
     saturation: limit of the ratio amax * scale / fp8_max for each role, in the order of ROLES. underflow: limit of the
@@ -119,6 +104,7 @@ class Fp8StormMonitor:
     """
 
     key = "fp8_storm"
+    kept = ("streaks", "due")
 
     def __init__(
         self, saturation: Sequence[float], underflow: float, share: float = 0.25, steps: int = 3, warmup_steps: int = 2
@@ -185,16 +171,8 @@ class Fp8StormMonitor:
         figures = {names[place]: jsonable(float(values[place])) for place in worst[:WORST_IN_EVIDENCE]}
         return text, {"slots": figures, "count": count, "of": judged}
 
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {"streaks": dict(self._streaks), "due": self._due}
 
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._streaks = {kind: int(meta["streaks"][kind]) for kind in self._streaks}
-        self._due = None if meta["due"] is None else (meta["due"][0], meta["due"][1], meta["due"][2])
-
-
-class Fp8FrozenMonitor:
+class Fp8FrozenMonitor(Kept):
     """Finds delayed scales that stand still although they do not fit their tensor's amax.
 
     After a correct update a scale puts the largest amax of the history `margin` powers of two under the format's
@@ -210,6 +188,7 @@ class Fp8FrozenMonitor:
     """
 
     key = "fp8_frozen"
+    kept = ("names", "scale", "count", "peak", "newest", "told")
 
     def __init__(self, history: int, margin: int = 0) -> None:
         self.updates = 2 * history
@@ -265,22 +244,3 @@ class Fp8FrozenMonitor:
         )
         figures = {self._names[place]: jsonable(float(ratio[place])) for place in places}
         return Verdict("fp8.frozen", step, text, evidence={"slots": figures, "updates": self.updates})
-
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {
-            "names": list(self._names),
-            "scale": [None if np.isnan(value) else float(value) for value in self._scale],
-            "count": self._count.tolist(),
-            "peak": self._peak.tolist(),
-            "newest": self._newest.tolist(),
-            "told": self._told.tolist(),
-        }
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._names = tuple(meta["names"])
-        self._scale = np.array([np.nan if value is None else value for value in meta["scale"]], dtype=np.float32)
-        self._count = np.array(meta["count"], dtype=np.int64)
-        self._peak = np.array(meta["peak"], dtype=np.float32)
-        self._newest = np.array(meta["newest"], dtype=np.float32)
-        self._told = np.array(meta["told"], dtype=np.bool_)

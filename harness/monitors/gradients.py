@@ -12,8 +12,7 @@ from typing import Any
 
 from harness.core.calibration import is_calibration
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.core.protocols import Meta
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import Kept, MonitorContext
 from harness.monitors.robust import AHEAD, ARMED_AFTER, from_log, level, why_skipped
 
 SKIP_SIGMA = 6.0
@@ -29,7 +28,7 @@ MOSTLY = 0.5
 """A share of zeros that is reported whatever the baseline was."""
 
 
-class GradientMonitor:
+class GradientMonitor(Kept):
     """Judges skipped updates, sets the limits for those to come, and reports gradient norms that grow.
 
     max_consecutive_skips: skipped steps in a row that make it propose a rollback past their windows. skip_growth,
@@ -46,6 +45,7 @@ class GradientMonitor:
     """
 
     key = "gradients"
+    kept = ("norms", "bad_windows", "skip_scale", "growing")
 
     def __init__(
         self, max_consecutive_skips: int, skip_growth: float = 5.0, clip_growth: float = 3.0, window: int = 40
@@ -157,23 +157,8 @@ class GradientMonitor:
             return None
         return min(median(norms), median(norms[:OLDEST]))
 
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {
-            "norms": list(self._norms),
-            "bad_windows": list(self._bad_windows),
-            "skip_scale": self._skip_scale,
-            "growing": self._growing,
-        }
 
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._norms = deque(meta["norms"], maxlen=self._norms.maxlen)
-        self._bad_windows = list(meta["bad_windows"])
-        self._skip_scale = meta["skip_scale"]
-        self._growing = bool(meta["growing"])
-
-
-class ClippingMonitor:
+class ClippingMonitor(Kept):
     """Reports when nearly every update is clipped.
 
     max_grad_norm: the run's limit. warmup_steps: applied steps of the learning rate's warm-up, which do not count:
@@ -184,6 +169,7 @@ class ClippingMonitor:
     """
 
     key = "clipping"
+    kept = ("norms", "told")
 
     def __init__(self, max_grad_norm: float, warmup_steps: int, share: float = 0.95, window: int = 200) -> None:
         self.max_grad_norm = max_grad_norm
@@ -221,16 +207,8 @@ class ClippingMonitor:
         evidence = {"share": share, "median": usual, "max_grad_norm": self.max_grad_norm}
         return Verdict("gradient.clipping", facts.step, text, evidence=evidence)
 
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {"norms": list(self._norms), "told": self._told}
 
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._norms = deque(meta["norms"], maxlen=self._norms.maxlen)
-        self._told = bool(meta["told"])
-
-
-class UnderflowMonitor:
+class UnderflowMonitor(Kept):
     """Watches the shares of the still scaled gradient that are exactly 0, and over half of fp16's largest value.
 
     rise: the share of zeros is reported when it is this much over that of the run's first measurements and still
@@ -244,6 +222,7 @@ class UnderflowMonitor:
     """
 
     key = "underflow"
+    kept = ("first", "latest", "vanishing", "overflowing")
 
     def __init__(self, rise: float = 0.05, near_limit: float = 0.01) -> None:
         self.rise = rise
@@ -305,23 +284,8 @@ class UnderflowMonitor:
         evidence = {"near_limit": facts.grad_near_limit, "loss_scale": facts.loss_scale, "window": facts.window}
         return Verdict("gradient.overflow", facts.step, text, evidence=evidence)
 
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {
-            "first": list(self._first),
-            "latest": list(self._latest),
-            "vanishing": self._vanishing,
-            "overflowing": self._overflowing,
-        }
 
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._first = list(meta["first"])
-        self._latest = deque(meta["latest"], maxlen=BASELINE)
-        self._vanishing = bool(meta["vanishing"])
-        self._overflowing = bool(meta["overflowing"])
-
-
-class ParameterMonitor:
+class ParameterMonitor(Kept):
     """Watches the L2 norm of the trainable parameters, at the steps in which it was measured.
 
     growth: a norm this many times the smallest of the last `within` steps is reported. A norm of 0 is no measure.
@@ -332,6 +296,7 @@ class ParameterMonitor:
     """
 
     key = "parameters"
+    kept = ("norms", "growing", "infinite")
 
     def __init__(self, growth: float = 10.0, within: int = 100) -> None:
         self.growth = growth
@@ -380,11 +345,6 @@ class ParameterMonitor:
         evidence = {"norm": jsonable(norm), "smallest": jsonable(smallest), "lr": facts.lr, "window": facts.window}
         return Verdict("parameters.growth", facts.step, text, healthy=False, proposal=proposal, evidence=evidence)
 
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {"norms": [list(pair) for pair in self._norms], "growing": self._growing, "infinite": self._infinite}
-
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._norms = [(int(step), float(norm)) for step, norm in meta["norms"]]
-        self._growing = bool(meta["growing"])
-        self._infinite = bool(meta.get("infinite", False))
+        """Older checkpoints do not have `infinite`."""
+        super().load_state_dict({"infinite": False, **meta})

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from itertools import islice
 from statistics import median
-from typing import Any
 
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.core.protocols import Meta
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import Kept, MonitorContext
 from harness.monitors.robust import AHEAD, ARMED_AFTER, Level, from_log, level, why_skipped
 
 JUDGED_AFTER = 16
@@ -25,7 +22,7 @@ IMPROVEMENT = 0.005
 0.5%, and a loss that falls as slowly as the -0.07th power of the steps falls by 4.7% while they double."""
 
 
-class LossMonitor:
+class LossMonitor(Kept):
     """Finds losses far above the recent ones, and limits those to come.
 
     A loss spikes when log(loss) > centre + spike_sigma * max(0.01, sigma), both from the last `spike_window` losses
@@ -42,6 +39,7 @@ class LossMonitor:
     """
 
     key = "loss"
+    kept = ("logs", "spiking")
 
     def __init__(self, spike_window: int, spike_sigma: float, spike_steps: int) -> None:
         self.spike_sigma = spike_sigma
@@ -115,16 +113,8 @@ class LossMonitor:
             suspect=True,
         )
 
-    def state_dict(self) -> Meta:
-        """JSON-able; a resumed monitor is armed at once."""
-        return {"logs": list(self._logs), "spiking": list(self._spiking)}
 
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._logs = deque(meta["logs"], maxlen=self._logs.maxlen)
-        self._spiking = list(meta["spiking"])
-
-
-class PlateauMonitor:
+class PlateauMonitor(Kept):
     """Looks at the loss and the gradient norm of the last `window` applied steps, in two halves.
 
     The loss stands still if the later half's median is not IMPROVEMENT under the earlier one's. The gradient has
@@ -137,6 +127,7 @@ class PlateauMonitor:
     """
 
     key = "plateau"
+    kept = ("losses", "norms", "peak", "gone", "mark", "flat")
 
     def __init__(self, window: int = 128, vanished: float = 1e-3) -> None:
         self.vanished = vanished
@@ -197,25 +188,6 @@ class PlateauMonitor:
         )
         evidence = {"loss_before": before, "loss": now, "from_update": steps // 2, "to_update": steps}
         return Verdict("loss.plateau", facts.step, text, evidence=evidence)
-
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {
-            "losses": list(self._losses),
-            "norms": list(self._norms),
-            "peak": self._peak,
-            "gone": self._gone,
-            "mark": self._mark,
-            "flat": self._flat,
-        }
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._losses = deque(meta["losses"], maxlen=self._losses.maxlen)
-        self._norms = deque(meta["norms"], maxlen=self._norms.maxlen)
-        self._peak = float(meta["peak"])
-        self._gone = bool(meta["gone"])
-        self._mark = meta["mark"]
-        self._flat = bool(meta["flat"])
 
 
 def _stands(before: float, now: float) -> bool:

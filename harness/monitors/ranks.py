@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from harness.core.errors import some
 from harness.core.facts import Rollback, StepFacts, Verdict
-from harness.core.protocols import Meta
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import Kept, MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
 
 
-class RanksMonitor:
+class RanksMonitor(Kept):
     """Judges `facts.diverged` and `facts.forward_seconds`.
 
     ratio: the slowest rank's forward passes over the fastest one's that make a slow step. window: steps looked back on.
@@ -66,13 +63,6 @@ class RanksMonitor:
         )
         evidence = {"slow_steps": slow, "steps": length, "median_ratio": usual, "fastest": fastest, "slowest": slowest}
         return Verdict("ranks.straggler", facts.step, text, evidence=evidence)
-
-    def state_dict(self) -> Meta:
-        """Empty: wall times are of the machines that this process runs on, and a resume may be on others."""
-        return {}
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 def _diverged(facts: StepFacts) -> Verdict:

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.core.errors import CheckpointError, Problem, some
 from harness.core.protocols import Meta, Monitor, TensorDict
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import MonitorContext
 from harness.monitors.data import DataMonitor
 from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.fp8 import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor

@@ -24,7 +24,7 @@ from harness.core.protocols import Monitor
 from harness.data.batches import TokenBatches
 from harness.data.tokens import prepare
 from harness.models.gpt import build
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import MonitorContext
 from harness.monitors.fallback import FallbackController
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.precision.engine import build_backend, build_loss_scale

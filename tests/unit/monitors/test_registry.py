@@ -16,7 +16,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError
 from harness.core.facts import Limits, StepFacts, Verdict, Window
 from harness.core.protocols import Monitor
-from harness.monitors.context import MonitorContext
+from harness.monitors.base import MonitorContext
 from harness.monitors.evidence import FallbackConfig
 from harness.monitors.registry import MONITORS, MonitorsPart, build_monitors
 
