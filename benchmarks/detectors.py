@@ -75,7 +75,7 @@ class Gate:
         finite = math.isfinite(loss) and math.isfinite(norm)
         facts = replace(facts, applied=finite and not facts.over_limits)
         verdicts = [monitor.observe(facts) for monitor in self.monitors]
-        self.limits[self.step + SWITCH_DELAY] = reduce(Limits.and_also, (verdict.limits for verdict in verdicts))
+        self.limits[self.step + SWITCH_DELAY] = reduce(Limits.stricter, (verdict.limits for verdict in verdicts))
         return facts, verdicts
 
     def state(self) -> str:

@@ -10,7 +10,6 @@ from harness.core.collectives import gather_texts
 from harness.core.errors import ExitCode
 from harness.core.facts import (
     SWITCH_DELAY,
-    Action,
     Continue,
     Halt,
     Limits,
@@ -114,13 +113,13 @@ def judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     total = len(r.precision.layers)
     r.screen.step(facts, total - len(facts.demoted), total, incidents.skips, incidents.rollbacks)
     r.recovery.observe(facts.step, r.responder.healthy(verdicts))
-    if r.flight is not None:
-        _keep_flight(r, r.flight, facts, verdicts, action)
+    if r.flight is not None and r.responder.suspect(facts, verdicts, action):
+        _keep_flight(r, r.flight, facts, verdicts)
     due = facts.step + SWITCH_DELAY
     closer = max((verdict.look_closer for verdict in verdicts), default=0)
     if closer:
         r.state.closer_look = r.state.closer_look.extended(due, closer)
-    limits = functools.reduce(Limits.and_also, (verdict.limits for verdict in verdicts), NO_LIMITS)
+    limits = functools.reduce(Limits.stricter, (verdict.limits for verdict in verdicts), NO_LIMITS)
     if limits != NO_LIMITS:
         r.state.limits[due] = limits
     if isinstance(action, Switch):
@@ -129,12 +128,8 @@ def judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     return action
 
 
-def _keep_flight(r: Run, flight: Flight, facts: StepFacts, verdicts: Sequence[Verdict], action: Action) -> None:
+def _keep_flight(r: Run, flight: Flight, facts: StepFacts, verdicts: Sequence[Verdict]) -> None:
     """Of a step that went bad, keep what a re-run needs."""
-    told = {verdict.suspect for verdict in verdicts}
-    skipped = not facts.applied and False not in told
-    if not (skipped or True in told or isinstance(action, Rollback | Halt)):
-        return
     r.recovery.settle()  # a record keeps the checkpoint to start from, and which one must not depend on the disk
     try:
         samples = r.data.window(facts.step - 1, facts.window).samples

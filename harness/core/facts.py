@@ -65,7 +65,7 @@ class Limits:
     norm: float = math.inf
     clip: float = math.inf
 
-    def and_also(self, other: Limits) -> Limits:
+    def stricter(self, other: Limits) -> Limits:
         """The stricter of both, limit by limit."""
         return Limits(min(self.loss, other.loss), min(self.norm, other.norm), min(self.clip, other.clip))
 

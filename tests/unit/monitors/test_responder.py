@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from harness.core.config import GuardConfig
-from harness.core.facts import Action, Continue, Halt, Rollback, Switch, Verdict
+from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts, Switch, Verdict
 from harness.core.state import Incidents
 from harness.monitors.responder import Responder
+
+MakeFacts = Callable[..., StepFacts]
 
 
 def guard(**changed: Any) -> GuardConfig:
@@ -143,3 +146,23 @@ def test_one_unhealthy_verdict_makes_the_step_unhealthy() -> None:
     assert Responder.healthy([])
     assert Responder.healthy([verdict(), verdict(SWITCH)])
     assert not Responder.healthy([verdict(), skip()])
+
+
+@pytest.mark.parametrize(
+    ("applied", "said", "action", "expected"),
+    [
+        (True, [None, None], Continue(), False),
+        (True, [None], SWITCH, False),
+        (False, [None, None], Continue(), True),
+        (False, [], Continue(), True),
+        (False, [None, False], Continue(), False),
+        (True, [None, True], Continue(), True),
+        (True, [None], ROLLBACK, True),
+        (False, [False], HALT, True),
+    ],
+)
+def test_a_step_is_worth_a_record_if_it_was_skipped_for_no_usual_reason_or_somebody_says_so(
+    make_facts: MakeFacts, applied: bool, said: list[bool | None], action: Action, expected: bool
+) -> None:
+    verdicts = [Verdict("test.said", 7, suspect=each) for each in said]
+    assert Responder.suspect(make_facts(7, applied=applied), verdicts, action) is expected
