@@ -38,8 +38,8 @@ from benchmarks.parity import RECIPE, ROOT, run_folder
 from benchmarks.traces import FIELDS, Trace, read_trace, resample
 from harness.core.atomic import write_json
 from harness.core.facts import ROLES, StepFacts, Verdict
-from harness.precision.fallback import FallbackController
-from harness.precision.fallback_policy import STATISTICS, FallbackPolicy, Statistic
+from harness.monitors.evidence import STATISTICS, FallbackConfig, Statistic, limits_of
+from harness.monitors.fallback import FallbackController
 from harness.precision.recipe import load_recipe
 
 OUT = ROOT / "benchmarks" / "results" / "clean_cpu.json"
@@ -47,10 +47,10 @@ START = 20
 BLOCKS = (20, 40, 80)
 
 
-def first_finding(policy: FallbackPolicy, layers: Sequence[str], facts: Iterator[StepFacts]) -> Verdict | None:
+def first_finding(policy: FallbackConfig, layers: Sequence[str], facts: Iterator[StepFacts]) -> Verdict | None:
     """The first verdict of a fresh controller that is not `precision.ok`."""
     controller = FallbackController(policy, layers)
-    return next((verdict for one in facts if (verdict := controller.observe(one)).code != "precision.ok"), None)
+    return next((verdict for one in facts if not (verdict := controller.observe(one)).ok), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def count(findings: Sequence[Verdict | None]) -> Count:
 
 
 def synthetic(
-    traces: Sequence[Trace], policy: FallbackPolicy, runs: int, steps: int, block: int, cadence: int, seed: int
+    traces: Sequence[Trace], policy: FallbackConfig, runs: int, steps: int, block: int, cadence: int, seed: int
 ) -> Count:
     """`runs` synthetic runs, the recorded ones taking turns."""
     findings: list[Verdict | None] = []
@@ -81,7 +81,7 @@ def synthetic(
     return count(findings)
 
 
-def storms(traces: Sequence[Trace], policy: FallbackPolicy, runs: int, seed: int) -> Count:
+def storms(traces: Sequence[Trace], policy: FallbackConfig, runs: int, seed: int) -> Count:
     """Recorded runs, in each a random slot 1% over its limit at `hits` successive steps; findings within them."""
     findings: list[Verdict | None] = []
     for number in range(runs):
@@ -113,10 +113,10 @@ class Margin:
     slot: str
 
 
-def margins(traces: Sequence[Trace], policy: FallbackPolicy) -> list[Margin]:
+def margins(traces: Sequence[Trace], policy: FallbackConfig) -> list[Margin]:
     """One row for each statistic and role that has values."""
     rows: list[Margin] = []
-    limits = policy.limits()
+    limits = limits_of(policy)
     for number, kind in enumerate(STATISTICS):
         sign = -1.0 if kind.below else 1.0
         for place, role in enumerate(ROLES):
@@ -137,7 +137,7 @@ def margins(traces: Sequence[Trace], policy: FallbackPolicy) -> list[Margin]:
     return rows
 
 
-def observed(trace: Trace, kind: Statistic, role: str, policy: FallbackPolicy) -> npt.NDArray[np.float32]:
+def observed(trace: Trace, kind: Statistic, role: str, policy: FallbackConfig) -> npt.NDArray[np.float32]:
     """A statistic of the policy over the steps that are evidence: float32 [steps, slots of the role]."""
     if kind.name in FIELDS:
         return trace.field(kind.name, role)[policy.warmup_steps :]
@@ -177,7 +177,7 @@ def show_count(what: str, found: Count) -> None:
 def study(traces: Sequence[Trace], runs: int, storm_runs: int, steps: int, seed: int) -> dict[str, Any]:
     """Everything that the module's docstring lists, printed on the way; JSON-able."""
     recipe = load_recipe(RECIPE["fp8"])
-    policy = recipe.fallback.policy()
+    policy = recipe.fallback
     made = sum(trace.switches > 0 for trace in traces)
     real = Count(len(traces), made, binomial_upper(made, len(traces)), "")
     show_count("real runs, as they ran", real)
@@ -194,7 +194,7 @@ def study(traces: Sequence[Trace], runs: int, storm_runs: int, steps: int, seed:
     rows = margins(traces, policy)
     show_margins(rows)
     return {
-        "policy": asdict(policy),
+        "policy": policy.model_dump(),
         "recipe_sha256": recipe.sha256(),
         "recorded": {"runs": len(traces), "steps": traces[0].steps, "slots": len(traces[0].slots)},
         "real": asdict(real),

@@ -75,7 +75,7 @@ class Gate:
         finite = math.isfinite(loss) and math.isfinite(norm)
         facts = replace(facts, applied=finite and not facts.over_limits)
         verdicts = [monitor.observe(facts) for monitor in self.monitors]
-        self.limits[self.step + SWITCH_DELAY] = reduce(Limits.and_also, (verdict.limits for verdict in verdicts))
+        self.limits[self.step + SWITCH_DELAY] = reduce(Limits.stricter, (verdict.limits for verdict in verdicts))
         return facts, verdicts
 
     def state(self) -> str:
@@ -93,7 +93,7 @@ class Gate:
 
 def said(verdicts: Sequence[Verdict]) -> list[str]:
     """Codes of those that have something to say."""
-    return [verdict.code for verdict in verdicts if not verdict.code.endswith(".ok")]
+    return [verdict.code for verdict in verdicts if not verdict.ok]
 
 
 def armed(limits: Limits) -> bool:

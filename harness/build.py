@@ -1,4 +1,4 @@
-"""Composition root: with build_monitors the only file that names concrete classes. From a config to a Run."""
+"""Composition root: with monitors/registry.py the only file that names concrete classes. From a config to a Run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.build_monitors import build_monitors
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
 from harness.checkpoint.flight import FlightRecorder, Surroundings
@@ -36,19 +35,21 @@ from harness.engines.deepspeed_config import preflight as deepspeed_preflight
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.models.task import Task, build_model
+from harness.monitors.base import MonitorContext
+from harness.monitors.registry import MonitorsPart, build_monitors
+from harness.monitors.responder import Responder
 from harness.optim.learning_rate import too_high
 from harness.optim.optimizers import MOMENTS, build_optimizer
 from harness.optim.schedule import WarmupCosine
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale, check_half_weights
 from harness.precision.loss_scale import LossScale
-from harness.precision.plan import Plan, make_plan
+from harness.precision.plan import Plan, make_plan, pad_numbers
 from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 from harness.recovery import Recovery, finish_rollback
-from harness.responder import Responder
-from harness.run import MonitorsPart, Run
+from harness.run import Run
 from harness.stop import StopRequest
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
@@ -154,7 +155,19 @@ def build_run(
     # DeepSpeed's fp16 engine has a loss scale of its own and half-precision weights: it cannot leave fp16.
     scaled = loss_scale is not None and engine.name != "deepspeed"
     refuge = (lambda: agree_on_refuge(place.facts, place.device)) if scaled else None
-    monitors = build_monitors(config, recipe, backend, data, task.vocab_size, refuge)
+    monitors = build_monitors(
+        MonitorContext(
+            config=config,
+            fallback=recipe.fallback,
+            data=data,
+            vocab_size=task.vocab_size,
+            layers=tuple(pad_numbers(layer) for layer in backend.layers),
+            amax_history=recipe.fp8.amax_history_len if recipe.fp8.scaling == "delayed" else None,
+            margin=recipe.fp8.margin,
+            scales_loss=loss_scale is not None,
+            refuge=refuge,
+        )
+    )
     parts: dict[str, Stateful] = {
         **engine.parts(),
         "fp8": backend,

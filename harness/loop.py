@@ -10,7 +10,6 @@ from harness.core.collectives import gather_texts
 from harness.core.errors import ExitCode
 from harness.core.facts import (
     SWITCH_DELAY,
-    Action,
     Continue,
     Halt,
     Limits,
@@ -115,13 +114,13 @@ def judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     total = len(r.precision.layers)
     r.screen.step(facts, total - len(facts.demoted), total, incidents.skips, incidents.rollbacks)
     r.recovery.observe(facts.step, r.responder.healthy(verdicts))
-    if r.flight is not None:
-        _keep_flight(r, r.flight, facts, verdicts, action)
+    if r.flight is not None and r.responder.suspect(facts, verdicts, action):
+        _keep_flight(r, r.flight, facts, verdicts)
     due = facts.step + SWITCH_DELAY
     closer = max((verdict.look_closer for verdict in verdicts), default=0)
     if closer:
         r.state.closer_look = r.state.closer_look.extended(due, closer)
-    limits = functools.reduce(Limits.and_also, (verdict.limits for verdict in verdicts), NO_LIMITS)
+    limits = functools.reduce(Limits.stricter, (verdict.limits for verdict in verdicts), NO_LIMITS)
     if limits != NO_LIMITS:
         r.state.limits[due] = limits
     if isinstance(action, Switch):
@@ -130,15 +129,12 @@ def judge(r: Run, facts: StepFacts) -> Continue | Rollback | Halt:
     return action
 
 
-def _keep_flight(r: Run, flight: Flight, facts: StepFacts, verdicts: Sequence[Verdict], action: Action) -> None:
-    """Of a step that went bad, keep what a re-run needs. Overflows of a loss scale that finds its range are no news."""
-    codes = [verdict.code for verdict in verdicts if not verdict.code.endswith(".ok")]
-    skipped = not facts.applied and "scaler.calibration" not in codes
-    if not (skipped or "loss.spike" in codes or isinstance(action, Rollback | Halt)):
-        return
+def _keep_flight(r: Run, flight: Flight, facts: StepFacts, verdicts: Sequence[Verdict]) -> None:
+    """Of a step that went bad, keep what a re-run needs."""
     r.recovery.settle()  # a record keeps the checkpoint to start from, and which one must not depend on the disk
     try:
         samples = r.data.window(facts.step - 1, facts.window).samples
+        codes = [verdict.code for verdict in verdicts if not verdict.ok]
         begins = flight.keep(facts, samples.tolist(), codes, r.state.incidents)
     except OSError as error:
         r.tracker.event(facts.step, "flight.failed", text=str(error))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
 from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Tracker
-from harness.responder import Responder
+from harness.monitors.responder import Responder
 from harness.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -56,23 +56,6 @@ class Watch(Protocol):
     def take(self) -> str:
         """Which function fell back to eager, and why; told once, empty before and after."""
         ...
-
-
-@dataclass
-class MonitorsPart:
-    """The monitors' windows as one part of the TrainState: armed at once after a resume."""
-
-    monitors: Sequence[Monitor]
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """No tensors; meta by monitor class name."""
-        return {}, {type(monitor).__name__: monitor.state_dict() for monitor in self.monitors}
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore every monitor that the checkpoint knows."""
-        for monitor in self.monitors:
-            if type(monitor).__name__ in meta:
-                monitor.load_state_dict(meta[type(monitor).__name__])
 
 
 @dataclass

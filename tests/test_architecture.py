@@ -16,29 +16,29 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
-LOOP = ("stop", "record", "runs", "recovery", "responder", "run", "step", "evaluate", "loop")
+LOOP = ("stop", "record", "runs", "recovery", "run", "step", "evaluate", "loop")
 # room -> rooms it may import from, itself always included
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
     "capability": ("core",),
-    "precision": ("core", "capability"),
+    "precision": ("core", "capability", "monitors"),
     **dict.fromkeys(LEAVES, ("core",)),
     "stop": ("core",),
     "record": ("core",),
     "runs": ("core",),
     "recovery": ("core",),
-    "responder": ("core",),
-    "run": ("core", "responder", "recovery", "stop"),
+    "run": ("core", "monitors", "recovery", "stop"),
     "step": ("core", "run"),
     "evaluate": ("core", "run"),
     "loop": ("core", *(name for name in LOOP if name != "loop")),
-    "build_monitors": ("core", "monitors", "precision"),
-    "build": (*CORES, *LOOP, "build_monitors"),
+    "build": (*CORES, *LOOP),
     "estimate": (*CORES, *LOOP, "build"),
     "tools": (*CORES, *LOOP, "build", "estimate"),
     "cli": (*CORES, *LOOP, "build", "estimate", "tools"),
@@ -62,11 +62,9 @@ TORCH_FREE = (
     "harness.core.protocols",
     "harness.core.resources",
     "harness.core.schema",
-    "harness.precision.fallback",
+    "harness.monitors.fallback",
+    "harness.monitors.responder",
     "harness.precision.recipe",
-    "harness.responder",
-    "harness.tools.explain",
-    "harness.tools.inspect",
     "harness.tracking.journal",
 )
 LINE_LIMITED = ("harness", "launch", "tests", "benchmarks", "examples")
@@ -217,7 +215,7 @@ def test_short_files() -> None:
     assert long_files(ROOT) == []
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
+@pytest.mark.parametrize("module", [*TORCH_FREE, *(f"harness.tools.{file}" for file, _ in COMMANDS.values())])
 def test_torch_free(module: str) -> None:
     assert not torch_loaded_by(module, ROOT)
 

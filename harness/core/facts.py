@@ -46,7 +46,7 @@ class Limits:
     norm: float = math.inf
     clip: float = math.inf
 
-    def and_also(self, other: Limits) -> Limits:
+    def stricter(self, other: Limits) -> Limits:
         """The stricter of both, limit by limit."""
         return Limits(min(self.loss, other.loss), min(self.norm, other.norm), min(self.clip, other.clip))
 
@@ -211,7 +211,8 @@ class Verdict:
     code: stable name such as `nonfinite.skip`. healthy: False keeps a checkpoint from being earned. proposal: what
     the monitor would do; the responder decides, within budgets. evidence: JSON-able figures. look_closer: steps in
     which the statistics that cost should be measured, whatever their usual cadence. limits: for the updates to come,
-    until the monitor gives others.
+    until the monitor gives others. skip: the update was skipped, and counts against guard.max_skips. suspect: whether
+    what is needed to run the step again should be kept; None: if its update was skipped.
     """
 
     code: str
@@ -222,6 +223,13 @@ class Verdict:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     look_closer: int = 0
     limits: Limits = Limits()
+    skip: bool = False
+    suspect: bool | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the monitor has nothing to say, as codes ending in `.ok` mean."""
+        return self.code.endswith(".ok")
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,9 @@ class Tracker(Protocol):
 class Monitor(Protocol):
     """Observes one step, keeps a small checkpointed window, returns what it thinks."""
 
+    key: str
+    """Its name in checkpoints, which never changes."""
+
     def observe(self, facts: StepFacts) -> Verdict: ...
 
     def state_dict(self) -> Meta: ...

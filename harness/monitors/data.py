@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.core.batch_check import name_faults
 from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
-from harness.core.protocols import Batches, Meta
+from harness.core.protocols import Batches
+from harness.monitors.base import Kept, MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
@@ -30,7 +30,7 @@ class _Found:
     texts: list[str]
 
 
-class DataMonitor:
+class DataMonitor(Kept):
     """Names the samples behind `facts.bad_data` by reading the window again: all of it, on every rank alike.
 
     policy: what bad samples lead to. skip: only their window's update is lost, as the step itself saw to. fail: the run
@@ -41,10 +41,17 @@ class DataMonitor:
     has all of them), else `data.ok`. The monitor keeps nothing.
     """
 
+    key = "data"
+
     def __init__(self, batches: Batches, vocab_size: int | None, policy: Policy) -> None:
         self.batches = batches
         self.vocab_size = vocab_size
         self.policy: Policy = policy
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> DataMonitor:
+        """For every run."""
+        return cls(context.data, context.vocab_size, context.config.data.bad)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic, as the data source is."""
@@ -68,7 +75,7 @@ class DataMonitor:
         }
         fails = self.policy == "fail" or (self.policy == "auto" and facts.bad_data & BAD_LABEL)
         proposal = Halt(_reason(facts.window, what)) if fails else Continue()
-        return Verdict(code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence)
+        return Verdict(code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence, skip=True)
 
     def _read_again(self, facts: StepFacts) -> _Found:
         window = self.batches.window(facts.step - 1, facts.window)
@@ -83,13 +90,6 @@ class DataMonitor:
                 found.texts.append(f"{_samples(bad)}: {fault.text}")
             first += len(inputs)
         return found
-
-    def state_dict(self) -> Meta:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 def _samples(numbers: list[int]) -> str:

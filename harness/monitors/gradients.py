@@ -1,4 +1,4 @@
-"""Skipped updates, limits on the gradient norm and its growth: is the gradient still fit to train with?"""
+"""Gradients and what they do: skipped updates and limits, clipping, fp16's ends of the range, the weights' norm."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from harness.core.calibration import is_calibration
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.core.protocols import Meta
+from harness.monitors.base import Kept, MonitorContext
 from harness.monitors.robust import AHEAD, ARMED_AFTER, from_log, level, why_skipped
 
 SKIP_SIGMA = 6.0
@@ -22,9 +22,13 @@ GROWTH_WINDOW = 100
 """Applied steps within which a norm that grew `GROWTH`-fold is reported."""
 GROWTH_ARMED_AFTER = 16
 OLDEST = 10
+BASELINE = 8
+"""Measurements of underflow that make the baseline; they are also compared: the latest half against the half before."""
+MOSTLY = 0.5
+"""A share of zeros that is reported whatever the baseline was."""
 
 
-class GradientMonitor:
+class GradientMonitor(Kept):
     """Judges skipped updates, sets the limits for those to come, and reports gradient norms that grow.
 
     max_consecutive_skips: skipped steps in a row that make it propose a rollback past their windows. skip_growth,
@@ -40,6 +44,9 @@ class GradientMonitor:
     other monitors' to judge; they neither extend nor end a row.
     """
 
+    key = "gradients"
+    kept = ("norms", "bad_windows", "skip_scale", "growing")
+
     def __init__(
         self, max_consecutive_skips: int, skip_growth: float = 5.0, clip_growth: float = 3.0, window: int = 40
     ) -> None:
@@ -51,6 +58,12 @@ class GradientMonitor:
         self._bad_windows: list[int] = []
         self._skip_scale: float | None = None
         self._growing = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> GradientMonitor:
+        """For every run."""
+        guard = context.config.guard
+        return cls(guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step, with the limits for the step two on. Deterministic."""
@@ -97,7 +110,8 @@ class GradientMonitor:
         if calibrating:
             text = f"update skipped: the loss scale {facts.loss_scale:g} was too large and is being lowered"
             evidence["window"] = facts.window
-            return Verdict("scaler.calibration", facts.step, text, healthy=False, evidence=evidence)
+            # The scale's search for its range is no news: neither budget nor flight record is for it.
+            return Verdict("scaler.calibration", facts.step, text, healthy=False, evidence=evidence, suspect=False)
         what = f"loss {facts.loss:g}, gradient norm {facts.grad_norm:g}, window {facts.window}"
         return self._skip(facts, "nonfinite.skip", what, f"were not finite (last: {what})", evidence)
 
@@ -115,6 +129,7 @@ class GradientMonitor:
             healthy=False,
             proposal=proposal,
             evidence={"window": facts.window, **evidence, "consecutive": run},
+            skip=True,
         )
 
     def _applied(self, facts: StepFacts) -> Verdict:
@@ -142,17 +157,194 @@ class GradientMonitor:
             return None
         return min(median(norms), median(norms[:OLDEST]))
 
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {
-            "norms": list(self._norms),
-            "bad_windows": list(self._bad_windows),
-            "skip_scale": self._skip_scale,
-            "growing": self._growing,
-        }
+
+class ClippingMonitor(Kept):
+    """Reports when nearly every update is clipped.
+
+    max_grad_norm: the run's limit. warmup_steps: applied steps of the learning rate's warm-up, which do not count:
+    gradients are large while nothing is learned yet. share: of the last `window` applied steps that makes it speak.
+    A streak ends once under half of that share are clipped, so that a share that wavers about the limit is told once.
+
+    Verdicts: `gradient.clipping` (healthy, once per streak), else `clipping.ok`.
+    """
+
+    key = "clipping"
+    kept = ("norms", "told")
+
+    def __init__(self, max_grad_norm: float, warmup_steps: int, share: float = 0.95, window: int = 200) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.warmup_steps = warmup_steps
+        self.share = share
+        self._norms: deque[float] = deque(maxlen=window)
+        self._told = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> ClippingMonitor:
+        """For every run."""
+        train, guard = context.config.train, context.config.guard
+        return cls(train.max_grad_norm, train.warmup_steps, guard.clipping_share)
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic; a skipped step does not count."""
+        quiet = Verdict("clipping.ok", facts.step)
+        if not facts.applied or facts.applied_steps <= self.warmup_steps:
+            return quiet
+        self._norms.append(facts.grad_norm)
+        if len(self._norms) != self._norms.maxlen:
+            return quiet
+        share = sum(norm > self.max_grad_norm for norm in self._norms) / len(self._norms)
+        was_told = self._told
+        self._told = share >= (self.share / 2 if was_told else self.share)
+        if was_told or not self._told:
+            return quiet
+        usual = median(self._norms)
+        text = (
+            f"{share:.0%} of the last {len(self._norms)} updates were clipped: train.max_grad_norm is "
+            f"{self.max_grad_norm:g}, the median gradient norm {usual:.4g}. Clipping bounds what breaks a run and does "
+            "not mend it: now the limit, not the gradient, sets the length of every step. Lower train.lr, look for a "
+            "loss that is summed where it should be averaged, or raise train.max_grad_norm above the usual norm"
+        )
+        evidence = {"share": share, "median": usual, "max_grad_norm": self.max_grad_norm}
+        return Verdict("gradient.clipping", facts.step, text, evidence=evidence)
+
+
+class UnderflowMonitor(Kept):
+    """Watches the shares of the still scaled gradient that are exactly 0, and over half of fp16's largest value.
+
+    rise: the share of zeros is reported when it is this much over that of the run's first measurements and still
+    rising. A model with sparse activations has zeros of its own, but from the start; only over one half is reported
+    without a rise. near_limit: share near the limit that is reported.
+
+    Only applied steps count: in a skipped one the loss scale is about to change. Without a loss scale, or after the
+    run left fp16, nothing is measured and it stays silent.
+
+    Verdicts, all healthy and once per streak: `gradient.underflow`, `gradient.overflow`, else `underflow.ok`.
+    """
+
+    key = "underflow"
+    kept = ("first", "latest", "vanishing", "overflowing")
+
+    def __init__(self, rise: float = 0.05, near_limit: float = 0.01) -> None:
+        self.rise = rise
+        self.near_limit = near_limit
+        self._first: list[float] = []
+        self._latest: deque[float] = deque(maxlen=BASELINE)
+        self._vanishing = False
+        self._overflowing = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> UnderflowMonitor:
+        """For every run."""
+        guard = context.config.guard
+        return cls(guard.underflow_rise, guard.overflow_share)
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic."""
+        quiet = Verdict("underflow.ok", facts.step)
+        if not facts.applied or facts.lowered or math.isnan(facts.grad_zeros):
+            return quiet
+        self._latest.append(facts.grad_zeros)
+        if len(self._first) < BASELINE:
+            self._first.append(facts.grad_zeros)
+        was_overflowing, self._overflowing = self._overflowing, facts.grad_near_limit > self.near_limit
+        if self._overflowing and not was_overflowing:
+            return self._overflow(facts)
+        was_vanishing, self._vanishing = self._vanishing, self._vanishes()
+        return self._underflow(facts) if self._vanishing and not was_vanishing else quiet
+
+    def _vanishes(self) -> bool:
+        """Whether the share of zeros is high for this run; a streak lasts while it stays so, rising or not."""
+        half = BASELINE // 2
+        if len(self._latest) < half:
+            return False
+        latest = list(self._latest)
+        now = median_low(latest[-half:])
+        if now > MOSTLY:
+            return True
+        over = len(self._first) == BASELINE and now > median(self._first) + self.rise
+        return over and (self._vanishing or now > median_low(latest[:-half]))
+
+    def _underflow(self, facts: StepFacts) -> Verdict:
+        start = median(self._first)
+        text = (
+            f"{facts.grad_zeros:.1%} of the gradient's elements are exactly 0, {start:.1%} in the run's first "
+            f"measurements: at a loss scale of {facts.loss_scale:g} fp16 rounds them away, and what they would have "
+            "taught is lost. Use a bf16 recipe where the card has bf16, else the recipe fp16_underflow, which keeps "
+            "the scale high, or a larger loss_scale.init"
+        )
+        evidence = {"zeros": facts.grad_zeros, "first_zeros": start, "loss_scale": facts.loss_scale}
+        return Verdict("gradient.underflow", facts.step, text, evidence=evidence | {"window": facts.window})
+
+    def _overflow(self, facts: StepFacts) -> Verdict:
+        text = (
+            f"{facts.grad_near_limit:.1%} of the gradient's elements are over half of fp16's largest value at a loss "
+            f"scale of {facts.loss_scale:g}: updates are about to be skipped. The scale gives way by itself; if "
+            "nonfinite.skip follows again and again, lower train.lr or use the recipe fp16_overflow"
+        )
+        evidence = {"near_limit": facts.grad_near_limit, "loss_scale": facts.loss_scale, "window": facts.window}
+        return Verdict("gradient.overflow", facts.step, text, evidence=evidence)
+
+
+class ParameterMonitor(Kept):
+    """Watches the L2 norm of the trainable parameters, at the steps in which it was measured.
+
+    growth: a norm this many times the smallest of the last `within` steps is reported. A norm of 0 is no measure.
+
+    Verdicts: `parameters.growth` (unhealthy until the norm has settled, told once per streak), with a proposal to
+    roll back if the weights are not finite; else `parameters.ok`. Such a rollback passes over no windows: the gate
+    lets no bad gradient through, so the data is not to blame.
+    """
+
+    key = "parameters"
+    kept = ("norms", "growing", "infinite")
+
+    def __init__(self, growth: float = 10.0, within: int = 100) -> None:
+        self.growth = growth
+        self.within = within
+        self._norms: list[tuple[int, float]] = []
+        self._growing = False
+        self._infinite = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> ParameterMonitor:
+        """For every run."""
+        return cls(context.config.guard.parameter_growth)
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic; between measurements it stays what it was."""
+        norm = facts.param_norm
+        if not math.isnan(norm):
+            self._norms = [(step, each) for step, each in self._norms if step >= facts.step - self.within]
+            smallest = min((each for _, each in self._norms), default=math.inf)
+            self._infinite = math.isinf(norm)
+            if self._infinite:  # neither begins nor ends a streak of growth
+                return self._grown(facts, norm, smallest)
+            told, self._growing = self._growing, norm >= self.growth * smallest
+            if norm > 0:
+                self._norms.append((facts.step, norm))
+            if self._growing and not told:
+                return self._grown(facts, norm, smallest)
+        bad = self._growing or self._infinite
+        return Verdict("parameters.growth" if bad else "parameters.ok", facts.step, healthy=not bad)
+
+    def _grown(self, facts: StepFacts, norm: float, smallest: float) -> Verdict:
+        proposal: Continue | Rollback = Continue()
+        if math.isinf(norm):
+            reason = "the weights are not finite"
+            proposal = Rollback(reason)
+            text = (
+                f"{reason} although every gradient was: the optimizer overflowed, something else writes to the "
+                "weights, or the memory is faulty. Compare with a run on another card"
+            )
+        else:
+            text = (
+                f"the norm of the weights is {norm:.4g}, {norm / smallest:.1f} times its smallest of the last "
+                f"{self.within} steps ({smallest:.4g}): the run diverges even if the loss does not show it yet. "
+                "Lower train.lr, or lengthen train.warmup_steps"
+            )
+        evidence = {"norm": jsonable(norm), "smallest": jsonable(smallest), "lr": facts.lr, "window": facts.window}
+        return Verdict("parameters.growth", facts.step, text, healthy=False, proposal=proposal, evidence=evidence)
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._norms = deque(meta["norms"], maxlen=self._norms.maxlen)
-        self._bad_windows = list(meta["bad_windows"])
-        self._skip_scale = meta["skip_scale"]
-        self._growing = bool(meta["growing"])
+        """Older checkpoints do not have `infinite`."""
+        super().load_state_dict({"infinite": False, **meta})

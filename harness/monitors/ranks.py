@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from harness.core.errors import some
 from harness.core.facts import Rollback, StepFacts, Verdict
-from harness.core.protocols import Meta
+from harness.monitors.base import Kept, MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
 
 
-class RanksMonitor:
+class RanksMonitor(Kept):
     """Judges `facts.diverged` and the ranks' forward passes.
 
     ratio: the slowest rank's forward passes over the fastest one's that make a slow step. window: steps looked back on.
     share: of slow steps in a full window that is reported; the report is repeated once half of it was good.
 
     Verdicts: `ranks.diverged` (unhealthy; proposes a rollback to a state that every rank reads from the same file),
-    `ranks.straggler` (healthy, once per streak), else `ranks.ok`.
+    `ranks.straggler` (healthy, once per streak), else `ranks.ok`. Nothing is kept in checkpoints: wall times are of the
+    machines that this process runs on, and a resume may be on others.
     """
+
+    key = "ranks"
 
     def __init__(self, ratio: float = 1.5, window: int = 50, share: float = 0.8) -> None:
         self.ratio, self.share = ratio, share
         self._ratios: deque[float] = deque(maxlen=window)
         self._slow = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> RanksMonitor:
+        """For every run."""
+        return cls()
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
@@ -58,13 +64,6 @@ class RanksMonitor:
         )
         evidence = {"slow_steps": slow, "steps": length, "median_ratio": usual, "fastest": fastest, "slowest": slowest}
         return Verdict("ranks.straggler", facts.step, text, evidence=evidence)
-
-    def state_dict(self) -> Meta:
-        """Empty: wall times are of the machines that this process runs on, and a resume may be on others."""
-        return {}
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 def _diverged(facts: StepFacts) -> Verdict:

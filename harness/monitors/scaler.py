@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from harness.core.facts import Halt, StepFacts, Verdict
-from harness.core.protocols import Meta
+from harness.monitors.base import Kept, MonitorContext
 
 
-class ScalerMonitor:
+class ScalerMonitor(Kept):
     """Watches the loss scale. Without a scaler (scale always 1) it stays silent.
 
     floor: a calibrated scale below this is reported. Calibrated means that an update was applied under a scale over 1:
@@ -24,14 +22,22 @@ class ScalerMonitor:
     `scaler.ok`. When two are due, `scaler.overflow` follows one step later.
     """
 
+    key = "scaler"
+    kept = ("scaling", "calibrated", "low", "skips", "overflowing")
+
     def __init__(self, floor: float = 1024.0, window: int = 200, share: float = 0.05) -> None:
         self.floor = floor
         self.share = share
         self._scaling = False
         self._calibrated = False
         self._low = False
-        self._skips: deque[bool] = deque(maxlen=window)
+        self._skips: deque[int] = deque(maxlen=window)
         self._overflowing = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> ScalerMonitor | None:
+        """Only where there is a scale: to a run that comes from fp16 and has none, its being 1 would be a collapse."""
+        return cls() if context.scales_loss else None
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
@@ -53,7 +59,7 @@ class ScalerMonitor:
         self._calibrated = self._calibrated or facts.applied
         if self._calibrated:
             foreign = facts.bad_data or facts.over_limits or not math.isfinite(facts.loss)
-            self._skips.append(not facts.applied and not foreign)
+            self._skips.append(int(not facts.applied and not foreign))
         was_low, self._low = self._low, self._calibrated and scale < self.floor
         if self._low and not was_low:
             text = f"the loss scale fell to {scale:g}, under {self.floor:g}: small fp16 gradients are flushed to zero"
@@ -71,20 +77,3 @@ class ScalerMonitor:
         )
         evidence = {"skips": skips, "steps": len(self._skips), "loss_scale": facts.loss_scale}
         return Verdict("scaler.overflow", facts.step, text, evidence=evidence)
-
-    def state_dict(self) -> Meta:
-        """JSON-able; restores every later decision exactly."""
-        return {
-            "scaling": self._scaling,
-            "calibrated": self._calibrated,
-            "low": self._low,
-            "skips": [int(skip) for skip in self._skips],
-            "overflowing": self._overflowing,
-        }
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        self._scaling = bool(meta["scaling"])
-        self._calibrated = bool(meta["calibrated"])
-        self._low = bool(meta["low"])
-        self._skips = deque(map(bool, meta["skips"]), maxlen=self._skips.maxlen)
-        self._overflowing = bool(meta["overflowing"])

@@ -19,14 +19,13 @@ from harness.core.errors import CheckpointError, MachineError, MisuseError, Prob
 from harness.core.facts import CloserLook, Switch
 from harness.core.metrics import SCALARS
 from harness.core.update import InFlight, StepClock
+from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.precision.engine import build_backend, build_loss_scale
-from harness.precision.fallback import FallbackController
 from harness.precision.misuse import OpenWindow
 from harness.precision.plan import make_plan, pad_numbers
 from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
-from harness.precision.whole_run import WholeRunFallback
 
 _log = logging.getLogger("harness.precision")
 
@@ -52,7 +51,7 @@ class Prepared:
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         self._fp8 = [pad_numbers(layer) for layer in self.backend.layers]
-        policy = recipe.fallback.policy()
+        policy = recipe.fallback
         self.controller: FallbackController | WholeRunFallback | None = None
         if self._fp8 and policy.enabled:
             self.controller = FallbackController(policy, self._fp8)
@@ -86,7 +85,7 @@ class Prepared:
         verdict = self.controller.observe(self.last.facts())
         if verdict.look_closer:
             self.closer_look = self.closer_look.extended(self.steps + 1, verdict.look_closer)
-        if verdict.code != "precision.ok" and world_rank() == 0:
+        if not verdict.ok and world_rank() == 0:
             _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
         if not isinstance(verdict.proposal, Switch):
             return None

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from harness.core.resources import find
 from harness.core.schema import Strict, validate
 from harness.core.yamlfile import read_yaml
-from harness.precision.fallback_policy import FallbackPolicy
+from harness.monitors.evidence import FallbackConfig
 
 TIERS = ("BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU")
 TierName = Literal["BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU"]
@@ -138,56 +138,6 @@ class LossScaleConfig(Strict):
         if not self.floor <= self.init <= self.cap:
             raise ValueError(f"floor <= init <= cap does not hold: {self.floor}, {self.init}, {self.cap}")
         return self
-
-
-class FallbackConfig(Strict):
-    """When a layer leaves FP8 and when it returns; see docs/runbook.md, `precision.demote`."""
-
-    enabled: bool = Field(default=True, description="switch single layers between FP8 and BF16 at run time")
-    saturation_input: Ratio = Field(
-        default=1.5, description="amax * scale / fp8_max over which an input slot counts as bad"
-    )
-    saturation_weight: Ratio = Field(default=1.25, description="the same for weights")
-    saturation_grad_output: Ratio = Field(default=8.0, description="the same for output gradients")
-    underflow: float = Field(
-        default=0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad"
-    )
-    clipped: float = Field(default=0.05, gt=0, le=1, description="share of values cut off that counts as bad")
-    sqnr_db: float = Field(default=5.0, description="signal over quantisation noise, dB, under which a slot is bad")
-    amax_growth: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="amax over that of a window before that counts as bad; null: not looked at"
-    )
-    amax_over: Ratio | None = Field(
-        default=None, description="amax that counts as bad, whatever the scale; null: not looked at, which is right"
-    )
-    hits: int = Field(default=3, ge=1, description="bad observations in the window that demote a layer")
-    window: int = Field(default=8, ge=1, description="observations in the window")
-    dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
-    cooldown_factor: float = Field(
-        default=2.0, ge=1, description="dwell grows by this at each demotion of the same layer"
-    )
-    warmup_steps: int = Field(
-        default=2, ge=1, description="first steps, in which scales are not set yet, give no evidence"
-    )
-    max_demoted_share: float = Field(
-        default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
-    )
-    over_budget: Literal["bf16", "stay"] = Field(
-        default="bf16", description="when more want to leave: the whole run goes to BF16 for good, or they stay in FP8"
-    )
-    failed_steps: Annotated[int, Field(ge=1)] | None = Field(
-        default=3, description="failed fp16 updates in a row after which the run goes to BF16 or FP32; null: never"
-    )
-
-    @model_validator(mode="after")
-    def _k_of_n(self) -> FallbackConfig:
-        if self.hits > self.window:
-            raise ValueError(f"hits ({self.hits}) is more than window ({self.window}): no layer could ever be demoted")
-        return self
-
-    def policy(self) -> FallbackPolicy:
-        """The same figures, for the controller."""
-        return FallbackPolicy(**self.model_dump())
 
 
 class Recipe(Strict):

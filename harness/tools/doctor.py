@@ -16,6 +16,12 @@ _GIB = 2**30
 _LOW_DISK_GIB = 5
 
 
+def command() -> int:
+    from rich.console import Console
+
+    return doctor(Console())
+
+
 def doctor(console: Console, facts: MachineFacts | None = None) -> int:
     """Print the report for this machine (or for `facts`).
 

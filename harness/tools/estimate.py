@@ -6,20 +6,58 @@ import json
 import sys
 from collections import Counter
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from harness.core.config import RunConfig
-from harness.estimate.calibration import Calibration
-from harness.estimate.prediction import Prediction, largest, pageable, predict
-from harness.estimate.roofline import GIB, Card
+from harness.core.errors import ConfigError, Problem
+from harness.estimate.calibration import Calibration, read_calibration, uncalibrated
+from harness.estimate.roofline import GIB, Card, find_card
 from harness.precision.recipe import Recipe
+from harness.tools.start import ConfigName, Overrides, RecipeName, read_policies
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from harness.estimate.prediction import Prediction
+
 _SHOWN_WAITS = 5
 # Over this share of the card, fragmentation of the allocator's memory may be what is too much.
 _TIGHT = 0.92
+
+
+def command(
+    overrides: Overrides = None,
+    card: Annotated[str, typer.Option(help="card to estimate for, such as H100")] = "H100",
+    recipe: RecipeName = None,
+    config: ConfigName = "quickstart",
+    ranks: Annotated[int, typer.Option(min=1, help="processes that share the global batch")] = 1,
+    calibration: Annotated[
+        Path | None, typer.Option(help="measurements of a card that `make proof` wrote [default: datasheet peaks]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> int:
+    problems: list[Problem] = []
+    asked = measured = None
+    try:
+        asked = read_policies(config, overrides, recipe)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        found = find_card(card)
+        measured = found, read_calibration(calibration, found) if calibration else uncalibrated(found)
+    except ConfigError as error:
+        problems += error.problems
+    if asked is None or measured is None:
+        raise ConfigError(problems)
+    from harness.estimate import device
+
+    device.load()  # before anything imports torch
+    from rich.console import Console
+
+    return estimate(*asked, *measured, ranks, as_json, Console())
 
 
 def estimate(
@@ -32,6 +70,8 @@ def estimate(
     console: Console,
 ) -> int:
     """Predict and print; 0 whether it fits or not. Raises as `predict` does."""
+    from harness.estimate.prediction import predict
+
     # What the model prints as it is built and run is not part of the answer.
     with redirect_stdout(sys.stderr):
         made = predict(config, recipe, card, calibration, ranks)
@@ -73,6 +113,8 @@ def _precision(made: Prediction) -> list[tuple[str, str]]:
 
 
 def _memory(made: Prediction) -> list[tuple[str, str]]:
+    from harness.estimate.prediction import largest
+
     context, card = made.calibration.rates.context_bytes, made.card.memory
     if made.trace.static + context > card:
         verdict = f"does NOT fit: {_gib(made.trace.static)} of it are weights and optimizer, whatever the batch"
@@ -119,6 +161,8 @@ def _host(made: Prediction) -> list[tuple[str, str]]:
 
 
 def _copies(made: Prediction) -> list[tuple[str, str]]:
+    from harness.estimate.prediction import pageable
+
     places = Counter(pageable(made.trace))
     return [("", f"copies from pageable memory at {where}") for where, _ in places.most_common(_SHOWN_WAITS)]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +15,14 @@ from harness.core.alerts import Entry, catalogue
 from harness.core.errors import ExitCode
 
 _ITEM = re.compile(r"(?:[-*]|\d+\.) ")
+
+
+def command(
+    subject: Annotated[
+        str | None, typer.Argument(help="a code (loss.spike), a symptom, or a run folder [default: list all]")
+    ] = None,
+) -> int:
+    return explain(subject, Console())
 
 
 def explain(subject: str | None, console: Console) -> int:

@@ -16,6 +16,7 @@ from rich.text import Text
 from harness.core.errors import ExitCode
 from harness.core.untrusted import MAX_LARGE, read_json
 from harness.tools.record import Record, bare
+from harness.tools.shell import RunFolder
 from harness.tools.summary import account
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -23,6 +24,10 @@ ASCII_BARS = "_.-=+*#@"
 SPARK = 16
 COLUMNS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
 History = dict[str, npt.NDArray[np.float32]]
+
+
+def command(run: RunFolder) -> int:
+    return inspect(run, Console())
 
 
 def inspect(run_dir: Path, console: Console) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from harness.core.atomic import atomic_file
 from harness.tools.plots import loss_plot, saturation_plot
 from harness.tools.record import Record
+from harness.tools.shell import RunFolder
 from harness.tools.summary import account
 from harness.tracking.plan_table import fold, rung_lines
 
@@ -26,6 +27,12 @@ table { border-collapse: collapse; } .wide { overflow-x: auto; }
 td, th { text-align: left; vertical-align: top; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #e5e5e5; }
 code, td { font-variant-numeric: tabular-nums; } pre { white-space: pre-wrap; } img { max-width: 100%; }
 """
+
+
+def command(run: RunFolder) -> int:
+    for path in write(run):
+        print(path)
+    return 0
 
 
 def write(run_dir: Path) -> list[Path]:

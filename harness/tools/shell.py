@@ -1,10 +1,15 @@
-"""Commands and paths as a person can type them into the shell at hand."""
+"""Commands and paths as a person types them into the shell at hand."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunFolder = Annotated[Path, typer.Argument(help="a run folder, runs/<run>")]
 
 
 def tool(name: str) -> str:

@@ -1,17 +1,23 @@
-"""What a start is asked for: which run it means, where that begins, and whether it may and can be written."""
+"""`harness train`: what a start is asked for, every problem of it found before torch is loaded."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from harness.checkpoint.lock import RunLock
-from harness.checkpoint.preflight import lacks_room
-from harness.checkpoint.store import Store
-from harness.core.config import RunConfig
-from harness.core.errors import CheckpointError, Problem
-from harness.precision.recipe import Recipe
-from harness.runs import RUNS, base_name, choose_folder, is_checkpoint_name, is_finished, read_source
+import typer
+
+from harness.core.errors import ConfigError, Problem
+from harness.stop import stop_while_starting
+
+if TYPE_CHECKING:
+    from harness.core.config import RunConfig
+    from harness.precision.recipe import Recipe
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="config overrides, key.path=value")]
+RecipeName = Annotated[str | None, typer.Option(help="precision recipe, name or path [default: the config's]")]
+ConfigName = Annotated[str, typer.Option(help="run config, name or path")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,65 +33,48 @@ class Request:
     launcher: str
 
 
-def find_source(resume: str, name: str | None) -> Path | None:
-    """The checkpoint that --resume names; None for auto and never. Raises CheckpointError if it cannot be one.
+def command(
+    overrides: Overrides = None,
+    recipe: RecipeName = None,
+    config: ConfigName = "quickstart",
+    name: Annotated[str | None, typer.Option(help="run name [default: <config>-<recipe>]")] = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint to start from")] = "auto",
+    strict: Annotated[bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")] = False,
+    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+) -> int:
+    """Train on this rank; its exit code."""
+    stop_while_starting()
+    resolved, policy = read_policies(config, overrides, recipe)
+    from harness.tools.train import train
 
-    A run that has begun from it goes on, whether it is still there or not.
+    launcher = _launcher(local_rank is not None)
+    return train(Request(resolved, policy, config, name, resume, strict, launcher))
+
+
+def read_policies(config: str, overrides: list[str] | None, recipe: str | None) -> tuple[RunConfig, Recipe]:
+    """The resolved config, and the recipe given or the one that it names. Raises ConfigError with every problem of
+    both.
     """
-    if resume in ("auto", "never"):
-        return None
-    path = Path(resume)
+    from harness.core.config import load_config
+    from harness.precision.recipe import load_recipe
+
+    problems: list[Problem] = []
+    resolved = policy = None
     try:
-        there = (path / "manifest.json").is_file() or (name is not None and read_source(RUNS / name) == path.resolve())
-    except OSError:  # such as a name that is too long
-        there = False
-    if not there or not is_checkpoint_name(path):
-        fix = "give auto, never, or a folder runs/<run>/checkpoints/step-<number>"
-        raise CheckpointError(Problem("is no checkpoint", f"--resume {resume}", fix=fix))
-    return path
-
-
-def find_folder(request: Request, source: Path | None) -> Path:
-    """The run folder that the command means: with --resume PATH a new one, or the one that has begun from there.
-
-    Raises ConfigError as `choose_folder` does.
-    """
-    config_name, recipe, steps = request.config_name, request.config.recipe, request.config.train.steps
-    if source is None:
-        return choose_folder(config_name, recipe, request.name, request.resume, steps)
-    if request.name is not None:
-        begun = [RUNS / request.name]
-    else:
-        base = base_name(config_name, recipe)
-        numbered = (folder for folder in RUNS.glob("*") if folder.name.removeprefix(f"{base}-").isdecimal())
-        begun = [folder for folder in (RUNS / base, *sorted(numbered)) if not is_finished(folder, steps)]
-    for folder in begun:
-        if read_source(folder) == source.resolve() and (folder / "config.yaml").exists():
-            return folder
-    return choose_folder(config_name, recipe, request.name, "never", steps)
-
-
-class Locked:
-    """The run's lock on rank 0, nothing on the others."""
-
-    def __init__(self, folder: Path, lead: bool) -> None:
-        self._lock = RunLock(folder) if lead else None
-
-    def __enter__(self) -> None:
-        if self._lock:
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock:
-            self._lock.release()
-
-
-def room(folder: Path, bytes_each: int) -> list[Problem]:
-    """Why the checkpoints of the run in `folder` will not fit, or cannot be written; empty if nothing is wrong."""
-    checkpoints = folder / "checkpoints"
+        resolved = load_config(config, overrides or [], recipe)
+    except ConfigError as error:
+        problems += error.problems
     try:
-        there = Store(checkpoints, readonly=True).steps()
-    except OSError as error:
-        fix = "move it away, or give the run another --name"
-        return [Problem("the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix)]
-    return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
+        name = recipe or (resolved.recipe if resolved else None)
+        policy = load_recipe(name) if name else None
+    except ConfigError as error:
+        problems += error.problems
+    if resolved is None or policy is None:
+        raise ConfigError(problems)
+    return resolved, policy
+
+
+def _launcher(has_local_rank: bool) -> str:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return "deepspeed" if has_local_rank or "CROSS_RANK" in os.environ else "python"

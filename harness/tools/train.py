@@ -23,6 +23,8 @@ from harness.build import (
     read_incidents,
 )
 from harness.checkpoint.incidents import load_incidents
+from harness.checkpoint.lock import RunLock
+from harness.checkpoint.preflight import lacks_room
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ExitCode, HarnessError, MachineError, Problem
@@ -32,9 +34,13 @@ from harness.optim.optimizers import MOMENTS
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.runs import (
+    RUNS,
+    base_name,
     check_resumable,
+    choose_folder,
     forget_outcome,
     forget_run,
+    is_checkpoint_name,
     is_finished,
     read_outcome,
     read_plan,
@@ -46,7 +52,7 @@ from harness.runs import (
     write_source,
 )
 from harness.tools.effective import describe, effective_layers
-from harness.tools.start import Locked, Request, find_folder, find_source, room
+from harness.tools.start import Request
 from harness.tracking import shipper
 from harness.tracking.console import Console, plan_table
 from harness.tracking.journal import Journal
@@ -56,11 +62,11 @@ from harness.tracking.position import JOURNAL
 def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
     config = request.config
-    source = find_source(request.resume, request.name)
+    source = _find_source(request.resume, request.name)
     place = find_place(config, request.launcher)
     lead = place.ranks.rank == 0
-    folder = Path(place.ranks.broadcast(str(find_folder(request, source)) if lead else None))
-    with Locked(folder, lead):
+    folder = Path(place.ranks.broadcast(str(_find_folder(request, source)) if lead else None))
+    with _Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
         if resuming:
             check_resumable(folder, config, request.recipe.sha256())
@@ -81,7 +87,7 @@ def train(request: Request) -> int:
                 )
             )
         size = state_bytes(model, MOMENTS[config.train.optimizer])
-        if problems := place.ranks.broadcast([asdict(each) for each in room(folder, size)] if lead else None):
+        if problems := place.ranks.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
         if lead and not resuming:
             forget_run(folder)  # an earlier start may have been killed before it was a run
@@ -124,6 +130,70 @@ def train(request: Request) -> int:
         if lead:
             _farewell(folder, ship, config, console, journal.dropped)
         return int(outcome.exit_code)
+
+
+def _find_source(resume: str, name: str | None) -> Path | None:
+    """The checkpoint that --resume names; None for auto and never. Raises CheckpointError if it cannot be one.
+
+    A run that has begun from it goes on, whether it is still there or not.
+    """
+    if resume in ("auto", "never"):
+        return None
+    path = Path(resume)
+    try:
+        there = (path / "manifest.json").is_file() or (name is not None and read_source(RUNS / name) == path.resolve())
+    except OSError:  # such as a name that is too long
+        there = False
+    if not there or not is_checkpoint_name(path):
+        fix = "give auto, never, or a folder runs/<run>/checkpoints/step-<number>"
+        raise CheckpointError(Problem("is no checkpoint", f"--resume {resume}", fix=fix))
+    return path
+
+
+def _find_folder(request: Request, source: Path | None) -> Path:
+    """The run folder that the command means: with --resume PATH a new one, or the one that has begun from there.
+
+    Raises ConfigError as `choose_folder` does.
+    """
+    config_name, recipe, steps = request.config_name, request.config.recipe, request.config.train.steps
+    if source is None:
+        return choose_folder(config_name, recipe, request.name, request.resume, steps)
+    if request.name is not None:
+        begun = [RUNS / request.name]
+    else:
+        base = base_name(config_name, recipe)
+        numbered = (folder for folder in RUNS.glob("*") if folder.name.removeprefix(f"{base}-").isdecimal())
+        begun = [folder for folder in (RUNS / base, *sorted(numbered)) if not is_finished(folder, steps)]
+    for folder in begun:
+        if read_source(folder) == source.resolve() and (folder / "config.yaml").exists():
+            return folder
+    return choose_folder(config_name, recipe, request.name, "never", steps)
+
+
+class _Locked:
+    """The run's lock on rank 0, nothing on the others."""
+
+    def __init__(self, folder: Path, lead: bool) -> None:
+        self._lock = RunLock(folder) if lead else None
+
+    def __enter__(self) -> None:
+        if self._lock:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock:
+            self._lock.release()
+
+
+def _room(folder: Path, bytes_each: int) -> list[Problem]:
+    """Why the checkpoints of the run in `folder` will not fit, or cannot be written; empty if nothing is wrong."""
+    checkpoints = folder / "checkpoints"
+    try:
+        there = Store(checkpoints, readonly=True).steps()
+    except OSError as error:
+        fix = "move it away, or give the run another --name"
+        return [Problem("the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix)]
+    return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
 
 
 def _restore(run: Run, source: Path | None, start: int | None, journal: Journal) -> None:

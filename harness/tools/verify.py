@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from harness.checkpoint.marks import read_marks
-from harness.checkpoint.policy import best
-from harness.checkpoint.store import Store
 from harness.core.errors import ExitCode
+from harness.tools.shell import RunFolder
 from harness.tracking.folder import require_run
 
 
-def verify(run: Path) -> int:
+def command(run: RunFolder) -> int:
     """Print what each checkpoint is worth; the exit code is 1 if one is damaged or there is none.
 
     Nothing is changed: the next start of the run moves damaged ones aside. Raises ConfigError if `run` is no run.
     """
-    store = Store(require_run(run) / "checkpoints", readonly=True)
+    folder = require_run(run)
+    from harness.checkpoint.marks import read_marks
+    from harness.checkpoint.policy import best
+    from harness.checkpoint.store import Store
+
+    store = Store(folder / "checkpoints", readonly=True)
     steps, good = store.steps(), set(read_marks(store.root))
     lowest = {metric: best(store, metric) for metric in ("val_loss", "train_loss")}
     damaged = 0

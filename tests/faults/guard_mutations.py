@@ -71,11 +71,19 @@ GUARD = (
     ),
     Mutation(
         13,
+        "skipped updates have a budget",
+        "harness/monitors/gradients.py",
+        "            skip=True,\n",
+        "",
+        "tests/unit/monitors/test_registry.py -k is_a_skip",
+    ),
+    Mutation(
+        13,
         "rollbacks have a budget",
-        "harness/responder.py",
+        "harness/monitors/responder.py",
         "if self.incidents.rollbacks >= self.guard.max_rollbacks:",
         "if self.incidents.rollbacks >= 10**9:",
-        "tests/unit/test_responder.py",
+        "tests/unit/monitors/test_responder.py",
     ),
     Mutation(
         14,
@@ -104,7 +112,7 @@ GUARD = (
     Mutation(
         16,
         "the fallback demotes",
-        "harness/precision/fallback.py",
+        "harness/monitors/fallback.py",
         "demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]",
         "demote, stuck = [], []",
         "tests/faults/test_fp8_storms.py::test_a_layer_in_a_storm_leaves_fp8_within_two_windows[down]",

@@ -32,8 +32,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a signal while the run starts ends it with 75",
-        "harness/cli.py",
-        "        stop_while_starting()\n",
+        "harness/tools/start.py",
+        "    stop_while_starting()\n",
         "",
         "tests/faults/test_signals.py -k imports",
     ),

@@ -24,8 +24,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "detector windows are restored",
-        "harness/run.py",
-        "monitor.load_state_dict(meta[type(monitor).__name__])",
+        "harness/monitors/registry.py",
+        "monitor.load_state_dict(windows[monitor.key])",
         "pass",
         "tests/faults/test_resume_sweep.py -k killed_fp8",
     ),
@@ -120,7 +120,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         12,
         "skipped steps are no evidence",
-        "harness/precision/fallback.py",
+        "harness/monitors/fallback.py",
         "if not facts.applied or facts.applied_steps <= self.policy.warmup_steps:",
         "if facts.applied_steps <= self.policy.warmup_steps:",
         "tests/faults/test_detector_windows.py",
@@ -128,7 +128,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         12,
         "skipped steps are not clipped ones",
-        "harness/monitors/clipping.py",
+        "harness/monitors/gradients.py",
         "if not facts.applied or facts.applied_steps <= self.warmup_steps:",
         "if facts.applied_steps <= self.warmup_steps:",
         "tests/faults/test_detector_windows.py",
@@ -136,7 +136,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         12,
         "an infinite norm is no growth",
-        "harness/monitors/parameters.py",
+        "harness/monitors/gradients.py",
         "self._infinite = math.isinf(norm)",
         "self._infinite = math.isinf(norm); self._growing |= self._infinite",
         "tests/faults/test_detector_windows.py -k every_verdict",
@@ -152,10 +152,18 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "no loss scale, no collapse",
-        "harness/build_monitors.py",
-        "isinstance(backend, AutocastBackend) and backend.scales_loss",
+        "harness/monitors/scaler.py",
+        "context.scales_loss",
         "True",
         "tests/faults/test_resume_elsewhere.py -k fp16_scaler-bf16",
+    ),
+    Mutation(
+        25,
+        "the window of an unknown monitor is refused",
+        "harness/monitors/registry.py",
+        "        if unknown:\n",
+        "        if False:\n",
+        "tests/unit/monitors/test_registry.py -k unknown",
     ),
     Mutation(
         25,

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from harness.build_monitors import build_monitors
 from harness.capability.probe import probe
 from harness.core.config import DataConfig, load_config
 from harness.core.facts import ROLES, SlotStats, StepFacts
@@ -25,11 +24,12 @@ from harness.core.protocols import Monitor
 from harness.data.batches import TokenBatches
 from harness.data.tokens import prepare
 from harness.models.gpt import build
+from harness.monitors.base import MonitorContext
+from harness.monitors.fallback import FallbackController
+from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.precision.engine import build_backend, build_loss_scale
-from harness.precision.fallback import FallbackController
-from harness.precision.plan import make_plan, resolve
+from harness.precision.plan import make_plan, pad_numbers, resolve
 from harness.precision.recipe import load_recipe
-from harness.run import MonitorsPart
 
 STEPS = 300
 TRIALS = int(os.environ.get("FAULTS_WINDOWS", "100"))
@@ -51,8 +51,20 @@ def build_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     assert rung is not None
     model = build(**config.model.args)
     plan = make_plan(recipe, facts, rung, verdicts, model)
-    backend = build_backend(plan, recipe, model, cpu, build_loss_scale(plan, recipe, cpu))
-    return lambda: build_monitors(config, recipe, backend, data, model.vocab_size, lambda: "bf16")
+    loss_scale = build_loss_scale(plan, recipe, cpu)
+    backend = build_backend(plan, recipe, model, cpu, loss_scale)
+    context = MonitorContext(
+        config,
+        recipe.fallback,
+        data,
+        model.vocab_size,
+        layers=tuple(pad_numbers(layer) for layer in backend.layers),
+        amax_history=recipe.fp8.amax_history_len,
+        margin=recipe.fp8.margin,
+        scales_loss=loss_scale is not None,
+        refuge=lambda: "bf16",
+    )
+    return lambda: build_monitors(context)
 
 
 def eventful(names: tuple[str, ...], scale: float) -> list[StepFacts]:

@@ -18,7 +18,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 class AutocastBackend:
     """A rung without FP8: everything about slots is empty.
 
-    loss_scale: the fp16 rung's, which is retired when the run falls to another precision. scales_loss: it has one.
+    loss_scale: the fp16 rung's, which is retired when the run falls to another precision.
     """
 
     layers: tuple[str, ...] = ()
@@ -29,7 +29,6 @@ class AutocastBackend:
         self.dtype, self.device, self._loss_scale = DTYPES[precision], device, loss_scale
         self._planned = precision
         self.lowered = ""
-        self.scales_loss = loss_scale is not None
         self.note = "torch.autocast" if self.dtype else "no autocast"
         self._nothing = torch.zeros(0, device=device)
 

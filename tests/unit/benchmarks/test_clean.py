@@ -10,9 +10,9 @@ import pytest
 from trace_support import CADENCE, LAYERS, SLOTS, clean_trace, with_values
 
 from benchmarks.clean import first_finding, margins, storms, study, sustained, synthetic
-from harness.precision.fallback_policy import FallbackPolicy
+from harness.monitors.evidence import FallbackConfig
 
-POLICY = FallbackPolicy()
+POLICY = FallbackConfig()
 DOWN_INPUT = "blocks.01.mlp.down.input"
 
 
@@ -56,7 +56,7 @@ def test_runs_take_turns_among_the_recorded_ones() -> None:
 
 def test_every_injected_storm_is_noticed_and_a_deaf_controller_notices_none() -> None:
     assert storms([clean_trace()], POLICY, runs=30, seed=0).found == 30
-    assert storms([clean_trace()], FallbackPolicy(enabled=False), runs=5, seed=0).found == 0
+    assert storms([clean_trace()], FallbackConfig(enabled=False), runs=5, seed=0).found == 0
 
 
 def test_a_finding_outside_the_storm_is_none_of_it() -> None:
@@ -94,7 +94,7 @@ def test_a_limit_just_beyond_sustained_keeps_the_layer_and_one_just_under_it_doe
     trace.values[2] = rng.uniform(0.2, 1.2, trace.values[2].shape)
     row = next(row for row in margins([trace], POLICY) if (row.statistic, row.role) == ("saturation", "input"))
     for factor, finds in ((1.0001, False), (0.9999, True)):
-        policy = FallbackPolicy(saturation_input=row.sustained * factor)
+        policy = FallbackConfig(saturation_input=row.sustained * factor)
         assert (first_finding(policy, LAYERS, trace.facts()) is not None) == finds
 
 

@@ -75,7 +75,7 @@ def test_good_data_is_never_read_again(make_facts: MakeFacts) -> None:
 @pytest.mark.parametrize("value", [8, -2])
 def test_a_label_out_of_range_halts_and_names_the_sample(make_facts: MakeFacts, value: int) -> None:
     verdict = DataMonitor(Source(set_label(53, value)), 8, "auto").observe(bad(make_facts, BAD_LABEL))
-    assert (verdict.code, verdict.healthy) == ("data.label", False)
+    assert (verdict.code, verdict.healthy, verdict.skip) == ("data.label", False, True)
     assert f"sample 53: label {value} at position 2, not in [0, 8)" in verdict.text
     assert verdict.evidence["samples"] == [53]
     assert isinstance(verdict.proposal, Halt)
@@ -85,7 +85,12 @@ def test_a_label_out_of_range_halts_and_names_the_sample(make_facts: MakeFacts, 
 
 def test_an_input_that_is_not_finite_is_skipped_and_named(make_facts: MakeFacts) -> None:
     verdict = DataMonitor(Source(set_input(50, math.inf)), 8, "auto").observe(bad(make_facts, NON_FINITE_INPUT))
-    assert (verdict.code, verdict.healthy, verdict.proposal) == ("data.nonfinite", False, Continue())
+    assert (verdict.code, verdict.healthy, verdict.proposal, verdict.skip) == (
+        "data.nonfinite",
+        False,
+        Continue(),
+        True,
+    )
     assert "window 5 of made up: sample 50: input inf at position 1" in verdict.text
     assert verdict.evidence == {
         "window": 5, "samples": [50], "found": ["sample 50: input inf at position 1"], "count": 1,
@@ -94,7 +99,7 @@ def test_an_input_that_is_not_finite_is_skipped_and_named(make_facts: MakeFacts)
 
 def test_a_micro_batch_without_labels_is_skipped_and_its_samples_named(make_facts: MakeFacts) -> None:
     verdict = DataMonitor(Source(no_labels), 8, "auto").observe(bad(make_facts, NO_LABEL))
-    assert (verdict.code, verdict.proposal) == ("data.empty", Continue())
+    assert (verdict.code, verdict.proposal, verdict.skip) == ("data.empty", Continue(), True)
     assert "samples 52, 53: no target has a label" in verdict.text
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.core.facts import Continue, StepFacts, Verdict
-from harness.monitors.plateau import PlateauMonitor
+from harness.monitors.loss import PlateauMonitor
 
 MakeFacts = Callable[..., StepFacts]
 

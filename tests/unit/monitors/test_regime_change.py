@@ -12,8 +12,8 @@ from harness.core.facts import Action, Continue, Halt, Limits, Rollback, StepFac
 from harness.core.state import Incidents
 from harness.monitors.gradients import GradientMonitor
 from harness.monitors.loss import LossMonitor
+from harness.monitors.responder import Responder
 from harness.monitors.robust import AHEAD
-from harness.responder import Responder
 
 MakeFacts = Callable[..., StepFacts]
 CHANGE = 60
@@ -37,7 +37,7 @@ def actions(make_facts: MakeFacts, loss: float, norm: float) -> Iterator[tuple[i
         facts = make_facts(step, loss=values[0], grad_norm=values[1], limits=limits.get(step, Limits()))
         facts = replace(facts, applied=not facts.over_limits)
         verdicts = [monitor.observe(facts) for monitor in monitors]
-        limits[step + AHEAD] = verdicts[0].limits.and_also(verdicts[1].limits)
+        limits[step + AHEAD] = verdicts[0].limits.stricter(verdicts[1].limits)
         action = responder.decide(verdicts)
         yield step, facts.applied, action
         if isinstance(action, Halt):

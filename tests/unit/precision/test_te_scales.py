@@ -18,9 +18,9 @@ from torch import Tensor
 
 from harness.core.errors import MachineError
 from harness.core.facts import SlotStats, StepFacts, Switch
+from harness.monitors.evidence import FallbackConfig
+from harness.monitors.fallback import FallbackController
 from harness.precision.backends.te_scales import DelayedScales, TensorScales
-from harness.precision.fallback import FallbackController
-from harness.precision.fallback_policy import FallbackPolicy
 from harness.precision.recipe import Fp8Config
 
 LENGTH, LAYERS = 4, 3
@@ -236,7 +236,7 @@ def test_the_last_amaxes_are_the_state() -> None:
 def test_under_block_scaling_the_fallback_demotes_for_an_infinite_amax_and_promotes_again() -> None:
     """NaN for the scale says nothing; NaN for the saturation would keep a layer out of FP8 for good."""
     names = ("a.input", "a.weight", "a.grad_output", "b.input", "b.weight", "b.grad_output")
-    policy = FallbackPolicy(**{"hits": 1, "window": 2, "dwell_steps": 2, "warmup_steps": 1, "max_demoted_share": 1.0})
+    policy = FallbackConfig(**{"hits": 1, "window": 2, "dwell_steps": 2, "warmup_steps": 1, "max_demoted_share": 1.0})
     controller = FallbackController(policy, ["a", "b"])
     amax = torch.ones(6)
     scales = TensorScales(FP8_MAX[:6], amax, blocks=True)

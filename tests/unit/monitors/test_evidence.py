@@ -11,16 +11,16 @@ import pytest
 from fallback_support import LAYERS, NAMES, drive, make_facts
 
 from harness.core.facts import CloserLook, StepFacts, Switch
-from harness.precision.fallback import FallbackController
-from harness.precision.fallback_policy import FallbackPolicy
+from harness.monitors.evidence import FallbackConfig
+from harness.monitors.fallback import FallbackController
 
 Value = float | Callable[[int], float]
 SLOT = f"{LAYERS[2]}.grad_output"
-LITERAL = FallbackPolicy(amax_over=440.0)
-TREND = FallbackPolicy(amax_growth=4.0)
+LITERAL = FallbackConfig(amax_over=440.0)
+TREND = FallbackConfig(amax_growth=4.0)
 
 
-def demoted_by(policy: FallbackPolicy, values: Mapping[str, Value], steps: int = 12) -> tuple[str, ...]:
+def demoted_by(policy: FallbackConfig, values: Mapping[str, Value], steps: int = 12) -> tuple[str, ...]:
     """Which statistics of SLOT are named when it has these values at every step; empty if it stays in FP8."""
     controller = FallbackController(policy, LAYERS)
     for step in range(steps):
@@ -39,40 +39,40 @@ def demoted_by(policy: FallbackPolicy, values: Mapping[str, Value], steps: int =
 @pytest.mark.parametrize(
     ("policy", "bad", "fine"),
     [
-        (FallbackPolicy(), {"saturation": 8.1}, {"saturation": 7.9}),
-        (FallbackPolicy(), {"clipped": 0.051}, {"clipped": 0.049}),
-        (FallbackPolicy(), {"underflow": 0.26}, {"underflow": 0.24}),
-        (FallbackPolicy(), {"sqnr_db": 4.9}, {"sqnr_db": 5.1}),
-        (FallbackPolicy(), {"sqnr_db": 0.0}, {"sqnr_db": 31.0}),
-        (FallbackPolicy(), {"sqnr_db": -20.0}, {"sqnr_db": math.nan}),
+        (FallbackConfig(), {"saturation": 8.1}, {"saturation": 7.9}),
+        (FallbackConfig(), {"clipped": 0.051}, {"clipped": 0.049}),
+        (FallbackConfig(), {"underflow": 0.26}, {"underflow": 0.24}),
+        (FallbackConfig(), {"sqnr_db": 4.9}, {"sqnr_db": 5.1}),
+        (FallbackConfig(), {"sqnr_db": 0.0}, {"sqnr_db": 31.0}),
+        (FallbackConfig(), {"sqnr_db": -20.0}, {"sqnr_db": math.nan}),
     ],
 )
 def test_a_value_beyond_its_limit_demotes_and_one_within_does_not(
-    policy: FallbackPolicy, bad: dict[str, float], fine: dict[str, float]
+    policy: FallbackConfig, bad: dict[str, float], fine: dict[str, float]
 ) -> None:
     assert demoted_by(policy, bad) == tuple(bad)
     assert demoted_by(policy, fine) == ()
 
 
 def test_an_infinite_amax_is_named_as_such() -> None:
-    assert demoted_by(FallbackPolicy(), {"amax": math.inf}) == ("nonfinite",)
+    assert demoted_by(FallbackConfig(), {"amax": math.inf}) == ("nonfinite",)
 
 
 def test_the_literal_amax_is_looked_at_only_when_asked_for() -> None:
     assert demoted_by(LITERAL, {"amax": 441.0}) == ("amax_over",)
     assert demoted_by(LITERAL, {"amax": 439.0}) == ()
-    assert demoted_by(FallbackPolicy(), {"amax": 1e6}) == ()
+    assert demoted_by(FallbackConfig(), {"amax": 1e6}) == ()
 
 
 def test_the_trend_compares_with_a_window_before() -> None:
     # 1.3 ** 8 = 8.2, 1.15 ** 8 = 3.1: over and under a factor of 4 in a window of 8
     assert demoted_by(TREND, {"amax": lambda step: 1.3**step}, steps=40) == ("amax_growth",)
     assert demoted_by(TREND, {"amax": lambda step: 1.15**step}, steps=40) == ()
-    assert demoted_by(FallbackPolicy(), {"amax": lambda step: 1.3**step}, steps=40) == ()
+    assert demoted_by(FallbackConfig(), {"amax": lambda step: 1.3**step}, steps=40) == ()
 
 
 def test_the_trend_is_in_the_evidence_whatever_demoted() -> None:
-    controller = FallbackController(FallbackPolicy(), LAYERS)
+    controller = FallbackController(FallbackConfig(), LAYERS)
     verdicts = [
         controller.observe(make_facts(step, {SLOT: 9.0 if step > 9 else 0.9}, amax={SLOT: 2.0**step}))
         for step in range(13)
@@ -82,7 +82,7 @@ def test_the_trend_is_in_the_evidence_whatever_demoted() -> None:
 
 
 def test_the_one_furthest_beyond_its_limit_leaves_first_whatever_the_statistic() -> None:
-    policy = FallbackPolicy(max_demoted_share=0.17, over_budget="stay")  # one layer of six
+    policy = FallbackConfig(max_demoted_share=0.17, over_budget="stay")  # one layer of six
     controller = FallbackController(policy, LAYERS)
     # 20 dB under the limit is a factor of 10 in amplitude; 8.0 * 9 is one of 9; 0.05 * 8 one of 8.
     values = {
@@ -96,7 +96,7 @@ def test_the_one_furthest_beyond_its_limit_leaves_first_whatever_the_statistic()
 
 
 def test_the_whole_run_falls_once_layers_were_stuck_in_fp8_for_a_window() -> None:
-    policy = FallbackPolicy(max_demoted_share=0.5)
+    policy = FallbackConfig(max_demoted_share=0.5)
     worst = {f"{layer}.input": 10.0 for layer in LAYERS[:5]}
 
     def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
@@ -113,13 +113,13 @@ def test_a_burst_that_passes_does_not_cost_the_whole_run_its_precision() -> None
         burst = dict.fromkeys(NAMES, 100.0) if 20 <= step < 23 else None
         return make_facts(step, burst, demoted=demoted)
 
-    switches = drive(FallbackController(FallbackPolicy(), LAYERS), trace, range(60))
+    switches = drive(FallbackController(FallbackConfig(), LAYERS), trace, range(60))
     assert len(switches) == 1, "the burst itself must be seen"
     assert not switches[0][1].lower
 
 
 def test_nothing_is_proposed_after_the_whole_run_fell() -> None:
-    controller = FallbackController(FallbackPolicy(), LAYERS)
+    controller = FallbackController(FallbackConfig(), LAYERS)
     loud = dict.fromkeys(NAMES, 100.0)
     for step in range(40):
         facts = replace(make_facts(step, loud, demoted=LAYERS), lowered="bf16")
@@ -127,7 +127,7 @@ def test_nothing_is_proposed_after_the_whole_run_fell() -> None:
 
 
 def test_a_bad_sample_is_followed_by_samples_at_every_step() -> None:
-    controller = FallbackController(FallbackPolicy(), LAYERS)
+    controller = FallbackController(FallbackConfig(), LAYERS)
     look = CloserLook()
     sampled: list[int] = []
     for step in range(1, 40):
@@ -144,7 +144,7 @@ def test_a_bad_sample_is_followed_by_samples_at_every_step() -> None:
 
 
 def test_one_bad_sample_does_not_keep_the_measuring_up() -> None:
-    controller = FallbackController(FallbackPolicy(), LAYERS)
+    controller = FallbackController(FallbackConfig(), LAYERS)
     asked = [
         controller.observe(make_facts(step, underflow={SLOT: 0.9 if step == 5 else 0.001})).look_closer
         for step in range(20)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from harness.core.errors import MisuseError
 from harness.core.facts import ROLES, SlotStats, StepFacts, Switch, Verdict
-from harness.precision.fallback import FallbackController
-from harness.precision.fallback_policy import FallbackPolicy
+from harness.monitors.evidence import FallbackConfig
+from harness.monitors.fallback import FallbackController
 
 LIMIT = {"input": 1.5, "weight": 1.25, "grad_output": 8.0}
 # The measured table of a clean run: largest ratio by role, largest underflow.
@@ -38,7 +38,7 @@ def test_a_healthy_run_never_switches(seed: int) -> None:
             step, dict(zip(NAMES, ratios, strict=True)), dict(zip(NAMES, flushed, strict=True)), demoted=demoted
         )
 
-    assert drive(FallbackController(FallbackPolicy(), LAYERS), trace, range(150)) == []
+    assert drive(FallbackController(FallbackConfig(), LAYERS), trace, range(150)) == []
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,7 +50,7 @@ def test_a_persistently_clipped_slot_demotes_its_layer_alone(slot: str, excess: 
         return make_facts(step, {slot: LIMIT[role] * excess} if step >= start else None, demoted=demoted)
 
     # The shadow ratio stays over its limit too, so that the dwell alone brings nothing back.
-    policy = FallbackPolicy(dwell_steps=5)
+    policy = FallbackConfig(dwell_steps=5)
     switches = drive(FallbackController(policy, LAYERS), trace, range(start + 40), lag=lag)
     assert [(switch.demote, switch.promote) for _, switch in switches] == [((layer,), ())]
     assert start <= switches[0][0] <= max(start, policy.warmup_steps) + policy.window + policy.hits
@@ -60,7 +60,7 @@ def test_a_persistently_clipped_slot_demotes_its_layer_alone(slot: str, excess: 
 @given(data=st.data())
 def test_the_first_demotion_is_the_k_of_n_rule_to_the_step(data: st.DataObject) -> None:
     """Oracle: the rule written down once more with one deque a slot and statistic."""
-    policy = FallbackPolicy(hits=2, window=4, warmup_steps=1, max_demoted_share=1.0, dwell_steps=10_000)
+    policy = FallbackConfig(hits=2, window=4, warmup_steps=1, max_demoted_share=1.0, dwell_steps=10_000)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     share_bad = data.draw(st.floats(0.02, 0.3))
     expected: dict[str, int] = {}
@@ -97,7 +97,7 @@ def test_the_first_demotion_is_the_k_of_n_rule_to_the_step(data: st.DataObject) 
 @given(dwell=st.integers(5, 40), period=st.integers(1, 60), steps=st.integers(200, 600), role=st.sampled_from(ROLES))
 def test_flapping_is_bounded_by_the_back_off(dwell: int, period: int, steps: int, role: str) -> None:
     """The m-th demotion cannot come before dwell * (2^(m-1) - 1) steps, so switches grow with the logarithm."""
-    policy = FallbackPolicy(dwell_steps=dwell, hits=1, window=2)
+    policy = FallbackConfig(dwell_steps=dwell, hits=1, window=2)
     slot = f"{LAYERS[0]}.{role}"
 
     def hostile(step: int, demoted: tuple[str, ...]) -> StepFacts:
@@ -113,7 +113,7 @@ def test_flapping_is_bounded_by_the_back_off(dwell: int, period: int, steps: int
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 119))
 def test_a_state_saved_in_mid_trace_decides_the_same(seed: int, cut: int) -> None:
-    policy = FallbackPolicy(dwell_steps=6, window=4, hits=2)
+    policy = FallbackConfig(dwell_steps=6, window=4, hits=2)
     rng = np.random.default_rng(seed)
     trace: list[StepFacts] = []
     demoted: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ def test_a_state_saved_in_mid_trace_decides_the_same(seed: int, cut: int) -> Non
 
 
 def test_a_demoted_layer_returns_after_its_dwell_and_the_dwell_doubles() -> None:
-    policy = FallbackPolicy(dwell_steps=20)
+    policy = FallbackConfig(dwell_steps=20)
     slot = f"{LAYERS[2]}.input"
 
     def clipped_in_fp8(step: int, demoted: tuple[str, ...]) -> StepFacts:
@@ -161,7 +161,7 @@ def test_a_role_that_is_never_reported_does_not_keep_a_layer_away() -> None:
         one, none = np.array([[0.9 if demoted else 9.0], [np.nan]], dtype=np.float32)
         return replace(make_facts(step, demoted=demoted), slots=SlotStats((name,), one, one, one, none, none, none))
 
-    switches = drive(FallbackController(FallbackPolicy(dwell_steps=10), LAYERS), trace, range(20))
+    switches = drive(FallbackController(FallbackConfig(dwell_steps=10), LAYERS), trace, range(20))
     assert [(switch.demote, switch.promote) for _, switch in switches] == [((LAYERS[0],), ()), ((), (LAYERS[0],))]
 
 
@@ -173,7 +173,7 @@ def test_underflow_demotes_on_sampled_steps_and_keeps_a_layer_away_while_it_last
         lost = 0.5 if step < 200 else 0.001
         return make_facts(step, underflow={slot: lost} if step % 10 == 0 else None, demoted=demoted)
 
-    switches = drive(FallbackController(FallbackPolicy(dwell_steps=30), LAYERS), trace, range(400))
+    switches = drive(FallbackController(FallbackConfig(dwell_steps=30), LAYERS), trace, range(400))
     assert [(s.demote, s.promote) for _, s in switches] == [((LAYERS[1],), ()), ((), (LAYERS[1],))]
     assert switches[0][0] == 30
     # The last bad sample is of step 190; `hits` good ones have followed at step 220.
@@ -181,7 +181,7 @@ def test_underflow_demotes_on_sampled_steps_and_keeps_a_layer_away_while_it_last
 
 
 def test_evidence_names_slot_figures_and_layer() -> None:
-    controller = FallbackController(FallbackPolicy(), LAYERS)
+    controller = FallbackController(FallbackConfig(), LAYERS)
     slot = f"{LAYERS[3]}.weight"
     ratios = [9.0, 9.0, 2.0, 1.0, 3.0, math.inf]
     verdicts = [controller.observe(make_facts(step, {slot: ratio})) for step, ratio in enumerate(ratios)]
@@ -201,7 +201,7 @@ def test_evidence_names_slot_figures_and_layer() -> None:
     [pytest.param(False, None, id="a step not applied"), pytest.param(True, 2, id="warm-up, in applied steps")],
 )
 def test_no_evidence_from(applied: bool, applied_steps: int | None) -> None:
-    controller = FallbackController(FallbackPolicy(), LAYERS)
+    controller = FallbackController(FallbackConfig(), LAYERS)
     clipped = {f"{LAYERS[0]}.input": 100.0}
     silent = [make_facts(step, clipped, applied=applied, applied_steps=applied_steps) for step in range(20)]
     verdicts = [controller.observe(facts) for facts in silent]
@@ -211,7 +211,7 @@ def test_no_evidence_from(applied: bool, applied_steps: int | None) -> None:
 
 
 def test_over_budget_the_worst_leave_and_the_rest_is_told_once_a_streak() -> None:
-    policy = FallbackPolicy(max_demoted_share=0.5, over_budget="stay")
+    policy = FallbackConfig(max_demoted_share=0.5, over_budget="stay")
     worst = {f"{layer}.input": 10.0 + index for index, layer in enumerate(LAYERS[:5])}
     controller = FallbackController(policy, LAYERS)
     demoted: tuple[str, ...] = ()
@@ -236,12 +236,12 @@ def test_layers_on_their_way_out_count_against_the_budget() -> None:
         bad = {f"{name}.input": 9.0 for i, name in enumerate(LAYERS) if (early if i < 3 else late)}
         return make_facts(step, bad, demoted=demoted)
 
-    switches = drive(FallbackController(FallbackPolicy(), LAYERS), trace, range(20))
+    switches = drive(FallbackController(FallbackConfig(), LAYERS), trace, range(20))
     assert [(step, switch.demote) for step, switch in switches] == [(11, LAYERS[:3])]
 
 
 def test_a_refused_proposal_is_repeated_only_after_a_window() -> None:
-    policy = FallbackPolicy()
+    policy = FallbackConfig()
     switches = drive(FallbackController(policy, LAYERS), over(NAMES[0]), range(40), refuse=True)
     steps = [step for step, _ in switches]
     assert len(steps) > 1
@@ -249,11 +249,11 @@ def test_a_refused_proposal_is_repeated_only_after_a_window() -> None:
 
 
 def test_switched_off_it_stays_silent() -> None:
-    assert drive(FallbackController(FallbackPolicy(enabled=False), LAYERS), over(NAMES[0]), range(50)) == []
+    assert drive(FallbackController(FallbackConfig(enabled=False), LAYERS), over(NAMES[0]), range(50)) == []
 
 
 def test_unknown_slots_and_layers_are_named() -> None:
-    controller = FallbackController(FallbackPolicy(), LAYERS[:-1])
+    controller = FallbackController(FallbackConfig(), LAYERS[:-1])
     with pytest.raises(MisuseError, match=rf"slots that.*{LAYERS[-1]}\.input"):
         controller.observe(make_facts(4))
     with pytest.raises(MisuseError, match=r"demoted layers that.*nowhere"):

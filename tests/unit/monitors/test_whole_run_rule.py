@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.core.facts import BAD_LABEL, Limits, StepFacts, Switch
-from harness.precision.whole_run import WholeRunFallback
+from harness.monitors.fallback import WholeRunFallback
 
 
 def facts(step: int, applied: bool, scale: float, loss: float = 2.0, lowered: str = "") -> StepFacts:

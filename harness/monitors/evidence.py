@@ -1,25 +1,125 @@
-"""The last observations of every FP8 slot: which were bad, by how much, and which layers are clean. Torch-free."""
+"""When an FP8 slot is bad, and the last observations of every slot: which were, and by how much. Torch-free.
+
+`FallbackConfig` is a recipe's section `fallback`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, model_validator
 
 from harness.core.errors import MisuseError, Problem
 from harness.core.facts import ROLES, SlotStats
 from harness.core.protocols import Meta
-from harness.precision.fallback_policy import STATISTICS, FallbackPolicy
+from harness.core.schema import Strict
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Ratio = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """One kind of evidence. sampled: measured every `fp8.stats_every` steps only. below: bad under its limit."""
+
+    name: str
+    sampled: bool = False
+    below: bool = False
+
+
+STATISTICS = (
+    Statistic("saturation"),
+    Statistic("nonfinite"),
+    Statistic("amax_growth"),
+    Statistic("amax_over"),
+    Statistic("clipped", sampled=True),
+    Statistic("underflow", sampled=True),
+    Statistic("sqnr_db", sampled=True, below=True),
+)
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
 _SIGN = np.array([-1.0 if kind.below else 1.0 for kind in STATISTICS], dtype=np.float32)[:, None, None]
+
+
+class FallbackConfig(Strict):
+    """When a layer leaves FP8 and when it returns; see docs/runbook.md, `precision.demote`.
+
+    A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit; clipped or underflow
+    (shares of all, of non-zero values, flushed to zero) are over theirs; sqnr_db is under its limit; its amax is
+    infinite; or, unless None, its amax is over amax_over or amax_growth times what it was a window before.
+
+    hits of the last window observations demote. A stay in BF16 of dwell_steps is multiplied by cooldown_factor at each
+    further demotion of the layer. max_demoted_share always allows one layer. failed_steps: see `WholeRunFallback`.
+
+    Healthy runs of a 3M-parameter GPT reach ratios of 1.38 (input), 1.02 (weight), 4.5 (grad_output) and an underflow
+    of 0.007 (benchmarks/results/clean_cpu.json); the first steps of tiny models at high learning rates clip 1.5% of an
+    input for a dozen steps, and have gradients at 3.3 dB for one. The defaults let all of that pass.
+    """
+
+    enabled: bool = Field(default=True, description="switch single layers between FP8 and BF16 at run time")
+    saturation_input: Ratio = Field(
+        default=1.5, description="amax * scale / fp8_max over which an input slot counts as bad"
+    )
+    saturation_weight: Ratio = Field(default=1.25, description="the same for weights")
+    saturation_grad_output: Ratio = Field(default=8.0, description="the same for output gradients")
+    underflow: float = Field(
+        default=0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad"
+    )
+    clipped: float = Field(default=0.05, gt=0, le=1, description="share of values cut off that counts as bad")
+    sqnr_db: float = Field(default=5.0, description="signal over quantisation noise, dB, under which a slot is bad")
+    amax_growth: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="amax over that of a window before that counts as bad; null: not looked at"
+    )
+    amax_over: Ratio | None = Field(
+        default=None, description="amax that counts as bad, whatever the scale; null: not looked at, which is right"
+    )
+    hits: int = Field(default=3, ge=1, description="bad observations in the window that demote a layer")
+    window: int = Field(default=8, ge=1, description="observations in the window")
+    dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
+    cooldown_factor: float = Field(
+        default=2.0, ge=1, description="dwell grows by this at each demotion of the same layer"
+    )
+    warmup_steps: int = Field(
+        default=2, ge=1, description="first steps, in which scales are not set yet, give no evidence"
+    )
+    max_demoted_share: float = Field(
+        default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
+    )
+    over_budget: Literal["bf16", "stay"] = Field(
+        default="bf16", description="when more want to leave: the whole run goes to BF16 for good, or they stay in FP8"
+    )
+    failed_steps: Annotated[int, Field(ge=1)] | None = Field(
+        default=3, description="failed fp16 updates in a row after which the run goes to BF16 or FP32; null: never"
+    )
+
+    @model_validator(mode="after")
+    def _k_of_n(self) -> FallbackConfig:
+        if self.hits > self.window:
+            raise ValueError(f"hits ({self.hits}) is more than window ({self.window}): no layer could ever be demoted")
+        return self
+
+    def max_demoted(self, layers: int) -> int:
+        """How many of `layers` may be in BF16 at once."""
+        return max(1, int(self.max_demoted_share * layers))
+
+    def dwell(self, demotions: int) -> float:
+        """Steps that a layer stays in BF16 after its demotion number `demotions` (from 1)."""
+        return self.dwell_steps * self.cooldown_factor ** (demotions - 1)
+
+
+def limits_of(config: FallbackConfig) -> Floats:
+    """Limit of each statistic and role, float32 [statistics, 1, 3]; NaN, which no value is beyond, where off."""
+    given = config.model_dump()
+    given["nonfinite"] = 0.5  # observed as 0 or 1
+    rows = [[given.get(f"{kind.name}_{role}", given.get(kind.name)) for role in ROLES] for kind in STATISTICS]
+    return np.array(rows, dtype=np.float32)[:, None, :]
 
 
 class Evidence:
@@ -29,9 +129,9 @@ class Evidence:
     there is none yet.
     """
 
-    def __init__(self, policy: FallbackPolicy, layers: Sequence[str]) -> None:
+    def __init__(self, policy: FallbackConfig, layers: Sequence[str]) -> None:
         self.policy, self.layers = policy, tuple(layers)
-        self._limits = policy.limits()
+        self._limits = limits_of(policy)
         count = len(self.layers)
         self._recent: Floats = np.full((policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32)
         # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
@@ -115,7 +215,7 @@ class Evidence:
         for number, role in zip(*np.nonzero(over[:, layer]), strict=True):
             values = np.nan_to_num(self._recent[:, number, layer, role])
             found = slots.setdefault(f"{self.layers[layer]}.{ROLES[role]}", {})
-            found[STATISTICS[number].name] = [_figure(value) for value in values[values != 0]]
+            found[STATISTICS[int(number)].name] = [_figure(value) for value in values[values != 0]]
         for slot, found in slots.items():
             amaxes = self._amax[:, layer, ROLES.index(slot.rpartition(".")[2])]
             found["amax"] = [_figure(value) for value in amaxes[~np.isnan(amaxes)]]

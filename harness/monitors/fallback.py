@@ -1,6 +1,6 @@
-"""Which FP8 layers should run in BF16: a pure controller, the same decision on every rank, no torch.
+"""Which FP8 layers should run in BF16, and when a whole run should: the same decision on every rank, no torch.
 
-A slot is bad at a step when one of its statistics is beyond its limit (see `FallbackPolicy`). A layer with a slot and
+A slot is bad at a step when one of its statistics is beyond its limit (see `FallbackConfig`). A layer with a slot and
 statistic that was bad in `hits` of the last `window` observations asks to be demoted. Its tensors go on being measured,
 as if they were still quantised. It may come back once it stayed for its dwell time, which grows with every demotion of
 the same layer, and nothing was bad for a whole window. After a bad sample of what is not measured at every step it asks
@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.calibration import is_calibration
 from harness.core.errors import CheckpointError, MisuseError, Problem
-from harness.core.facts import StepFacts, Switch, Verdict
+from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
-from harness.precision.evidence import Bools, Evidence, unknown_names
-from harness.precision.fallback_policy import FallbackPolicy
+from harness.monitors.base import Kept, MonitorContext
+from harness.monitors.evidence import Bools, Evidence, FallbackConfig, unknown_names
 
 _NEVER = -1
 
 
-class FallbackController:
+class FallbackController(Kept):
     """Proposes switches from slot statistics; what really runs where it reads from `facts.demoted`.
 
     layers: the FP8 layers of the plan, in order. A proposal is not repeated while it is on its way (facts are judged
@@ -38,7 +39,10 @@ class FallbackController:
     over_budget says so, `precision.lowered` (the whole run, for good); else `precision.ok`.
     """
 
-    def __init__(self, policy: FallbackPolicy, layers: Sequence[str]) -> None:
+    key = "fallback"
+    kept = ("demoted", "fresh", "since", "demotions", "asked", "over_budget_at", "stuck_since", "lowering")
+
+    def __init__(self, policy: FallbackConfig, layers: Sequence[str]) -> None:
         self.policy = policy
         self.layers = tuple(layers)
         self._index = {layer: index for index, layer in enumerate(self.layers)}
@@ -52,6 +56,11 @@ class FallbackController:
         self._over_budget_at = _NEVER
         self._stuck_since = _NEVER
         self._lowering = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> FallbackController | None:
+        """For runs with FP8 layers."""
+        return cls(context.fallback, context.layers) if context.layers else None
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step; deterministic. Raises MisuseError if facts name a layer or slot not in `layers`."""
@@ -165,14 +174,7 @@ class FallbackController:
             "layers": list(self.layers),
             "window": self.policy.window,
             "evidence": self._evidence.state_dict(),
-            "demoted": self._demoted.tolist(),
-            "fresh": self._fresh.tolist(),
-            "since": self._since.tolist(),
-            "demotions": self._demotions.tolist(),
-            "asked": self._asked.tolist(),
-            "over_budget_at": self._over_budget_at,
-            "stuck_since": self._stuck_since,
-            "lowering": self._lowering,
+            **super().state_dict(),
         }
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
@@ -187,14 +189,7 @@ class FallbackController:
                 )
             )
         self._evidence.load_state_dict(meta["evidence"])
-        self._demoted = np.array(meta["demoted"], dtype=np.bool_)
-        self._fresh = np.array(meta["fresh"], dtype=np.bool_)
-        self._since = np.array(meta["since"], dtype=np.int64)
-        self._demotions = np.array(meta["demotions"], dtype=np.int64)
-        self._asked = np.array(meta["asked"], dtype=np.int64)
-        self._over_budget_at = int(meta["over_budget_at"])
-        self._stuck_since = int(meta["stuck_since"])
-        self._lowering = bool(meta["lowering"])
+        super().load_state_dict(meta)
 
 
 def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
@@ -202,3 +197,55 @@ def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     slot, figures = next(iter(slots.items()))
     statistic, values = next(iter(figures.items()))
     return f"{slot} {statistic} {', '.join(f'{value:g}' for value in values)}"
+
+
+class WholeRunFallback(Kept):
+    """Proposes to leave fp16 after `failed_steps` failed updates in a row.
+
+    A failed update is one that was skipped, not for its samples or a spike, although the loss scale was not just
+    finding its range (see `is_calibration`): lowering the scale does not help it, more range may. precision: where to
+    go, "bf16" or "fp32". failed_steps: None never proposes. It should be under guard.max_consecutive_skips - 1: a
+    proposal takes two steps to act, and at that many skips the guard rolls back.
+
+    Verdicts: `precision.lowered`, once (the responder never refuses it), else `precision.ok`. Both healthy: the
+    failures are for the gradient monitor to say.
+    """
+
+    key = "whole_run"
+    kept = ("failures", "last_scale", "proposed")
+
+    def __init__(self, failed_steps: int | None, precision: str) -> None:
+        self.failed_steps, self.precision = failed_steps, precision
+        self._failures = 0
+        self._last_scale: float | None = None
+        self._proposed = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> WholeRunFallback | None:
+        """For runs without FP8 layers that may leave fp16. Collective."""
+        if context.layers or context.refuge is None or not context.fallback.enabled:
+            return None
+        return cls(context.fallback.failed_steps, context.refuge())
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic."""
+        quiet = Verdict("precision.ok", facts.step)
+        if self.failed_steps is None or self._proposed or facts.lowered or facts.bad_data or facts.over_limits:
+            return quiet
+        if facts.applied:
+            self._failures, self._last_scale = 0, None
+            return quiet
+        self._failures += not is_calibration(facts.loss, facts.loss_scale, self._last_scale)
+        self._last_scale = facts.loss_scale
+        if self._failures < self.failed_steps:
+            return quiet
+        self._proposed = True
+        evidence = {"failed_steps": self._failures, "loss_scale": facts.loss_scale, "to": self.precision}
+        evidence |= {key: jsonable(getattr(facts, key)) for key in ("loss", "grad_norm")}
+        text = (
+            f"{self._failures} updates in a row failed in fp16 (loss {facts.loss:g}, gradient norm "
+            f"{facts.grad_norm:g}, loss scale {facts.loss_scale:g}): the run goes on in {self.precision}, for good"
+        )
+        return Verdict(
+            "precision.lowered", facts.step, text, proposal=Switch(reason=text, lower=self.precision), evidence=evidence
+        )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.facts import ROLES, SlotStats, StepFacts, Switch
-from harness.precision.fallback import FallbackController
+from harness.monitors.fallback import FallbackController
 
 LAYERS = tuple(f"blocks.{index:02d}.mlp.down" for index in range(6))
 NAMES = tuple(f"{layer}.{role}" for layer in LAYERS for role in ROLES)

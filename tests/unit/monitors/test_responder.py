@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from harness.core.config import GuardConfig
-from harness.core.facts import Action, Continue, Halt, Rollback, Switch, Verdict
+from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts, Switch, Verdict
 from harness.core.state import Incidents
-from harness.responder import Responder
+from harness.monitors.responder import Responder
+
+MakeFacts = Callable[..., StepFacts]
 
 
 def guard(**changed: Any) -> GuardConfig:
@@ -20,7 +23,7 @@ def verdict(proposal: Action | None = None, code: str = "test.said", healthy: bo
 
 
 def skip() -> Verdict:
-    return verdict(code="nonfinite.skip", healthy=False)
+    return Verdict("test.skip", 7, "what was skipped", healthy=False, skip=True)
 
 
 HALT, ROLLBACK, SWITCH = Halt("no way on"), Rollback("broke", (4, 5)), Switch(("a",), (), "clipped")
@@ -121,12 +124,11 @@ def test_the_whole_run_falls_once_without_costing_a_budget_and_before_any_layer(
     assert responder.decide([verdict(fall)]) == Continue()
 
 
-@pytest.mark.parametrize("code", ["nonfinite.skip", "gradient.skip", "loss.skip"])
-def test_a_skip_is_a_skip_whatever_it_was_for(code: str) -> None:
+def test_the_halt_for_too_many_skips_names_the_keys_to_raise() -> None:
     incidents = Incidents()
     responder = Responder(guard(max_skips=1), incidents)
-    assert responder.decide([verdict(code=code, healthy=False)]) == Continue()
-    action = responder.decide([verdict(code=code, healthy=False)])
+    assert responder.decide([skip()]) == Continue()
+    action = responder.decide([skip()])
     assert isinstance(action, Halt)
     assert incidents.skips == 2
     for key in ("guard.max_skips (1)", "guard.skip_growth", "guard.spike_sigma"):
@@ -144,3 +146,23 @@ def test_one_unhealthy_verdict_makes_the_step_unhealthy() -> None:
     assert Responder.healthy([])
     assert Responder.healthy([verdict(), verdict(SWITCH)])
     assert not Responder.healthy([verdict(), skip()])
+
+
+@pytest.mark.parametrize(
+    ("applied", "said", "action", "expected"),
+    [
+        (True, [None, None], Continue(), False),
+        (True, [None], SWITCH, False),
+        (False, [None, None], Continue(), True),
+        (False, [], Continue(), True),
+        (False, [None, False], Continue(), False),
+        (True, [None, True], Continue(), True),
+        (True, [None], ROLLBACK, True),
+        (False, [False], HALT, True),
+    ],
+)
+def test_a_step_is_worth_a_record_if_it_was_skipped_for_no_usual_reason_or_somebody_says_so(
+    make_facts: MakeFacts, applied: bool, said: list[bool | None], action: Action, expected: bool
+) -> None:
+    verdicts = [Verdict("test.said", 7, suspect=each) for each in said]
+    assert Responder.suspect(make_facts(7, applied=applied), verdicts, action) is expected

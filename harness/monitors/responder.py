@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from harness.core.facts import Action, Continue, Halt, Rollback, Switch, Verdict
+from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts, Switch, Verdict
 
 if TYPE_CHECKING:
     from harness.core.config import GuardConfig
     from harness.core.state import Incidents
-
-
-SKIPS = ("nonfinite.skip", "gradient.skip", "loss.skip", "data.label", "data.nonfinite", "data.empty")
-"""Verdicts on updates that were skipped and count against guard.max_skips."""
 
 
 class Responder:
@@ -37,7 +33,7 @@ class Responder:
         self.notes = []
         if not self.guard.enabled:
             return Continue()
-        skips = [verdict for verdict in verdicts if verdict.code in SKIPS]
+        skips = [verdict for verdict in verdicts if verdict.skip]
         self.incidents.skips += len(skips)
         halts = [v.proposal.reason for v in verdicts if isinstance(v.proposal, Halt)]
         if halts:
@@ -60,6 +56,15 @@ class Responder:
     def healthy(verdicts: Sequence[Verdict]) -> bool:
         """Whether the step counts towards making the last checkpoint a rollback target."""
         return all(verdict.healthy for verdict in verdicts)
+
+    @staticmethod
+    def suspect(facts: StepFacts, verdicts: Sequence[Verdict], action: Action) -> bool:
+        """Whether what is needed to run the step again should be kept: its update was skipped and no verdict takes that
+        for granted, or a verdict or the action is reason enough.
+        """
+        said = {verdict.suspect for verdict in verdicts}
+        skipped = not facts.applied and False not in said
+        return skipped or True in said or isinstance(action, Rollback | Halt)
 
     def _rollback(self, proposals: Sequence[Rollback]) -> Action:
         reason = "; ".join(proposal.reason for proposal in proposals)

@@ -1,0 +1,94 @@
+"""Every monitor there is, which of them watch a run, and their windows in its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.core.errors import CheckpointError, Problem, some
+from harness.core.protocols import Meta, Monitor, TensorDict
+from harness.monitors.base import MonitorContext
+from harness.monitors.data import DataMonitor
+from harness.monitors.fallback import FallbackController, WholeRunFallback
+from harness.monitors.fp8 import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor
+from harness.monitors.gradients import ClippingMonitor, GradientMonitor, ParameterMonitor, UnderflowMonitor
+from harness.monitors.loss import LossMonitor, PlateauMonitor
+from harness.monitors.ranks import RanksMonitor
+from harness.monitors.scaler import ScalerMonitor
+
+MONITORS = (
+    GradientMonitor,
+    UnderflowMonitor,
+    ClippingMonitor,
+    ParameterMonitor,
+    LossMonitor,
+    ScalerMonitor,
+    DataMonitor,
+    RanksMonitor,
+    PlateauMonitor,
+    Fp8Monitor,
+    Fp8StormMonitor,
+    FallbackController,
+    Fp8FrozenMonitor,
+    WholeRunFallback,
+)
+"""In the order in which they judge a step. A key never changes: it is the monitor's name in every checkpoint."""
+
+NAMED_IN_TEXT = 5
+_FORMER_KEYS = {
+    "GradientMonitor": "gradients",
+    "UnderflowMonitor": "underflow",
+    "ClippingMonitor": "clipping",
+    "ParameterMonitor": "parameters",
+    "LossMonitor": "loss",
+    "ScalerMonitor": "scaler",
+    "DataMonitor": "data",
+    "RanksMonitor": "ranks",
+    "PlateauMonitor": "plateau",
+    "Fp8Monitor": "fp8",
+    "Fp8StormMonitor": "fp8_storm",
+    "FallbackController": "fallback",
+    "Fp8FrozenMonitor": "fp8_frozen",
+    "WholeRunFallback": "whole_run",
+}
+"""Checkpoints once named monitors by their classes. A list of the past, which nothing is added to."""
+
+
+def build_monitors(context: MonitorContext) -> list[Monitor]:
+    """Every monitor that this run needs, in order; none if the guard is off. Collective."""
+    if not context.config.guard.enabled:
+        return []
+    return [built for monitor in MONITORS if (built := monitor.build(context)) is not None]
+
+
+@dataclass
+class MonitorsPart:
+    """The monitors' windows as one part of the TrainState: armed at once after a resume."""
+
+    monitors: Sequence[Monitor]
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """No tensors; meta by the monitors' keys."""
+        return {}, {monitor.key: monitor.state_dict() for monitor in self.monitors}
+
+    def load_state_dict(self, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Restore every monitor that the checkpoint knows.
+
+        Windows of a monitor that does not watch this run (it has no FP8 layers, or no loss scale) are left; one that
+        did not watch the run before starts without a past. Raises CheckpointError for a key that no monitor has.
+        """
+        windows = {_FORMER_KEYS.get(key, key): window for key, window in meta.items()}
+        unknown = sorted(windows.keys() - {monitor.key for monitor in (*MONITORS, *self.monitors)})
+        if unknown:
+            raise CheckpointError(
+                Problem(
+                    f"windows of monitors that this version does not have: {some(unknown, NAMED_IN_TEXT)}",
+                    "the checkpoint's part monitors",
+                    why="without them the run would be watched by others than before, and nobody would know",
+                    fix="resume with the version that wrote it",
+                )
+            )
+        for monitor in self.monitors:
+            if monitor.key in windows:
+                monitor.load_state_dict(windows[monitor.key])

@@ -1,0 +1,59 @@
+"""The table of commands: what `harness --help` says of them, and what a command loads before it is called."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli import COMMANDS, app
+
+LOADED = """
+import json, sys
+from harness.cli import app
+try:
+    app(sys.argv[1:], prog_name="harness")
+except SystemExit as end:
+    assert not end.code, end.code
+print(json.dumps(sorted(name for name in sys.modules if name.startswith(("harness.", "torch", "pydantic")))))
+"""
+
+
+def loaded_by(*arguments: str) -> set[str]:
+    """Modules of ours, torch and pydantic that are there when the command has ended."""
+    line = [sys.executable, "-c", LOADED, *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_help_lists_every_command_and_loads_none() -> None:
+    shown = CliRunner().invoke(app, ["--help"], prog_name="harness")
+    assert shown.exit_code == 0
+    rows = [line.split() for line in shown.stdout.partition("Commands:")[2].splitlines() if line.strip()]
+    assert [row[0] for row in rows] == list(COMMANDS)
+    for row, (_, text) in zip(rows, COMMANDS.values(), strict=True):
+        assert text.startswith(" ".join(row[1:4]).removesuffix("..."))
+    found = loaded_by("--help")
+    assert {name for name in found if name.startswith(("harness.tools", "torch", "pydantic"))} == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_what_it_does_and_what_it_takes(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"], prog_name="harness", env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith(f"Usage: harness {name}")
+    assert COMMANDS[name][1] in " ".join(shown.stdout.split())
+
+
+def test_a_command_that_is_called_loads_no_other() -> None:
+    found = {name for name in loaded_by("verify", "--help") if name.startswith("harness.tools.")}
+    assert found == {"harness.tools.shell", "harness.tools.verify"}
+
+
+def test_a_command_that_is_none_is_named() -> None:
+    shown = CliRunner().invoke(app, ["trian"], prog_name="harness")
+    assert shown.exit_code == 2
+    assert "No such command 'trian'" in shown.output
