@@ -55,7 +55,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "harness",
     "harness.cli",
-    "harness.core.alerts",
+    "harness.core.codes",
     "harness.core.config",
     "harness.core.errors",
     "harness.core.facts",

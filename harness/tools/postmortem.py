@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checkpoint.marks import read_marks
-from harness.core.alerts import catalogue
+from harness.core.codes import catalogue
 from harness.core.errors import some
 from harness.core.naming import step_name
 from harness.tools.record import Record
@@ -111,11 +111,10 @@ def told(event: Mapping[str, Any]) -> str:
 
 def cause(record: Record) -> str | None:
     """The code to read first: the worst of the last attempt with an alert, so that healed ones do not hide it."""
-    ranking = catalogue()
     for attempt in sorted({int(event.get("attempt", 1)) for event in record.events}, reverse=True):
-        worst = ranking.worst(event["code"] for event in record.events if event.get("attempt", 1) == attempt)
-        if worst:
-            return worst
+        codes = [event["code"] for event in record.events if event.get("attempt", 1) == attempt]
+        if alerts := catalogue().ranked(codes):
+            return alerts[0]
     return None
 
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from harness.checkpoint.marks import add_mark
-from harness.core.alerts import catalogue, parse, slug
+from harness.core.codes import Catalogue, catalogue, slug
 from harness.core.errors import ConfigError
 from harness.tools.explain import explain, plain
 from harness.tools.postmortem import cause, distinct, go_on, post_mortem, streaks
@@ -24,29 +24,26 @@ from harness.tools.summary import summary
 from harness.tracking.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = """
-| [`b.two`](#btwo) | no | bad |
-| `a.one` | yes | fine |
-
-## a.one, a.other
-**What**: the first thing. More of it.
-**Why**: see [`b.two`](#btwo).
+TEXT = '''
+ranking = [["b.two", "no", "bad"], ["a.one", "yes", "fine"]]
+page = {}
+[codes."a.one, a.other"]
+What = """
+the first thing. More of it."""
+Why = """
+see [`b.two`](#btwo).
 
 ```python
 # a comment, no heading
-```
-
-## b.two
-**What**: the second.
-
-## Words
-### c.three
-**What**: still a code.
-
-## Symptoms
-### Loss that, well, *falls*
-**How**: slowly.
-"""
+```"""
+[codes."b.two"]
+What = "the second."
+[events."c.three"]
+What = "still a code."
+[symptoms."Loss that, well, *falls*"]
+about = "For the page only."
+How = "slowly."
+'''
 
 
 def printed(subject: str | None, width: int = 100) -> str:
@@ -60,19 +57,19 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_sections_become_entries() -> None:
-    known = parse(TEXT)
+def test_tables_become_entries() -> None:
+    known = Catalogue.parse(TEXT)
     assert [entry.names for entry in known.entries] == [
         ("a.one", "a.other"), ("b.two",), ("c.three",), ("loss-that-well-falls",)
     ]  # fmt: skip
     first = known.find("a.other")
     assert first.line == "The first thing"
-    assert first.fields["Why"].startswith("see `b.two`.")
+    assert plain(first.fields["Why"])[0] == "See b.two."
     assert "# a comment, no heading" in first.fields["Why"]
     assert [entry.is_symptom for entry in known.entries] == [False, False, False, True]
-    assert known.ranking == ("b.two", "a.one")
-    assert known.worst(["a.one", "c.three", "b.two"]) == "b.two"
-    assert known.worst(["c.three"]) is None
+    assert tuple(known.entries[-1].fields) == ("How",)
+    assert known.ranked(["a.one", "c.three", "b.two", "a.one"]) == ["b.two", "a.one"]
+    assert known.ranked(["c.three"]) == []
     assert slug("NaN after hours") == "nan-after-hours"
 
 
@@ -113,7 +110,7 @@ def test_the_command_starts_without_torch_and_refuses_what_it_does_not_know() ->
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nonfinite.skip\n")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "harness.core.alerts" in imported
+    assert "harness.core.codes" in imported
     assert not imported & {"torch", "numpy", "mlflow"}
     assert seconds < 5, "half a second on a quiet machine"
     wrong = command("nonfinite.skp")
