@@ -67,6 +67,7 @@ TORCH_FREE = (
     "harness.responder",
     "harness.tools.explain",
     "harness.tools.inspect",
+    "harness.tracking.history",
     "harness.tracking.journal",
 )
 LINE_LIMITED = ("harness", "launch", "tests", "benchmarks", "examples")

@@ -80,10 +80,10 @@ def _explain_entry(entry: Entry, console: Console) -> None:
 def _explain_run(run_dir: Path, console: Console) -> None:
     """Every code once, in the order in which they came up; then what to do about each, the worst first."""
     from harness.tools.postmortem import HALTED, command_line, distinct, next_steps, post_mortem
-    from harness.tools.record import Record
+    from harness.tracking.history import RunHistory
 
-    record, known = Record.read(run_dir), catalogue()
-    found = distinct(record.events)
+    history, known = RunHistory.read(run_dir), catalogue()
+    found = distinct(history.events)
     console.print(
         Text("What happened, each code where it first came up", style="bold") if found else Text("No events.")
     )
@@ -96,10 +96,10 @@ def _explain_run(run_dir: Path, console: Console) -> None:
         console.print(Text(f"What to do about {code}", style="bold"))
         for line in plain(known.find(code).fields.get("What to do", "")):
             console.print(Text(line), soft_wrap=line.startswith("    "))
-    if record.outcome.get("status") == HALTED:
-        console.print(post_mortem(record), crop=False)
+    if history.outcome.get("status") == HALTED:
+        console.print(post_mortem(history), crop=False)
     else:
-        for label, command in next_steps(record):
+        for label, command in next_steps(history):
             if label != "in order":
                 console.print(command_line(label, command), crop=False)
 

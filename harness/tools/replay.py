@@ -28,10 +28,9 @@ from harness.monitors.nonfinite import Origin
 from harness.precision.recipe import Recipe, load_recipe
 from harness.runs import read_plan
 from harness.tools.replay_answer import Answer, Sample, growth, plain, unfit
-from harness.tools.replay_history import Difference, History
+from harness.tools.replay_history import Branches, Difference
 from harness.tools.replay_report import lines
 from harness.tools.replay_run import eager, rebuild
-from harness.tracking.folder import require_run
 
 REPORT = "replay.json"
 _PROGRESS_SECONDS = 5.0
@@ -46,8 +45,8 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Say = print) -> int:
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
-    folder = require_run(run_dir)
-    history = History.read(folder)
+    history = Branches(run_dir)
+    folder = history.folder
     attempt = history.attempt_of(step)
     config = history.config_of(step, load_config(str(folder / "config.yaml")))
     recipe = _recipe(folder, config)
@@ -86,7 +85,7 @@ class _Replay:
         config: RunConfig,
         recipe: Recipe,
         place: Place,
-        history: History,
+        history: Branches,
         attempt: int,
         step: int,
         scratch: Path,
