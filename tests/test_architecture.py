@@ -38,9 +38,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "evaluate": ("core", "run"),
     "loop": ("core", *(name for name in LOOP if name != "loop")),
     "build_monitors": ("core", "monitors", "precision"),
-    "build": (*CORES, *LOOP, "build_monitors"),
+    "replay": ("core", "checkpoint", "tracking", *LOOP),
+    "build": (*CORES, *LOOP, "build_monitors", "replay"),
     "estimate": (*CORES, *LOOP, "build"),
-    "tools": (*CORES, *LOOP, "build", "estimate"),
+    "tools": (*CORES, *LOOP, "build", "estimate", "replay"),
     "cli": (*CORES, *LOOP, "build", "estimate", "tools"),
     "__init__": ("core", "precision"),
 }

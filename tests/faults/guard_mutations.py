@@ -24,10 +24,10 @@ GUARD = (
     Mutation(
         10,
         "the first module that spoils its output is the one named",
-        "harness/monitors/nonfinite.py",
+        "harness/replay/origin.py",
         "if call.clean and spoiled and self._now.forward is None:",
         "if call.clean and spoiled:",
-        "tests/unit/monitors/test_nonfinite.py",
+        "tests/unit/replay/test_nonfinite.py",
     ),
     Mutation(
         11,

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness import loop
-from harness.build import Place, build_data, build_plan, build_run, open_journal, open_store
-from harness.checkpoint.flight import FlightRecorder, Surroundings
-from harness.core.config import RunConfig
-from harness.core.errors import DataError, Problem
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.protocols import Batches, CheckpointStore, Engine, Meta, Tensors
-from harness.core.state import Incidents
-from harness.monitors.nonfinite import Finding, Origin, locate, watch
-from harness.precision.recipe import Recipe
+from harness.replay.flight import Surroundings
+from harness.replay.origin import Finding, Origin, locate, watch
 from harness.run import Run
-from harness.runs import read_plan
 from harness.step import seed_step, to_host, train_step
-from harness.tracking.console import Console
 from harness.tracking.journal import Journal
 
 Batch = tuple[Tensor, Tensor]
@@ -95,7 +86,7 @@ class _PerRank(Sequence[Batch]):
             yield batch
 
 
-class _Together:
+class Together:
     """An engine of one process in which gradients come out as those of `ranks` ranks do: each rank's at full size, with
     its own loss scale and FP8 range, their mean taken before the update."""
 
@@ -118,7 +109,7 @@ class _Together:
 
 
 @dataclass
-class Rebuilt:
+class Rerun:
     """The run, its bare model and its feed. compiled: blocks of it run as compiled code. resolved: the rung."""
 
     run: Run
@@ -214,31 +205,3 @@ def eager(compiled: bool) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def rebuild(
-    folder: Path, scratch: Path, config: RunConfig, recipe: Recipe, place: Place, incidents: Incidents, world_size: int
-) -> Rebuilt:
-    """The run of `folder` at its initial state. Whatever it writes goes to `scratch`."""
-    scratch.mkdir(parents=True, exist_ok=True)
-    plan, model = build_plan(config, recipe, place, read_plan(folder))
-    if not (folder / "data" / "corpus.json").is_file():
-        fix = "restore the data folder from another copy of this run"
-        raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
-    feed = Feed(build_data(config, folder, place), config.train.micro_batch, world_size)
-    quiet = Console(config.train.steps, stream=io.StringIO())
-    journal = open_journal(scratch, place, incidents.attempt, None)
-    store = open_store(scratch, place)
-    # Nothing is saved, so no memory for copies of the state is wanted.
-    spare = {
-        "checkpoint": config.checkpoint.model_copy(update={"background": False}),
-        "guard": config.guard.model_copy(update={"snapshot_every": 0}),
-    }
-    config = config.model_copy(update=spare)
-    run = build_run(config, recipe, scratch, place, plan, model, feed, journal, incidents, store, quiet)
-    assert isinstance(run.flight, FlightRecorder)
-    surroundings, run.flight = run.flight.surroundings, None
-    feed.run = run
-    if world_size > 1:
-        run.engine = cast("Engine", _Together(run.engine, world_size))
-    return Rebuilt(run, model, feed, run.watch is not None, plan.resolved, surroundings, journal)

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checkpoint.flight import FOLDER, base_store, nearest, read_records
 from harness.checkpoint.incidents import load_incidents
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import StepFacts
 from harness.core.state import Incidents
+from harness.replay.flight import FOLDER, base_store, nearest, read_records
 from harness.tracking.history import RunHistory
 
 _COMPARED = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/loss_scale": "loss_scale"}
