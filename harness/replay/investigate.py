@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness import loop
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem
-from harness.core.facts import StepFacts
-from harness.core.protocols import Meta, Tensors
+from harness.core.facts import StepFacts, Window
 from harness.core.state import Incidents
 from harness.replay.answer import Answer, Sample, growth, unfit
 from harness.replay.branches import Branches, Difference
 from harness.replay.flight import BadStep
 from harness.replay.origin import Origin
-from harness.replay.rerun import Rerun, eager
+from harness.replay.rerun import Kept, Rerun, eager
 from harness.runs import read_plan
 
 _PROGRESS_SECONDS = 5.0
@@ -59,6 +59,7 @@ class Investigation:
         run, step, before = self.run, self.step, self.before
         if self.record is not None:
             run.run.state.limits[step] = self.record.limits_then
+        window = loop.next_window(run.run)
         kept = run.keep()
         self.say(f"step {step}: under observation")
         plainly = self._again(kept) if run.compiled else None  # compiled code is what ran
@@ -75,7 +76,7 @@ class Investigation:
         codes = list(self.record.codes) if self.record else []
         usual, scale = (before[1].gradients, before[0].loss_scale) if before else ({}, 1.0)
         bad = unfit(here) or "loss.spike" in codes
-        samples = self._samples(kept) if bad else []
+        samples = self._samples(kept, window) if bad else []
         trace = self._anomaly(kept) if anomaly else ""
         run.close()
         exact, exact_origin = self._in_float32(kept) if bad and not here.bad_data else (None, Origin())
@@ -88,7 +89,7 @@ class Investigation:
             gradients=growth(
                 origin.gradients, usual, watched.loss_scale * self.world_size, scale * self.world_size
             ),
-            samples=samples, window_size=len(run.window().samples), ranks=self.world_size,
+            samples=samples, window_size=len(window.samples), ranks=self.world_size,
             precision=_precision(run.resolved, here), anomaly=trace,
         )  # fmt: skip
 
@@ -133,20 +134,17 @@ class Investigation:
         if self.difference is None:
             self.difference = self.history.difference(facts, self.attempt)
 
-    def _again(self, kept: tuple[Tensors, Meta]) -> StepFacts:
-        facts = self.run.step_here()
+    def _again(self, kept: Kept) -> StepFacts:
+        facts = self.run.take()
         self.run.restore(kept)
         return facts
 
-    def _samples(self, kept: tuple[Tensors, Meta]) -> list[Sample]:
+    def _samples(self, kept: Kept, window: Window) -> list[Sample]:
         """Every sample of the window alone."""
-        window, feed = self.run.window(), self.run.feed
-        order, told, found = feed.order(window), time.monotonic(), list[Sample]()
+        order, told, found = self.run.samples(window), time.monotonic(), list[Sample]()
         for place, number in enumerate(order):
-            feed.only = place
-            ((inputs, _),) = feed.micro_batches(window, 0, 1)
-            facts = self.run.alone(place, kept)
-            first = number * feed.tokens_per_sample
+            inputs, facts = self.run.alone(place, kept)
+            first = number * self.run.run.data.tokens_per_sample
             micro_batch, rank = place // self.config.train.micro_batch, place * self.world_size // len(order)
             found.append(
                 Sample(number, rank, micro_batch + 1, first, _text(inputs), facts.loss, facts.grad_norm, facts.bad_data)
@@ -156,13 +154,13 @@ class Investigation:
                 self.say(f"sample {place + 1} of {len(order)}")
         return found
 
-    def _anomaly(self, kept: tuple[Tensors, Meta]) -> str:
+    def _anomaly(self, kept: Kept) -> str:
         """What autograd's own search for NaN says: the forward call behind the operation, and the operation."""
         with warnings.catch_warnings(record=True) as told, eager(self.run.compiled):
             warnings.simplefilter("always")
             try:
                 with torch.autograd.set_detect_anomaly(True):
-                    self.run.step_here()
+                    self.run.take()
             except RuntimeError as error:
                 traces = [str(each.message) for each in told if "forward call" in str(each.message)]
                 return "\n".join([*traces, str(error)])
@@ -171,7 +169,7 @@ class Investigation:
                 self.run.restore(kept)
         return "no NaN in backward"
 
-    def _in_float32(self, kept: tuple[Tensors, Meta]) -> tuple[StepFacts, Origin]:
+    def _in_float32(self, kept: Kept) -> tuple[StepFacts, Origin]:
         """The same step, from the same weights, without any low precision."""
         self.say(f"step {self.step}: in float32")
         engine = self.config.engine.model_copy(update={"compile": "none"})

@@ -7,20 +7,18 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from harness.build import Place, build_data, build_plan, build_run, find_place, open_journal, open_store
 from harness.core.atomic import write_json
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import ConfigError, DataError, Problem
-from harness.core.protocols import Engine
 from harness.core.state import Incidents
 from harness.precision.recipe import load_recipe
 from harness.replay.answer import lines, plain
 from harness.replay.branches import Branches
 from harness.replay.flight import FlightRecorder, record_folder
 from harness.replay.investigate import Investigation
-from harness.replay.rerun import Feed, Rerun, Together
+from harness.replay.rerun import Rerun
 from harness.runs import read_plan
 from harness.tracking.console import Console
 
@@ -70,7 +68,7 @@ def rebuild(
     if not (folder / "data" / "corpus.json").is_file():
         fix = "restore the data folder from another copy of this run"
         raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
-    feed = Feed(build_data(config, folder, place), config.train.micro_batch, ranks)
+    data = build_data(config, folder, place)
     quiet = Console(config.train.steps, stream=io.StringIO())
     journal = open_journal(scratch, place, incidents.attempt, None)
     # Nothing is saved, so no memory for copies of the state is wanted.
@@ -80,10 +78,7 @@ def rebuild(
     }
     config = config.model_copy(update=spare)
     store = open_store(scratch, place)
-    run = build_run(config, recipe, scratch, place, plan, model, feed, journal, incidents, store, quiet)
+    run = build_run(config, recipe, scratch, place, plan, model, data, journal, incidents, store, quiet)
     assert isinstance(run.flight, FlightRecorder)
     surroundings, run.flight = run.flight.surroundings, None
-    feed.run = run
-    if ranks > 1:
-        run.engine = cast("Engine", Together(run.engine, ranks))
-    return Rerun(run, model, feed, run.watch is not None, plan.resolved, surroundings, journal)
+    return Rerun(run, model, ranks, plan.resolved, surroundings, journal)

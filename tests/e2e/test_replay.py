@@ -192,6 +192,31 @@ def test_a_record_that_cannot_be_kept_is_an_event_and_ends_nothing(
     ]
 
 
+def test_what_is_due_before_a_step_is_done_before_every_run_of_it(
+    backward_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = load_config(str(backward_run / "config.yaml"), ["guard.rollback_lr_factor=0.5"])
+    place = find_place(config, "python")
+    once = Incidents(attempt=2, returned_to=[0])
+    again = rebuild(backward_run, tmp_path, place, config, "fp8_hybrid", once, 1)
+    plain = rebuild(backward_run, tmp_path, place, config, "fp8_hybrid", Incidents(), 1)
+    layer = again.run.precision.slot_names[0].rpartition(".")[0]
+    again.run.state.switches.append((1, [layer], [], ""))
+    kept = again.keep()
+    first = again.take()
+    again.restore(kept)
+    assert again.run.precision.demoted == (), "the switch is undone with the state"
+    second = again.take()
+    other = plain.take()
+    again.close()
+    plain.close()
+    assert first.demoted == second.demoted == (layer,)
+    assert (first.loss, first.lr) == (second.loss, second.lr)
+    assert first.lr == other.lr / 2
+    assert first.loss != other.loss, "the layer ran in bf16"
+
+
 @pytest.mark.slow
 def test_a_fault_that_no_checkpoint_holds_is_not_reproducible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, done = start(tmp_path, "moody", "train.steps=6")

@@ -30,6 +30,14 @@ GUARD = (
         "tests/unit/replay/test_nonfinite.py",
     ),
     Mutation(
+        10,
+        "a step is run again after what was due before it",
+        "harness/loop.py",
+        "    _switch_due(r)\n    # Every",
+        "    # Every",
+        "tests/e2e/test_replay.py -k what_is_due",
+    ),
+    Mutation(
         11,
         "the gate on the gradient norm",
         "harness/engines/torch_engine.py",
