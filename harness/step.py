@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,20 +73,30 @@ class StepClock:
         return self._ended - self._started
 
 
-def train_step(run: Run, window: Window) -> PendingFacts:
+class Share(NamedTuple):
+    """What one rank computes of a window: its micro-batches, with that rank's random numbers."""
+
+    rank: int
+    batches: Sequence[tuple[Tensor, Tensor]]
+
+
+def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: Limits | None = None) -> PendingFacts:
     """Train on one window; the update is applied unless, on any rank, the samples are unfit to train on, or loss or
     gradients are not finite or over the step's limits.
+
+    shares: what this process computes, one after the other, each as a rank of its own would; by default its own rank's.
+    limits: in place of those that earlier steps decided.
 
     Nothing here reads the device (DeepSpeed, and optimizers without `found_inf`, do so inside `engine.step`).
     """
     clock = StepClock(run.engine.device)
     engine, precision = run.engine, run.precision
     step = window.step + 1
-    limits = run.state.limits.get(step, NO_LIMITS)
-    seed_step(run, window, engine.rank)
+    limits = run.state.limits.get(step, NO_LIMITS) if limits is None else limits
     precision.begin_window(sample=step % run.stats_every == 0 or step in run.state.closer_look)
     demoted, lowered = precision.demoted, precision.lowered
-    loss, bad, forward = _accumulate(run, window)
+    shares = shares or [Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))]
+    loss, bad, forward = _accumulate(run, window, shares)
     mean_loss = engine.mean(loss)
     over = ~(mean_loss <= limits.loss)  # NaN is over every limit
     told = _to(engine.device, torch.tensor(_told(run, bad, forward), dtype=torch.float32))
@@ -120,27 +132,34 @@ def seed_step(run: Run, window: Window, rank: int) -> None:
     torch.manual_seed(seed % 2**63)
 
 
-def _accumulate(run: Run, window: Window) -> tuple[Tensor, int, float]:
-    """Forward and backward of this rank's micro-batches: mean loss (fp32, 0-d), bits of bad_data, forward seconds."""
+def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> tuple[Tensor, int, float]:
+    """Forward and backward of the shares' micro-batches: mean loss (fp32, 0-d), bits of bad_data, forward seconds.
+
+    Shares are of one size. Gradients become their mean, each at its full size, with its own FP8 range, before that.
+    """
     engine, precision = run.engine, run.precision
-    batches = run.data.micro_batches(window, engine.rank, engine.world_size)
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
     bad = 0
-    for number, (inputs, targets) in enumerate(batches, start=1):
-        found = check_batch(inputs, targets, run.task.vocab_size)
-        bad |= found
-        if found:
-            inputs, targets = harmless(inputs, targets)
-        inputs, targets = _to(engine.device, inputs), _to(engine.device, targets)
-        last = number == len(batches)
-        with engine.micro_batch(last):
-            with run.forward_clock.forward(), precision.context():
-                loss = run.task.loss(engine.module, inputs, targets)
-            with precision.backward_context(last):
-                engine.backward(loss / len(batches))
-        total += loss.detach().float()
-        precision.end_micro_batch(engine.max)
-    return total / len(batches), bad, run.forward_clock.step()
+    for share in shares:
+        seed_step(run, window, share.rank)
+        for number, (inputs, targets) in enumerate(share.batches, start=1):
+            found = check_batch(inputs, targets, run.task.vocab_size)
+            bad |= found
+            if found:
+                inputs, targets = harmless(inputs, targets)
+            inputs, targets = _to(engine.device, inputs), _to(engine.device, targets)
+            last = share is shares[-1] and number == len(share.batches)
+            with engine.micro_batch(last):
+                with run.forward_clock.forward(), precision.context():
+                    loss = run.task.loss(engine.module, inputs, targets)
+                with precision.backward_context(last):
+                    engine.backward(loss / len(share.batches))
+            total += loss.detach().float()
+            precision.end_micro_batch(engine.max)
+    if len(shares) > 1:
+        gradients = [param.grad for param in engine.module.parameters() if param.grad is not None]
+        torch._foreach_div_(gradients, float(len(shares)))
+    return total / sum(len(share.batches) for share in shares), bad, run.forward_clock.step()
 
 
 def _told(run: Run, bad: int, forward: float) -> list[float]:

@@ -120,7 +120,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a record of a bad step names its own folder",
-        "harness/checkpoint/flight.py",
+        "harness/replay/flight.py",
         ' or not _sound(values) or path.parent.name != step_name(values["step"]):',
         ":",
         "tests/faults/test_planted_files.py -k records_of",

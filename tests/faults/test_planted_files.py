@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hostile import make_run
 
-from harness.checkpoint.flight import FlightRecorder, Surroundings, read_records
 from harness.checkpoint.lock import RunLock
 from harness.checkpoint.store import Store
 from harness.core.atomic import write_json
@@ -20,6 +19,7 @@ from harness.core.facts import StepFacts
 from harness.core.naming import step_name
 from harness.core.state import Incidents
 from harness.models.task import build_model
+from harness.replay.flight import FlightRecorder, Surroundings, read_records
 from harness.runs import read_outcome
 from harness.tools import report
 from harness.tracking.journal import Journal

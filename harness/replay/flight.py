@@ -37,7 +37,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class BadStep:
     """One bad step. base: step of the checkpoint to start from; 0: the run's initial state, a function of its seed.
 
     window: the step's place in the data order. samples: sample numbers, in reading order. limits: [loss, norm, clip]
@@ -72,6 +72,11 @@ class Record:
         """Of the run; raised by every rollback."""
         return self.incidents.attempt
 
+    @property
+    def limits_then(self) -> Limits:
+        """The limits in force in the step."""
+        return Limits.from_json(self.limits)
+
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
@@ -96,12 +101,12 @@ class FlightRecorder:
         self._last = (0, 0)
 
     def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], incidents: Incidents) -> bool:
-        """Record the step of `facts`; True if it begins a streak of bad steps. Raises OSError.
+        """BadStep the step of `facts`; True if it begins a streak of bad steps. Raises OSError.
 
         What stands from an earlier attempt at the same step is replaced.
         """
         base = nearest(self._store.steps(), facts.step)
-        record = Record(
+        record = BadStep(
             step=facts.step, base=base, window=facts.window, samples=tuple(int(sample) for sample in samples),
             incidents=incidents,
             limits=tuple(facts.limits.as_json()), applied=facts.applied,
@@ -159,7 +164,7 @@ def base_store(run_dir: Path, step: int) -> Store:
     return Store(record_folder(run_dir, step) / _BASE, readonly=True)
 
 
-def read_records(run_dir: Path) -> list[Record]:
+def read_records(run_dir: Path) -> list[BadStep]:
     """Every record of a run that can be read, by step."""
     try:
         names = sorted(os.listdir(run_dir / FOLDER))
@@ -169,19 +174,14 @@ def read_records(run_dir: Path) -> list[Record]:
     return sorted((record for record in found if record is not None), key=lambda record: record.step)
 
 
-def limits_of(record: Record) -> Limits:
-    """The limits in force in the recorded step."""
-    return Limits.from_json(record.limits)
-
-
-def _read(path: Path) -> Record | None:
-    names = {each.name for each in fields(Record)}
+def _read(path: Path) -> BadStep | None:
+    names = {each.name for each in fields(BadStep)}
     try:
         raw: dict[str, Any] = read_json(path)
         values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
         if values.keys() != names or not _sound(values) or path.parent.name != step_name(values["step"]):
             return None
-        return Record(**{**values, "incidents": incidents_from(raw["incidents"])})
+        return BadStep(**{**values, "incidents": incidents_from(raw["incidents"])})
     except (OSError, ValueError, AttributeError, TypeError):
         return None
 

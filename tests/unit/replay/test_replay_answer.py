@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from harness.core.facts import BAD_LABEL, Limits, SlotStats, StepFacts
-from harness.monitors.nonfinite import Finding
-from harness.tools.replay_answer import Answer, Sample, growth, plain
-from harness.tools.replay_history import Difference
-from harness.tools.replay_report import lines
+from harness.replay.answer import Answer, Sample, growth, lines, plain
+from harness.replay.branches import Difference
+from harness.replay.origin import Finding
 
 WELL = StepFacts(
     step=8, window=7, loss=2.0, grad_norm=1.0, lr=1e-3, loss_scale=1.0, applied=True, applied_steps=8, tokens=4,
