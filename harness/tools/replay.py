@@ -4,49 +4,61 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from harness.build import Place, build_data, build_plan, build_run, find_place, open_journal, open_store
-from harness.core.atomic import write_json
-from harness.core.config import RunConfig, load_config
+import typer
+
 from harness.core.errors import ConfigError, DataError, Problem
-from harness.core.state import Incidents
-from harness.precision.recipe import load_recipe
-from harness.replay.answer import lines, plain
-from harness.replay.branches import Branches
-from harness.replay.flight import FlightRecorder, record_folder
-from harness.replay.investigate import Investigation
-from harness.replay.rerun import Rerun
-from harness.runs import read_plan
-from harness.tracking.console import Console
+from harness.tools.shell import RunFolder
+
+if TYPE_CHECKING:
+    from harness.build import Place
+    from harness.core.config import RunConfig
+    from harness.core.state import Incidents
+    from harness.replay.rerun import Rerun
 
 REPORT = "replay.json"
 
 
-def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] = print) -> int:
+def command(
+    run: RunFolder,
+    step: Annotated[int, typer.Option(min=1, help="the step to run again")],
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="add autograd's own search for NaN")] = False,
+) -> int:
     """Answer in the terminal and in `<run>/flight/step-<step>/replay.json`; returns 0.
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
-    branches = Branches(run_dir)
+    from harness.build import find_place
+    from harness.core.atomic import write_json
+    from harness.core.config import load_config
+    from harness.replay.answer import lines, plain
+    from harness.replay.branches import Branches
+    from harness.replay.flight import record_folder
+    from harness.replay.investigate import Investigation
+
+    branches = Branches(run)
     branches.attempt_of(step)
     config = load_config(str(branches.folder / "config.yaml"))
     _check_recipe(branches.folder, config.recipe)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
         build = partial(rebuild, branches.folder, Path(scratch), find_place(config, "python"))
-        answer = Investigation(branches, step, config, build, say).answer(anomaly)
+        answer = Investigation(branches, step, config, build, print).answer(anomaly)
     for line in lines(answer):
-        say(line)
+        print(line)
     report = record_folder(branches.folder, step) / REPORT
     report.parent.mkdir(parents=True, exist_ok=True)
     write_json(report, plain(answer))
-    say(f"report: {report}")
+    print(f"report: {report}")
     return 0
 
 
 def _check_recipe(folder: Path, recipe: str) -> None:
+    from harness.precision.recipe import load_recipe
+    from harness.runs import read_plan
+
     sha256 = load_recipe(recipe).sha256()
     if sha256 != read_plan(folder).get("recipe_sha256", sha256):
         raise ConfigError(
@@ -62,6 +74,13 @@ def rebuild(
     folder: Path, scratch: Path, place: Place, config: RunConfig, recipe_name: str, incidents: Incidents, ranks: int
 ) -> Rerun:
     """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
+    from harness.build import build_data, build_plan, build_run, open_journal, open_store
+    from harness.precision.recipe import load_recipe
+    from harness.replay.flight import FlightRecorder
+    from harness.replay.rerun import Rerun
+    from harness.runs import read_plan
+    from harness.tracking.console import Console
+
     scratch = Path(tempfile.mkdtemp(dir=scratch))
     recipe = load_recipe(recipe_name)
     plan, model = build_plan(config, recipe, place, read_plan(folder))
