@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +28,10 @@ def command(
     step: Annotated[int, typer.Option(min=1, help="the step to run again")],
     anomaly: Annotated[bool, typer.Option("--anomaly", help="add autograd's own search for NaN")] = False,
 ) -> int:
+    return replay(run, step, anomaly)
+
+
+def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] = print) -> int:
     """Answer in the terminal and in `<run>/flight/step-<step>/replay.json`; returns 0.
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
@@ -39,19 +44,19 @@ def command(
     from harness.replay.flight import record_folder
     from harness.replay.investigate import Investigation
 
-    branches = Branches(run)
+    branches = Branches(run_dir)
     branches.attempt_of(step)
     config = load_config(str(branches.folder / "config.yaml"))
     _check_recipe(branches.folder, config.recipe)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
         build = partial(rebuild, branches.folder, Path(scratch), find_place(config, "python"))
-        answer = Investigation(branches, step, config, build, print).answer(anomaly)
+        answer = Investigation(branches, step, config, build, say).answer(anomaly)
     for line in lines(answer):
-        print(line)
+        say(line)
     report = record_folder(branches.folder, step) / REPORT
     report.parent.mkdir(parents=True, exist_ok=True)
     write_json(report, plain(answer))
-    print(f"report: {report}")
+    say(f"report: {report}")
     return 0
 
 
