@@ -20,7 +20,8 @@ class RanksMonitor(Kept):
     share: of slow steps in a full window that is reported; the report is repeated once half of it was good.
 
     Verdicts: `ranks.diverged` (unhealthy; proposes a rollback to a state that every rank reads from the same file),
-    `ranks.straggler` (healthy, once per streak), else `ranks.ok`.
+    `ranks.straggler` (healthy, once per streak), else `ranks.ok`. Nothing is kept in checkpoints: wall times are of the
+    machines that this process runs on, and a resume may be on others.
     """
 
     key = "ranks"
