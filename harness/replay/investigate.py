@@ -176,13 +176,11 @@ class Investigation:
         config = self.config.model_copy(update={"engine": engine})
         exact = self.build(config, "fp32", self.history.incidents_of(self.step), self.world_size)
         tensors, meta = kept
-        state, limits = exact.run.state, self.run.run.state.limits.get(self.step)
-        state.parts["model"].load_state_dict(tensors["model"], meta["parts"]["model"])
-        state.step = self.step - 1
-        if limits is not None:
-            state.limits[self.step] = limits
+        exact.run.state.parts["model"].load_state_dict(tensors["model"], meta["parts"]["model"])
+        exact.run.state.step = self.step - 1
         try:
-            return exact.watched(self.before[1].usual if self.before else None)
+            limits = self.run.run.state.limits.get(self.step)
+            return exact.watched(self.before[1].usual if self.before else None, limits)
         finally:
             exact.close()
 
