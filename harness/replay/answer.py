@@ -57,8 +57,8 @@ class Answer:
     """Everything that was found. base: the checkpoint started from, 0: the initial state. codes: of the recorded
     verdicts. was_bad: in the run. here, again: the step with and without hooks, both from the same state; again is None
     where blocks were compiled. in_float32: the step in float32, None if it was not bad here. loss_before: of the step
-    before, None if that was not re-run. difference: the first figure that is not the journal's. strangers: why bits
-    cannot be expected to agree, empty if they must."""
+    before, None if that was not re-run. difference: the first figure that is not the journal's. setup_differences: why
+    bits cannot be expected to agree, empty if they must."""
 
     run: str
     step: int
@@ -73,7 +73,7 @@ class Answer:
     loss_before: float | None
     journal_loss: float
     difference: Difference | None
-    strangers: list[str]
+    setup_differences: list[str]
     finding: Finding | None
     finding_in_float32: Finding | None
     gradients: list[Gradient]
@@ -144,7 +144,7 @@ def _cause(answer: Answer) -> tuple[str, str]:
             f"twice from the same state the step gave loss {here.loss:g} and {again.loss:g}, gradient norm "
             f"{here.grad_norm:g} and {again.grad_norm:g}: a race, hardware, or something that no checkpoint holds"
         )
-    if answer.difference is not None and not answer.strangers:
+    if answer.difference is not None and not answer.setup_differences:
         return "not reproducible", (
             f"from step {answer.difference.step} on the re-run differs from the journal: hardware, a race, or another "
             "machine or version; what is said above is of the re-run"
@@ -248,7 +248,7 @@ def _bits(answer: Answer) -> str:
         return f"bits: {steps} reproduced bit for bit (loss, gradient norm, loss scale)"
     found = answer.difference
     text = f"bits: step {found.step} differs: {found.metric} {found.here!r} here, {found.journal!r} in the journal"
-    return text + (f" (to be expected: {'; '.join(answer.strangers)})" if answer.strangers else "")
+    return text + (f" (to be expected: {'; '.join(answer.setup_differences)})" if answer.setup_differences else "")
 
 
 def _figures(answer: Answer) -> list[str]:

@@ -84,7 +84,7 @@ class Investigation:
             run=str(self.folder), step=step, base=base, attempt=self.attempt, window=here.window, codes=codes,
             was_bad=self.record is not None or _was_bad(row), here=here, again=again, in_float32=exact,
             loss_before=before[0].loss if before else None, journal_loss=row.get("train/loss", here.loss),
-            difference=self.difference, strangers=self._strangers(), finding=finding,
+            difference=self.difference, setup_differences=self._setup_differences(), finding=finding,
             finding_in_float32=exact_origin.first,
             gradients=growth(
                 origin.gradients, usual, watched.loss_scale * self.world_size, scale * self.world_size
@@ -176,17 +176,15 @@ class Investigation:
         config = self.config.model_copy(update={"engine": engine})
         exact = self.build(config, "fp32", self.history.incidents_of(self.step), self.world_size)
         tensors, meta = kept
-        state, limits = exact.run.state, self.run.run.state.limits.get(self.step)
-        state.parts["model"].load_state_dict(tensors["model"], meta["parts"]["model"])
-        state.step = self.step - 1
-        if limits is not None:
-            state.limits[self.step] = limits
+        exact.run.state.parts["model"].load_state_dict(tensors["model"], meta["parts"]["model"])
+        exact.run.state.step = self.step - 1
         try:
-            return exact.watched(self.before[1].usual if self.before else None)
+            limits = self.run.run.state.limits.get(self.step)
+            return exact.watched(self.before[1].usual if self.before else None, limits)
         finally:
             exact.close()
 
-    def _strangers(self) -> list[str]:
+    def _setup_differences(self) -> list[str]:
         """Why the bits of this re-run need not be the run's."""
         found: list[str] = []
         planned = read_plan(self.folder).get("resolved")

@@ -72,15 +72,15 @@ class Rerun:
         loop.judge(self.run, facts)
         return facts
 
-    def take(self) -> StepFacts:
-        """The next step, without moving on."""
+    def take(self, limits: Limits | None = None) -> StepFacts:
+        """The next step, without moving on. limits: in place of its own."""
         window = loop.next_window(self.run)
-        return to_host(train_step(self.run, window, self.shares(window)))
+        return to_host(train_step(self.run, window, self.shares(window), limits))
 
-    def watched(self, known: set[str] | None) -> tuple[StepFacts, Origin]:
+    def watched(self, known: set[str] | None, limits: Limits | None = None) -> tuple[StepFacts, Origin]:
         """`take`, as eager code with hooks on every module."""
         with eager(self.compiled), watch(self.model, known, lines=True) as origin:
-            facts = self.take()
+            facts = self.take(limits)
         return facts, origin
 
     def located(self, finding: Finding) -> Finding:

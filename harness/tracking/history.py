@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.facts import ROLES
-from harness.core.untrusted import MAX_LARGE, read_json
+from harness.core.untrusted import MAX_LARGE, read_mapping
 from harness.tracking.folder import require_run
 from harness.tracking.position import JOURNAL
 from harness.tracking.rows import read_rows
@@ -79,7 +79,7 @@ class RunHistory:
                     run[part] |= row.get(part, {})
             elif row["kind"] == "end":
                 end = {"status": row["status"]}
-        outcome = end | _read_json(run_dir / "outcome.json")
+        outcome = end | read_mapping(run_dir / "outcome.json", MAX_LARGE)
         return cls(run_dir, rows, events, run, _read_plan(run_dir / "plan.json"), outcome)
 
     @cached_property
@@ -190,7 +190,7 @@ def _slot_key(slot: str, order: Mapping[str, int]) -> tuple[Any, ...]:
 
 def _read_plan(path: Path) -> dict[str, Any]:
     """plan.json with the layers that are described as they should be; empty if it is no plan."""
-    plan = _read_json(path)
+    plan = read_mapping(path, MAX_LARGE)
     layers = plan.get("layers")
     if not isinstance(layers, list) or not all(isinstance(plan.get(key), str) for key in ("requested", "resolved")):
         return {}
@@ -201,11 +201,3 @@ def _read_plan(path: Path) -> dict[str, Any]:
             if isinstance(layer, dict) and all(isinstance(layer.get(key), str) for key in _OF_A_LAYER)
         ]
     }
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path, MAX_LARGE)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -121,8 +121,8 @@ DATA: tuple[Mutation, ...] = (
         24,
         "a record of a bad step names its own folder",
         "harness/replay/flight.py",
-        ' or not _sound(values) or path.parent.name != step_name(values["step"]):',
-        ":",
+        "return found if path.parent.name == step_name(found.step) else None",
+        "return found",
         "tests/faults/test_planted_files.py -k records_of",
     ),
     Mutation(

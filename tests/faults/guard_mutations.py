@@ -38,6 +38,14 @@ GUARD = (
         "tests/e2e/test_replay.py -k what_is_due",
     ),
     Mutation(
+        10,
+        "gradients of several ranks in one process become their mean",
+        "harness/step.py",
+        "torch._foreach_div_(gradients, float(len(shares)))",
+        "pass",
+        "tests/e2e/test_replay.py -k two_ranks",
+    ),
+    Mutation(
         11,
         "the gate on the gradient norm",
         "harness/engines/torch_engine.py",

@@ -91,6 +91,7 @@ def test_records_of_bad_steps_cannot_have_other_folders_deleted(run_dir: Path) -
     (run_dir / "flight" / "step-..").mkdir()
     for step in range(1, 6):
         write_json(record_of(run_dir, step), kept | {"step": f"../../../{victim.name}"})
+    write_json(record_of(run_dir, 6), kept)
     assert [found.step for found in read_records(run_dir)] == [900]
     recorder.keep(replace(facts, step=950), [1], ["loss.skip"], Incidents())
     assert (victim / "file").read_text() == "mine"

@@ -29,8 +29,8 @@ def answer(here: StepFacts, **changes: Any) -> Answer:
     values: dict[str, Any] = {
         "run": "runs/r", "step": 8, "base": 5, "attempt": 1, "window": 7, "codes": [], "was_bad": True, "here": here,
         "again": here, "in_float32": WELL, "loss_before": 2.1, "journal_loss": here.loss, "difference": None,
-        "strangers": [], "finding": None, "finding_in_float32": None, "gradients": [], "samples": [], "window_size": 4,
-        "ranks": 1, "precision": "autocast:fp16",
+        "setup_differences": [], "finding": None, "finding_in_float32": None, "gradients": [], "samples": [],
+        "window_size": 4, "ranks": 1, "precision": "autocast:fp16",
     }  # fmt: skip
     return Answer(**{**values, **changes})
 
@@ -52,7 +52,7 @@ SPIKE = {"codes": ["loss.spike"], "journal_loss": 40.0}
         ("not reproducible", answer(BROKEN, again=WELL)),
         ("not reproducible", answer(OVER, again=replace(OVER, grad_norm=50.00001))),
         ("not reproducible", answer(BROKEN, difference=OTHER)),
-        ("numerics", answer(BROKEN, difference=OTHER, strangers=["the run had 2 ranks"])),
+        ("numerics", answer(BROKEN, difference=OTHER, setup_differences=["the run had 2 ranks"])),
         ("numerics", answer(BROKEN, again=None)),
         ("model or data", answer(replace(WELL, loss=40.0), in_float32=replace(WELL, loss=39.0), **SPIKE)),
         ("numerics", answer(replace(WELL, loss=40.0), **SPIKE)),
