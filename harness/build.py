@@ -13,7 +13,6 @@ from torch import nn
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
-from harness.checkpoint.flight import FlightRecorder, Surroundings
 from harness.checkpoint.incidents import load_incidents, save_incidents
 from harness.checkpoint.policy import Goodness, Retention
 from harness.checkpoint.saver import Saver
@@ -49,6 +48,7 @@ from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 from harness.recovery import Recovery, finish_rollback
+from harness.replay.flight import FlightRecorder, Surroundings
 from harness.run import Run
 from harness.stop import StopRequest
 from harness.tracking.console import Console

@@ -33,7 +33,7 @@ COMMANDS = {
     "inspect": ("inspect", "Show a run's FP8 slots: amax, scale, saturation, underflow, history, switches."),
     "explain": ("explain", "Say what a code of the guard means and what to do, or what happened in a run."),
     "replay": (
-        "replay_command",
+        "replay",
         "Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too.",
     ),
     "doctor": ("doctor", "Say what this machine can do, and why not more."),

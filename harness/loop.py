@@ -18,6 +18,7 @@ from harness.core.facts import (
     StepFacts,
     Switch,
     Verdict,
+    Window,
 )
 from harness.core.metrics import row
 from harness.core.protocols import NO_LIMITS
@@ -75,15 +76,19 @@ def _reason(r: Run) -> str:
 
 
 def next_step(r: Run) -> InFlight:
-    """Train on the next window, after the switches that are due before it. Its facts are to be judged, in order."""
+    """Train on the next window. Its facts are to be judged, in order."""
+    pending = train_step(r, next_window(r))
+    r.state.advance()
+    return pending
+
+
+def next_window(r: Run) -> Window:
+    """The next window, after what is due before its step: switches, and the learning rate's factor. Harmless twice."""
     _switch_due(r)
     # Every rollback lowers the learning rate of the steps after it, for good.
     past = r.state.incidents.rollbacks_before(r.state.step + 1)
     r.engine.lr_factor = r.config.guard.rollback_lr_factor**past
-    window = r.data.window(r.state.step, r.state.incidents.window_index(r.state.step))
-    pending = train_step(r, window)
-    r.state.advance()
-    return pending
+    return r.data.window(r.state.step, r.state.incidents.window_index(r.state.step))
 
 
 def _every(period: int, step: int) -> bool:

@@ -16,7 +16,7 @@ from harness.core.config import RunConfig, changed_keys
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.facts import Outcome
 from harness.core.schema import validate
-from harness.core.untrusted import MAX_LARGE, read_json
+from harness.core.untrusted import MAX_LARGE, read_json, read_mapping
 from harness.core.wrapper import tell_wrapper
 from harness.core.yamlfile import read_yaml
 
@@ -85,11 +85,7 @@ def is_finished(folder: Path, steps: int) -> bool:
 
 def read_outcome(folder: Path) -> dict[str, Any]:
     """outcome.json, or an empty mapping while there is none."""
-    try:
-        outcome = read_json(folder / "outcome.json")
-    except (OSError, ValueError):
-        return {}
-    return outcome if isinstance(outcome, dict) else {}
+    return read_mapping(folder / "outcome.json")
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
@@ -179,11 +175,7 @@ def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
 
 def read_plan(folder: Path) -> dict[str, Any]:
     """What plan.json says; empty if it is missing or unreadable."""
-    try:
-        plan = read_json(folder / "plan.json", MAX_LARGE)
-    except (OSError, ValueError):
-        return {}
-    return plan if isinstance(plan, dict) else {}
+    return read_mapping(folder / "plan.json", MAX_LARGE)
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

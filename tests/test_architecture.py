@@ -38,9 +38,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "step": ("core", "run"),
     "evaluate": ("core", "run"),
     "loop": ("core", *(name for name in LOOP if name != "loop")),
-    "build": (*CORES, *LOOP),
+    "replay": ("core", "checkpoint", "tracking", *LOOP),
+    "build": (*CORES, *LOOP, "replay"),
     "estimate": (*CORES, *LOOP, "build"),
-    "tools": (*CORES, *LOOP, "build", "estimate"),
+    "tools": (*CORES, *LOOP, "build", "estimate", "replay"),
     "cli": (*CORES, *LOOP, "build", "estimate", "tools"),
     "__init__": ("core", "precision"),
 }
@@ -55,7 +56,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "harness",
     "harness.cli",
-    "harness.core.alerts",
+    "harness.core.codes",
     "harness.core.config",
     "harness.core.errors",
     "harness.core.facts",
@@ -65,6 +66,7 @@ TORCH_FREE = (
     "harness.monitors.fallback",
     "harness.monitors.responder",
     "harness.precision.recipe",
+    "harness.tracking.history",
     "harness.tracking.journal",
 )
 LINE_LIMITED = ("harness", "launch", "tests", "benchmarks", "examples")

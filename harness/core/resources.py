@@ -1,4 +1,4 @@
-"""Find recipes, configs and docs: in the source tree during development, inside the package once installed."""
+"""Find recipes and configs: in the source tree during development, inside the package once installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def resource_dir(kind: str) -> Path:
-    """Where recipes, configs or docs are: <repo>/<kind> in a checkout, harness/_shipped/<kind> in a wheel."""
+    """Where recipes or configs are: <repo>/<kind> in a checkout, harness/_shipped/<kind> in a wheel."""
     checkout = _PACKAGE.parent / kind
     return (
         checkout

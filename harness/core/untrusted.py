@@ -42,6 +42,15 @@ def read_json(path: Path, limit: int = MAX_JSON) -> Any:
     return parse_json(read_bounded(path, limit))
 
 
+def read_mapping(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
+    """The mapping in a JSON file that only advises; empty if there is none, or it cannot be read."""
+    try:
+        content = read_json(path, limit)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def parse_json(data: bytes) -> Any:
     """JSON without duplicate keys, NaN and infinities, and within the bounds of `check_plain`. Raises ValueError."""
     try:

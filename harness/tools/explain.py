@@ -1,4 +1,7 @@
-"""`harness explain`: what a code or a symptom means and what to do, or what happened in a run. Starts without torch."""
+"""`harness explain`: what a code or a symptom means and what to do, or what happened in a run. Starts without torch.
+
+`python -m harness.tools.explain` prints docs/runbook.md, the same texts as a page.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.alerts import Entry, catalogue
+from harness.core.codes import Entry, catalogue, without_marks
 from harness.core.errors import ExitCode
 
-_ITEM = re.compile(r"(?:[-*]|\d+\.) ")
+_ITEM = re.compile(r"^(?:[-*]|\d{1,2}\.) ", re.MULTILINE)
+_HEADINGS = {"codes": "", "events": "Events of the run itself", "symptoms": "Symptoms"}
 
 
 def command(
@@ -58,7 +62,7 @@ def plain(markdown: str) -> list[str]:
             joining = True
     if lines:
         lines[0] = lines[0][:1].upper() + lines[0][1:]
-    return [line if line.startswith("    ") else line.replace("`", "").replace("**", "") for line in lines]
+    return [line if line.startswith("    ") else without_marks(line) for line in lines]
 
 
 def _list(console: Console) -> None:
@@ -86,10 +90,10 @@ def _explain_entry(entry: Entry, console: Console) -> None:
 def _explain_run(run_dir: Path, console: Console) -> None:
     """Every code once, in the order in which they came up; then what to do about each, the worst first."""
     from harness.tools.postmortem import HALTED, command_line, distinct, next_steps, post_mortem
-    from harness.tools.record import Record
+    from harness.tracking.history import RunHistory
 
-    record, known = Record.read(run_dir), catalogue()
-    found = distinct(record.events)
+    history, known = RunHistory.read(run_dir), catalogue()
+    found = distinct(history.events)
     console.print(
         Text("What happened, each code where it first came up", style="bold") if found else Text("No events.")
     )
@@ -97,15 +101,42 @@ def _explain_run(run_dir: Path, console: Console) -> None:
         console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
         if each.last_text != each.text:
             console.print(Text(f"    the last, step {each.last}: {each.last_text}"))
-    alerts = [code for code in known.ranking if any(each.code == code for each in found)]
-    for code in alerts:
+    for code in known.ranked(each.code for each in found):
         console.print()
         console.print(Text(f"What to do about {code}", style="bold"))
         for line in plain(known.find(code).fields.get("What to do", "")):
             console.print(Text(line), soft_wrap=line.startswith("    "))
-    if record.outcome.get("status") == HALTED:
-        console.print(post_mortem(record), crop=False)
+    if history.outcome.get("status") == HALTED:
+        console.print(post_mortem(history), crop=False)
     else:
-        for label, command in next_steps(record):
+        for label, command in next_steps(history):
             if label != "in order":
                 console.print(command_line(label, command), crop=False)
+
+
+def runbook() -> str:
+    """docs/runbook.md, in Markdown."""
+    known = catalogue()
+    table = ["| code | healthy | what happens |", "|---|---|---|"]
+    table += [f"| [`{code}`](#{code.replace('.', '')}) | {healthy} | {what} |" for code, healthy, what in known.ranking]
+    parts = ["# Runbook", known.page["introduction"], "\n".join(table), known.page["ranking"]]
+    for kind, heading in _HEADINGS.items():
+        if heading:
+            parts.append(f"## {heading}\n{known.page.get(kind, '')}".rstrip())
+        parts += [_section(entry, "###" if heading else "##") for entry in known.entries if entry.kind == kind]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(entry: Entry, mark: str) -> str:
+    """One entry as a section of the page. A list ends where a blank line follows."""
+    text = f"{mark} {entry.title}" + (f"\n{entry.about}\n" if entry.about else "")
+    before = ""
+    for label, markdown in entry.fields.items():
+        text += "\n\n" if _ITEM.search(before) else "\n"
+        text += f"**{label}**:" + ("\n" if _ITEM.match(markdown) else " ") + markdown
+        before = markdown
+    return text
+
+
+if __name__ == "__main__":
+    print(runbook(), end="")

@@ -15,15 +15,15 @@ from rich.text import Text
 
 from harness.core.errors import ExitCode
 from harness.core.untrusted import MAX_LARGE, read_json
-from harness.tools.record import Record, bare
 from harness.tools.shell import RunFolder
 from harness.tools.summary import account
+from harness.tracking.history import RunHistory, bare
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
 SPARK = 16
 COLUMNS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
-History = dict[str, npt.NDArray[np.float32]]
+Histories = dict[str, npt.NDArray[np.float32]]
 
 
 def command(run: RunFolder) -> int:
@@ -32,18 +32,18 @@ def command(run: RunFolder) -> int:
 
 def inspect(run_dir: Path, console: Console) -> int:
     """Print the slots, the switches and the outcome of a run; the exit code. Raises ConfigError if it is no run."""
-    record = Record.read(run_dir)
-    slots = record.slots()
+    history = RunHistory.read(run_dir)
+    slots = history.slots()
     if slots:
-        console.print(_slot_table(record, slots, console))
+        console.print(_slot_table(history, slots, console))
     else:
         console.print(Text("No FP8 slots: this run has no layer with amax and scale state."))
-    moves = [event for event in record.events if event["code"].startswith("precision.")]
+    moves = [event for event in history.events if event["code"].startswith("precision.")]
     for event in moves:
         console.print(Text(f"step {event['step']}: {event.get('text') or _moved(event)}"))
     if slots and not moves:
         console.print(Text("No layer was moved to BF16."))
-    for label, text in account(record):
+    for label, text in account(history):
         console.print(Text(f"{label}: {text}"))
     return int(ExitCode.DONE)
 
@@ -70,8 +70,8 @@ def _moved(event: Mapping[str, Any]) -> str:
     return "; ".join(told)
 
 
-def _slot_table(record: Record, slots: Sequence[str], console: Console) -> Table:
-    step, histories = _checkpoint_histories(record.run_dir / "checkpoints")
+def _slot_table(history: RunHistory, slots: Sequence[str], console: Console) -> Table:
+    step, histories = _checkpoint_histories(history.run_dir / "checkpoints")
     source = f"checkpoint of step {step}" if histories else "journal"
     bars = BARS if (console.encoding or "").lower().startswith("utf") else ASCII_BARS
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title=f"amax history: {source}, newest right")
@@ -81,25 +81,25 @@ def _slot_table(record: Record, slots: Sequence[str], console: Console) -> Table
         table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     table.add_column("amax history", no_wrap=True, overflow="crop")
     for slot in slots:
-        last = [_newest(record, f"fp8_{column}/{slot}") for column in COLUMNS]
-        history = histories.get(bare(slot))
-        values = history.tolist() if history is not None else _tail(record, f"fp8_amax/{slot}")
+        last = [_newest(history, f"fp8_{column}/{slot}") for column in COLUMNS]
+        amaxes = histories.get(bare(slot))
+        values = amaxes.tolist() if amaxes is not None else _tail(history, f"fp8_amax/{slot}")
         figures = [_figure(value, form) for value, form in zip(last, ("3g", "4g", "3f", "2%", "1f"), strict=True)]
         table.add_row(slot, *figures, sparkline(values[-SPARK:], bars))
     return table
 
 
-def _newest(record: Record, name: str) -> float | None:
+def _newest(history: RunHistory, name: str) -> float | None:
     """The last value that was measured: underflow and SQNR are sampled, NaN in between."""
-    series = record.series.get(name, {})
+    series = history.series.get(name, {})
     for step in sorted(series, reverse=True):
         if not math.isnan(series[step]):
             return series[step]
     return None
 
 
-def _tail(record: Record, name: str) -> list[float]:
-    series = record.series.get(name, {})
+def _tail(history: RunHistory, name: str) -> list[float]:
+    series = history.series.get(name, {})
     return [series[step] for step in sorted(series)[-SPARK:]]
 
 
@@ -107,7 +107,7 @@ def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, f".{form}")
 
 
-def _checkpoint_histories(folder: Path) -> tuple[int | None, History]:
+def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories]:
     """(step, {bare slot name: amax by update, oldest first}) of the newest checkpoint that has FP8 state."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -116,11 +116,11 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, History]:
         try:
             if not (checkpoint / "fp8.safetensors").is_file():
                 continue
-            history = load_file(checkpoint / "fp8.safetensors")["history"]
+            amaxes = load_file(checkpoint / "fp8.safetensors")["history"]
             names = read_json(checkpoint / "state.json", MAX_LARGE)["parts"]["fp8"]["slots"]
             step = int(checkpoint.name.removeprefix("step-"))
             # Row 0 is where the next amax is gathered; rows 1 to L-1 run from the oldest update to the newest.
-            return step, {bare(name): _filled(history[1:, place]) for place, name in enumerate(names)}
+            return step, {bare(name): _filled(amaxes[1:, place]) for place, name in enumerate(names)}
         except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError):
             continue
     return None, {}

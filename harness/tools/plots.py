@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from harness.core.atomic import atomic_file
 from harness.core.facts import ROLES
-from harness.tools.record import Record, Series, bare, split_slot
+from harness.tracking.history import RunHistory, Series, bare, split_slot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,22 +29,22 @@ ROLE_COLOURS = {"input": "#8c6bb1", "weight": "#737373", "grad_output": "#e6a117
 INK = "#222222"
 
 
-def loss_plot(record: Record, path: Path) -> bool:
+def loss_plot(history: RunHistory, path: Path) -> bool:
     """Training and validation loss by step, skipped steps and rollbacks marked; False if there is no loss to draw."""
-    train = record.series.get("train/loss", {})
+    train = history.series.get("train/loss", {})
     if not train:
         return False
     figure, axes = _figure(9.0, 4.6)
-    _branch(axes, record.abandoned.get("train/loss", {}), train)
+    _branch(axes, history.abandoned.get("train/loss", {}), train)
     steps, values = _finite(train)
     axes.plot(steps, values, color="#2c7fb8", linewidth=1.0, label="training")
-    steps, values = _finite(record.series.get("val/loss", {}))
+    steps, values = _finite(history.series.get("val/loss", {}))
     axes.plot(steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation")
-    unigram = record.run["data"].get("unigram_bits_per_byte")
+    unigram = history.run["data"].get("unigram_bits_per_byte")
     if unigram:
         label = f"unigram entropy, {unigram:.2f} bits"
         axes.axhline(unigram * math.log(2), color=INK, linestyle=":", linewidth=1.2, label=label)
-    skipped = [step for step, applied in record.series.get("train/step_applied", {}).items() if applied == 0]
+    skipped = [step for step, applied in history.series.get("train/step_applied", {}).items() if applied == 0]
     if skipped:
         marks = axes.get_xaxis_transform()
         axes.plot(skipped, [0.02] * len(skipped), "x", color="#cb181d", transform=marks, label="update skipped")
@@ -55,25 +55,25 @@ def loss_plot(record: Record, path: Path) -> bool:
         "right", functions=(lambda y: np.divide(y, math.log(2)), lambda y: np.multiply(y, math.log(2)))
     )
     bits.set_ylabel("bits per byte")
-    axes.set_title(f"Loss of {record.run_dir.name}", loc="left", fontsize=11)
+    axes.set_title(f"Loss of {history.run_dir.name}", loc="left", fontsize=11)
     axes.grid(color="#e5e5e5", linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)
     _save(figure, path)
     return True
 
 
-def saturation_plot(record: Record, path: Path) -> bool:
+def saturation_plot(history: RunHistory, path: Path) -> bool:
     """Saturation ratio of every slot by step; False if there are no FP8 slots.
 
     One row per slot, the layers from top to bottom in the model's order. White is a ratio of 1: the largest value sits
     on the format's limit, as delayed scaling wants. Red was clipped. Grey had no amax.
     """
-    slots = record.slots("fp8_saturation")
+    slots = history.slots("fp8_saturation")
     if not slots:
         return False
     from matplotlib.colors import Normalize
 
-    steps, ratios = record.matrix("fp8_saturation", slots)
+    steps, ratios = history.matrix("fp8_saturation", slots)
     edges, ratios = _columns(steps, ratios)
     height = float(np.clip(0.095 * len(slots) + 1.8, 3.6, 17.0))
     figure, axes = _figure(11.0, height)
@@ -90,12 +90,12 @@ def saturation_plot(record: Record, path: Path) -> bool:
     )
     _label_layers(axes, slots)
     _mark_roles(axes, slots)
-    demoted = _mark_demotions(axes, record, slots, float(edges[-1]))
+    demoted = _mark_demotions(axes, history, slots, float(edges[-1]))
     axes.set_ylim(len(slots), 0)
     axes.set_xlim(edges[0], edges[-1])
     axes.set_xlabel("step")
     axes.set_title(
-        f"FP8 saturation of {record.run_dir.name}: amax x scale in use / largest value of the format\n"
+        f"FP8 saturation of {history.run_dir.name}: amax x scale in use / largest value of the format\n"
         "white: at the limit, where delayed scaling puts it; red: clipped; grey: no amax",
         loc="left",
         fontsize=10,
@@ -198,12 +198,12 @@ def _mark_roles(axes: Axes, slots: list[str]) -> None:
         axes.add_patch(strip)
 
 
-def _mark_demotions(axes: Axes, record: Record, slots: list[str], end: float) -> bool:
+def _mark_demotions(axes: Axes, history: RunHistory, slots: list[str], end: float) -> bool:
     from matplotlib.patches import Rectangle
 
     rows = {bare(layer): (first, after) for layer, first, after in _spans(split_slot(slot)[0] for slot in slots)}
     marked = False
-    for layer, since, until in record.demotions():
+    for layer, since, until in history.demotions():
         if layer in rows:
             first, after = rows[layer]
             width = (end if until is None else until) - since

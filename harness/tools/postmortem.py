@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checkpoint.marks import read_marks
-from harness.core.alerts import catalogue
+from harness.core.codes import catalogue
 from harness.core.errors import some
 from harness.core.naming import step_name
-from harness.tools.record import Record
 from harness.tools.shell import short, tool
+from harness.tracking.history import RunHistory
 
 LAST_ALERTS = 8
 MOST_WINDOWS = 12
@@ -109,20 +109,19 @@ def told(event: Mapping[str, Any]) -> str:
     return str(event.get("text") or event.get("reason") or moved or lowered or event.get("path") or "")
 
 
-def cause(record: Record) -> str | None:
+def cause(history: RunHistory) -> str | None:
     """The code to read first: the worst of the last attempt with an alert, so that healed ones do not hide it."""
-    ranking = catalogue()
-    for attempt in sorted({int(event.get("attempt", 1)) for event in record.events}, reverse=True):
-        worst = ranking.worst(event["code"] for event in record.events if event.get("attempt", 1) == attempt)
-        if worst:
-            return worst
+    for attempt in sorted({int(event.get("attempt", 1)) for event in history.events}, reverse=True):
+        codes = [event["code"] for event in history.events if event.get("attempt", 1) == attempt]
+        if alerts := catalogue().ranked(codes):
+            return alerts[0]
     return None
 
 
-def learned_little(record: Record) -> bool:
+def learned_little(history: RunHistory) -> bool:
     """Whether a run of some length ended no better than somebody who knows how often each byte occurs."""
-    nats, unigram = record.last("val/loss"), record.run["data"].get("unigram_bits_per_byte")
-    applied = sum(value == 1 for value in record.series.get("train/step_applied", {}).values())
+    nats, unigram = history.last("val/loss"), history.run["data"].get("unigram_bits_per_byte")
+    applied = sum(value == 1 for value in history.series.get("train/step_applied", {}).values())
     if nats is None or not unigram or applied < _SOME_LENGTH:
         return False
     return not nats / math.log(2) < _LITTLE * unigram
@@ -134,39 +133,39 @@ def flights(run_dir: Path) -> list[int]:
     return sorted(int(step) for step in found if step.isdecimal())
 
 
-def next_steps(record: Record) -> list[tuple[str, str]]:
+def next_steps(history: RunHistory) -> list[tuple[str, str]]:
     """(label, command) of what to type next; empty for a run with nothing to explain."""
-    run = short(record.run_dir)
+    run = short(history.run_dir)
     lines: list[tuple[str, str]] = []
-    code = cause(record)
+    code = cause(history)
     if code:
         lines += [("explain", f"{tool('harness')} explain {code}"), ("in order", f"{tool('harness')} explain {run}")]
-    if learned_little(record):
+    if learned_little(history):
         lines.append(("poor loss", f"{tool('harness')} explain {_PLATEAU}"))
-    kept = flights(record.run_dir)
+    kept = flights(history.run_dir)
     if kept:
         also = f"  (kept too: {', '.join(map(str, kept[1:]))})" if len(kept) > 1 else ""
         lines.append(("origin", f"{tool('harness')} replay {run} --step {kept[0]}{also}"))
     return lines
 
 
-def post_mortem(record: Record) -> RenderableType:
+def post_mortem(history: RunHistory) -> RenderableType:
     """Why the guard halted the run, what led to it, what is still good, and the commands to go on with."""
     table = Table.grid(padding=(0, 2))
-    halt = next((event for event in reversed(record.events) if event["code"] == _HALT), {})
-    reason = halt.get("reason") or record.outcome.get("reason", "")
+    halt = next((event for event in reversed(history.events) if event["code"] == _HALT), {})
+    reason = halt.get("reason") or history.outcome.get("reason", "")
     lines = [("what happened", f"halted at step {halt.get('step', '?')}: {reason}")]
-    alerts = streaks([event for event in record.events if event["code"] != _HALT])[-LAST_ALERTS:]
+    alerts = streaks([event for event in history.events if event["code"] != _HALT])[-LAST_ALERTS:]
     lines += [
         ("" if place else "last alerts", f"{each.steps}: {each.times}: {each.text}")
         for place, each in enumerate(alerts)
     ]
-    good = _good(record.run_dir)
+    good = _good(history.run_dir)
     unearned = "none: no checkpoint has checkpoint.healthy_steps healthy steps behind it"
     lines.append(("good checkpoint", short(good) if good else unearned))
     for label, text in lines:
         table.add_row(Text(label, style="bold"), Text(text))
-    commands = [("go on" if good else "start again", go_on(record)), *next_steps(record)]
+    commands = [("go on" if good else "start again", go_on(history)), *next_steps(history)]
     return Group(Text("\nPost-mortem", style="bold"), table, *(command_line(*each) for each in commands))
 
 
@@ -175,21 +174,21 @@ def command_line(label: str, command: str) -> Text:
     return Text(no_wrap=True, overflow="ignore").append(f"{label:<15}  ", style="bold").append(command)
 
 
-def go_on(record: Record) -> str:
+def go_on(history: RunHistory) -> str:
     """The command for a new run from the good checkpoint, or from the start if there is none.
 
     With half the learning rate, as the same settings would end the same way, unless the data or a machine is at fault.
     If no update was ever applied, a lower rate is no help: fp32 tells whether numerics are to blame. The windows that
     this run passed over stay passed over.
     """
-    run_dir, run = record.run_dir, short(record.run_dir)
+    run_dir, run = history.run_dir, short(history.run_dir)
     good = _good(run_dir)
     words = [tool("harness"), "train", "--config", f"{run}/config.yaml", "--name", _free_name(run_dir)]
     words += ["--resume", short(good)] if good else []
-    lr = record.run["params"].get("train.lr")
-    if not good and 1.0 not in record.series.get("train/step_applied", {}).values():
+    lr = history.run["params"].get("train.lr")
+    if not good and 1.0 not in history.series.get("train/step_applied", {}).values():
         words += ["--recipe", "fp32"]
-    elif isinstance(lr, int | float) and not (cause(record) or "").startswith(_KEEP_LR):
+    elif isinstance(lr, int | float) and not (cause(history) or "").startswith(_KEEP_LR):
         words.append(f"train.lr={lr / 2:g}")
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return " ".join(words) + ("  (under this run's launcher)" if launched else "")

@@ -1,288 +1,108 @@
-"""`harness replay`: run one step of a run again, under observation, and say where it went bad and why.
-
-The run is built again in one process and in a scratch folder, taken to the state before the step by the training loop's
-own code, and its step is run with hooks on every module, again without them, sample by sample, and in float32.
-"""
+"""`harness replay`: run one step of a run again, under observation, and say where it went bad and why."""
 
 from __future__ import annotations
 
-import math
+import io
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor
+import typer
 
-from harness.build import Place, find_place
-from harness.checkpoint.flight import Record, limits_of, record_folder
-from harness.core.atomic import write_json
-from harness.core.config import RunConfig, load_config
-from harness.core.errors import CheckpointError, ConfigError, Problem
-from harness.core.facts import StepFacts
-from harness.core.protocols import Meta, Tensors
-from harness.monitors.nonfinite import Origin
-from harness.precision.recipe import Recipe, load_recipe
-from harness.runs import read_plan
-from harness.tools.replay_answer import Answer, Sample, growth, plain, unfit
-from harness.tools.replay_history import Difference, History
-from harness.tools.replay_report import lines
-from harness.tools.replay_run import eager, rebuild
-from harness.tracking.folder import require_run
+from harness.core.errors import ConfigError, DataError, Problem
+from harness.tools.shell import RunFolder
+
+if TYPE_CHECKING:
+    from harness.build import Place
+    from harness.core.config import RunConfig
+    from harness.core.state import Incidents
+    from harness.replay.rerun import Rerun
 
 REPORT = "replay.json"
-_PROGRESS_SECONDS = 5.0
-# Bytes of a sample that are shown.
-_TEXT = 48
-
-Say = Callable[[str], None]
 
 
-def replay(run_dir: Path, step: int, anomaly: bool, say: Say = print) -> int:
+def command(
+    run: RunFolder,
+    step: Annotated[int, typer.Option(min=1, help="the step to run again")],
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="add autograd's own search for NaN")] = False,
+) -> int:
+    return replay(run, step, anomaly)
+
+
+def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] = print) -> int:
     """Answer in the terminal and in `<run>/flight/step-<step>/replay.json`; returns 0.
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
-    folder = require_run(run_dir)
-    history = History.read(folder)
-    attempt = history.attempt_of(step)
-    config = history.config_of(step, load_config(str(folder / "config.yaml")))
-    recipe = _recipe(folder, config)
+    from harness.build import find_place
+    from harness.core.atomic import write_json
+    from harness.core.config import load_config
+    from harness.replay.answer import lines, plain
+    from harness.replay.branches import Branches
+    from harness.replay.flight import record_folder
+    from harness.replay.investigate import Investigation
+
+    branches = Branches(run_dir)
+    branches.attempt_of(step)
+    config = load_config(str(branches.folder / "config.yaml"))
+    _check_recipe(branches.folder, config.recipe)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
-        place = find_place(config, "python")
-        answer = _Replay(folder, config, recipe, place, history, attempt, step, Path(scratch), say).answer(anomaly)
+        build = partial(rebuild, branches.folder, Path(scratch), find_place(config, "python"))
+        answer = Investigation(branches, step, config, build, say).answer(anomaly)
     for line in lines(answer):
         say(line)
-    report = record_folder(folder, step) / REPORT
+    report = record_folder(branches.folder, step) / REPORT
     report.parent.mkdir(parents=True, exist_ok=True)
     write_json(report, plain(answer))
     say(f"report: {report}")
     return 0
 
 
-def _recipe(folder: Path, config: RunConfig) -> Recipe:
-    recipe = load_recipe(config.recipe)
-    planned = read_plan(folder).get("recipe_sha256", recipe.sha256())
-    if recipe.sha256() != planned:
+def _check_recipe(folder: Path, recipe: str) -> None:
+    from harness.precision.recipe import load_recipe
+    from harness.runs import read_plan
+
+    sha256 = load_recipe(recipe).sha256()
+    if sha256 != read_plan(folder).get("recipe_sha256", sha256):
         raise ConfigError(
             Problem(
                 "the recipe's contents changed since the run",
-                f"recipe {config.recipe}",
+                f"recipe {recipe}",
                 fix="put the recipe back as it was when the run was started, and replay from the same folder",
             )
         )
-    return recipe
 
 
-class _Replay:
-    """One step on its way to an answer."""
+def rebuild(
+    folder: Path, scratch: Path, place: Place, config: RunConfig, recipe_name: str, incidents: Incidents, ranks: int
+) -> Rerun:
+    """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
+    from harness.build import build_data, build_plan, build_run, open_journal, open_store
+    from harness.precision.recipe import load_recipe
+    from harness.replay.flight import FlightRecorder
+    from harness.replay.rerun import Rerun
+    from harness.runs import read_plan
+    from harness.tracking.console import Console
 
-    def __init__(
-        self,
-        folder: Path,
-        config: RunConfig,
-        recipe: Recipe,
-        place: Place,
-        history: History,
-        attempt: int,
-        step: int,
-        scratch: Path,
-        say: Say,
-    ) -> None:
-        self.folder, self.config, self.place, self.scratch = folder, config, place, scratch
-        self.history, self.attempt, self.step, self.say = history, attempt, step, say
-        self.record: Record | None = history.records.get(step)
-        self.world_size = self.record.world_size if self.record else 1
-        if self.record:
-            _refuse_foreign_scale(self.record, read_plan(folder))
-            torch.set_num_threads(self.record.threads)
-        self.run = rebuild(folder, scratch / "run", config, recipe, place, history.incidents_of(step), self.world_size)
-        self.difference: Difference | None = None
-        self.before: tuple[StepFacts, Origin] | None = None
-
-    def answer(self, anomaly: bool) -> Answer:
-        """Everything that can be said of the step."""
-        base = self._start()
-        self._up_to_the_step()
-        run, step, before = self.run, self.step, self.before
-        if self.record is not None:
-            run.run.state.limits[step] = limits_of(self.record)
-        kept = run.keep()
-        self.say(f"step {step}: under observation")
-        plainly = self._again(kept) if run.compiled else None  # compiled code is what ran
-        watched, origin = run.watched(before[1].usual if before else None)
-        run.restore(kept)
-        here = plainly or watched
-        again = None if run.compiled else self._again(kept)
-        finding = origin.first
-        if finding is not None and finding.direction == "forward":
-            finding = run.located(finding)
-            run.restore(kept)
-        self._compare(here)
-        row = self.history.row(step, self.attempt) or {}
-        codes = list(self.record.codes) if self.record else []
-        usual, scale = (before[1].gradients, before[0].loss_scale) if before else ({}, 1.0)
-        bad = unfit(here) or "loss.spike" in codes
-        samples = self._samples(kept) if bad else []
-        trace = self._anomaly(kept) if anomaly else ""
-        run.close()
-        exact, exact_origin = self._in_float32(kept) if bad and not here.bad_data else (None, Origin())
-        return Answer(
-            run=str(self.folder), step=step, base=base, attempt=self.attempt, window=here.window, codes=codes,
-            was_bad=self.record is not None or _was_bad(row), here=here, again=again, in_float32=exact,
-            loss_before=before[0].loss if before else None, journal_loss=row.get("train/loss", here.loss),
-            difference=self.difference, strangers=self._strangers(), finding=finding,
-            finding_in_float32=exact_origin.first,
-            gradients=growth(
-                origin.gradients, usual, watched.loss_scale * self.world_size, scale * self.world_size
-            ),
-            samples=samples, window_size=len(run.window().samples), ranks=self.world_size,
-            precision=_precision(run.resolved, here), anomaly=trace,
-        )  # fmt: skip
-
-    def _start(self) -> int:
-        """Load the newest state before the step that verifies; its step."""
-        for base, store in self.history.bases(self.step):
-            try:
-                self.run.start(base, store)
-            except CheckpointError as error:
-                self.say(f"passed over: {error}")
-                continue
-            self.say(f"from the checkpoint of step {base}: {store.path(base)}")
-            return base
-        if self.history.started_from is not None:
-            what = f"no checkpoint before step {self.step} is left, and the run began from another's"
-            kept = ", ".join(map(str, sorted(self.history.records))) or "none"
-            raise CheckpointError(
-                Problem(what, str(self.folder), fix=f"replay a later step, or one with a record: {kept}")
-            )
-        self.say("from the run's initial state, which its seed gives")
-        return 0
-
-    def _up_to_the_step(self) -> None:
-        """Run the steps before it as the loop does; the last of them is watched, to know what is usual."""
-        state, told = self.run.run.state, time.monotonic()
-        while state.step < self.step - 1:
-            if state.step == self.step - 2:
-                self.before = self._watch_the_step_before()
-            facts = self.run.advance()
-            self._compare(facts)
-            if time.monotonic() - told > _PROGRESS_SECONDS:
-                told = time.monotonic()
-                self.say(f"step {facts.step}: re-run, {self.step - 1 - facts.step} more before step {self.step}")
-
-    def _watch_the_step_before(self) -> tuple[StepFacts, Origin]:
-        kept = self.run.keep()
-        watched = self.run.watched(None)
-        self.run.restore(kept)
-        return watched
-
-    def _compare(self, facts: StepFacts) -> None:
-        if self.difference is None:
-            self.difference = self.history.difference(facts, self.attempt)
-
-    def _again(self, kept: tuple[Tensors, Meta]) -> StepFacts:
-        facts = self.run.step_here()
-        self.run.restore(kept)
-        return facts
-
-    def _samples(self, kept: tuple[Tensors, Meta]) -> list[Sample]:
-        """Every sample of the window alone."""
-        window, feed = self.run.window(), self.run.feed
-        order, told, found = feed.order(window), time.monotonic(), list[Sample]()
-        for place, number in enumerate(order):
-            feed.only = place
-            ((inputs, _),) = feed.micro_batches(window, 0, 1)
-            facts = self.run.alone(place, kept)
-            first = number * feed.tokens_per_sample
-            micro_batch, rank = place // self.config.train.micro_batch, place * self.world_size // len(order)
-            found.append(
-                Sample(number, rank, micro_batch + 1, first, _text(inputs), facts.loss, facts.grad_norm, facts.bad_data)
-            )
-            if time.monotonic() - told > _PROGRESS_SECONDS:
-                told = time.monotonic()
-                self.say(f"sample {place + 1} of {len(order)}")
-        return found
-
-    def _anomaly(self, kept: tuple[Tensors, Meta]) -> str:
-        """What autograd's own search for NaN says: the forward call behind the operation, and the operation."""
-        with warnings.catch_warnings(record=True) as told, eager(self.run.compiled):
-            warnings.simplefilter("always")
-            try:
-                with torch.autograd.set_detect_anomaly(True):
-                    self.run.step_here()
-            except RuntimeError as error:
-                traces = [str(each.message) for each in told if "forward call" in str(each.message)]
-                return "\n".join([*traces, str(error)])
-            finally:
-                self.run.model.zero_grad(set_to_none=True)
-                self.run.restore(kept)
-        return "no NaN in backward"
-
-    def _in_float32(self, kept: tuple[Tensors, Meta]) -> tuple[StepFacts, Origin]:
-        """The same step, from the same weights, without any low precision."""
-        self.say(f"step {self.step}: in float32")
-        engine = self.config.engine.model_copy(update={"compile": "none"})
-        config = self.config.model_copy(update={"engine": engine})
-        incidents = self.history.incidents_of(self.step)
-        exact = rebuild(
-            self.folder, self.scratch / "float32", config, load_recipe("fp32"), self.place, incidents, self.world_size
-        )
-        tensors, meta = kept
-        state, limits = exact.run.state, self.run.run.state.limits.get(self.step)
-        state.parts["model"].load_state_dict(tensors["model"], meta["parts"]["model"])
-        state.step = self.step - 1
-        if limits is not None:
-            state.limits[self.step] = limits
-        try:
-            return exact.watched(self.before[1].usual if self.before else None)
-        finally:
-            exact.close()
-
-    def _strangers(self) -> list[str]:
-        """Why the bits of this re-run need not be the run's."""
-        found: list[str] = []
-        planned = read_plan(self.folder).get("resolved")
-        if planned and planned != self.run.resolved:
-            found.append(f"the run computed with {planned}, this machine with {self.run.resolved}")
-        if self.record is None:
-            return found
-        here = self.run.surroundings
-        if self.world_size > 1:
-            found.append(
-                f"the run had {self.world_size} ranks; here their samples run one after the other, and sums are "
-                "rounded in another order"
-            )
-        for name in ("engine", "torch_version", "device", "threads"):
-            was, now = getattr(self.record, name), getattr(here, name)
-            if was != now and (name, was) != ("engine", "ddp"):
-                found.append(f"{name}: {was} in the run, {now} here")
-        return found
-
-
-def _refuse_foreign_scale(record: Record, plan: Mapping[str, Any]) -> None:
-    """DeepSpeed's fp16 engine keeps its loss scale and its weights in a way that no other engine continues."""
-    if record.engine == "deepspeed" and str(plan.get("resolved", "")).endswith(":fp16"):
-        what, fix = "DeepSpeed's fp16 cannot be replayed", "start the run with torchrun, or with a bf16 or FP8 recipe"
-        raise ConfigError(Problem(what, f"step {record.step}", "its loss scale is its own", fix))
-
-
-def _precision(resolved: str, facts: StepFacts) -> str:
-    """The rung, and what of it ran in another precision by then."""
-    if facts.lowered:
-        return f"{resolved}, all lowered to {facts.lowered}"
-    return f"{resolved}, {len(facts.demoted)} layers in bf16" if facts.demoted else resolved
-
-
-def _was_bad(row: Mapping[str, float]) -> bool:
-    figures = [row.get(name, 0.0) for name in ("train/loss", "train/grad_norm")]
-    return row.get("train/step_applied", 1.0) == 0.0 or not all(map(math.isfinite, figures))
-
-
-def _text(inputs: Tensor) -> str:
-    """How a sample begins, if its tokens are bytes."""
-    tokens = inputs.reshape(-1)[:_TEXT].tolist()
-    return bytes(tokens).decode(errors="backslashreplace") if all(0 <= token < 256 for token in tokens) else str(tokens)
+    scratch = Path(tempfile.mkdtemp(dir=scratch))
+    recipe = load_recipe(recipe_name)
+    plan, model = build_plan(config, recipe, place, read_plan(folder))
+    if not (folder / "data" / "corpus.json").is_file():
+        fix = "restore the data folder from another copy of this run"
+        raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
+    data = build_data(config, folder, place)
+    quiet = Console(config.train.steps, stream=io.StringIO())
+    journal = open_journal(scratch, place, incidents.attempt, None)
+    # Nothing is saved, so no memory for copies of the state is wanted.
+    spare = {
+        "checkpoint": config.checkpoint.model_copy(update={"background": False}),
+        "guard": config.guard.model_copy(update={"snapshot_every": 0}),
+    }
+    config = config.model_copy(update=spare)
+    store = open_store(scratch, place)
+    run = build_run(config, recipe, scratch, place, plan, model, data, journal, incidents, store, quiet)
+    assert isinstance(run.flight, FlightRecorder)
+    surroundings, run.flight = run.flight.surroundings, None
+    return Rerun(run, model, ranks, plan.resolved, surroundings, journal)

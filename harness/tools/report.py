@@ -12,9 +12,9 @@ from typing import Any
 
 from harness.core.atomic import atomic_file
 from harness.tools.plots import loss_plot, saturation_plot
-from harness.tools.record import Record
 from harness.tools.shell import RunFolder
 from harness.tools.summary import account
+from harness.tracking.history import RunHistory
 from harness.tracking.plan_table import fold, rung_lines
 
 MAX_EVENTS = 500
@@ -40,30 +40,30 @@ def write(run_dir: Path) -> list[Path]:
 
     A picture with nothing to show is left out. Raises ConfigError if `run_dir` is no run folder.
     """
-    record = Record.read(run_dir)
+    history = RunHistory.read(run_dir)
     pictures = [
         path
         for path, draw in (
             (run_dir / "plots" / "loss.png", loss_plot),
             (run_dir / "plots" / "fp8_saturation.png", saturation_plot),
         )
-        if draw(record, path)
+        if draw(history, path)
     ]
     report = run_dir / "report.html"
     with atomic_file(report) as stream:
-        stream.write(_page(record, pictures).encode())
+        stream.write(_page(history, pictures).encode())
     return [*pictures, report]
 
 
-def _page(record: Record, pictures: Sequence[Path]) -> str:
-    name = escape(record.run_dir.name)
+def _page(history: RunHistory, pictures: Sequence[Path]) -> str:
+    name = escape(history.run_dir.name)
     images = [f'<p><img alt="{escape(path.stem)}" src="{_embedded(path)}"></p>' for path in pictures]
     sections = [
         f"<h1>Run {name}</h1>",
-        _table((), account(record)),
+        _table((), account(history)),
         *(["<h2>Pictures</h2>", *images] if images else []),
-        *_plan(record.plan),
-        *_events(record.events),
+        *_plan(history.plan),
+        *_events(history.events),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from mlflow.exceptions import MlflowException
 
 from harness.tracking.checkpoint_models import CheckpointModels
 from harness.tracking.position import JOURNAL, Position
-from harness.tracking.rows import METRICS_LINE, decode, read_rows
+from harness.tracking.rows import read_rows
 
 MAX_METRICS = 1000
 MAX_ENTRIES = 100
@@ -60,7 +60,7 @@ class Sink:
         self._counts: Counter[str] = Counter()
         self._last: deque[str] = deque(maxlen=LAST_EVENTS)
         if position.offset:
-            self._count(_notable_rows(run_dir / JOURNAL, position.offset))
+            self._count(read_rows(run_dir / JOURNAL, position.offset, metrics=False))
 
     def deliver(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send `rows` in order. If this raises, make a new Sink and send the same rows again."""
@@ -182,15 +182,6 @@ class Sink:
                 self._counts[row["code"]] += 1
                 self._last.append(_event_line(row))
         return news
-
-
-def _notable_rows(journal: Path, end: int) -> Iterator[dict[str, Any]]:
-    """Rows up to byte `end`, metrics left out unread: they are nearly all of the file."""
-    with journal.open("rb") as lines:
-        while lines.tell() < end:
-            line = lines.readline()
-            if not line.startswith(METRICS_LINE) and (row := decode(line)) is not None:
-                yield row
 
 
 def _event_line(row: Mapping[str, Any]) -> str:

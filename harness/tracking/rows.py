@@ -16,8 +16,10 @@ _HEADS: Mapping[str, Mapping[str, type]] = {
     "event": {"step": int, "attempt": int, "code": str},
     "end": {"status": str},
 }
-METRICS_LINE = b'{"kind": "metrics"'
-"""How a metrics row's line begins: `kind` is every row's first key."""
+MAX_ROW = 64 << 20
+"""Bytes of a row. A step's FP8 statistics take a hundred bytes each, 18 for a layer."""
+# `kind` is every row's first key.
+_METRICS_LINE = b'{"kind": "metrics"'
 
 
 def encode(row: Mapping[str, Any]) -> bytes:
@@ -30,20 +32,23 @@ def encode(row: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The row in `line`, or None where it is no complete JSON object."""
+    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on."""
     try:
         row = json.loads(line)
-        return _restored(row) if isinstance(row, dict) else None
+        row = _restored(row) if isinstance(row, dict) else {}
     except (ValueError, RecursionError):
         return None
+    return row if _is_row(row) else None
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a journal in order. A torn last line and lines damaged by a dying disk are passed over."""
+def read_rows(path: Path, end: int | None = None, metrics: bool = True) -> Iterator[dict[str, Any]]:
+    """Rows of a journal in order, up to byte `end`. metrics: else their rows, nearly all of a file, are left unread.
+
+    A torn last line, lines damaged by a dying disk and lines over MAX_ROW are passed over.
+    """
     with path.open("rb") as lines:
-        for line in lines:
-            row = decode(line)
-            if row is not None and _is_row(row):
+        while (end is None or lines.tell() < end) and (line := lines.readline(MAX_ROW)):
+            if (metrics or not line.startswith(_METRICS_LINE)) and (row := decode(line)) is not None:
                 yield row
 
 

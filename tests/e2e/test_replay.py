@@ -24,9 +24,7 @@ from harness.core.errors import ConfigError
 from harness.core.facts import StepFacts
 from harness.core.resources import find
 from harness.core.state import Incidents
-from harness.precision.recipe import load_recipe
-from harness.tools.replay import replay
-from harness.tools.replay_run import rebuild
+from harness.tools.replay import rebuild, replay
 
 pytestmark = pytest.mark.faults(10)
 
@@ -183,15 +181,40 @@ def test_a_record_that_cannot_be_kept_is_an_event_and_ends_nothing(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = load_config(str(backward_run / "config.yaml"))
     place = find_place(config, "python")
-    again = rebuild(backward_run, tmp_path, config, load_recipe(config.recipe), place, Incidents(), 1)
+    again = rebuild(backward_run, tmp_path, place, config, config.recipe, Incidents(), 1)
     again.start(5, Store(backward_run / "checkpoints", readonly=True))
     again.run.flight = NoRoom()
     facts = [again.advance() for _ in range(4)]
     again.close()
     assert [each.applied for each in facts] == [True, True, False, True], "the fault fired, and training went on"
-    assert [(event["step"], event["text"]) for event in events(tmp_path, "flight.failed")] == [
+    assert [(event["step"], event["text"]) for event in events(again.run.folder, "flight.failed")] == [
         (BAD, "[Errno 28] No space left on device")
     ]
+
+
+def test_what_is_due_before_a_step_is_done_before_every_run_of_it(
+    backward_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = load_config(str(backward_run / "config.yaml"), ["guard.rollback_lr_factor=0.5"])
+    place = find_place(config, "python")
+    once = Incidents(attempt=2, returned_to=[0])
+    again = rebuild(backward_run, tmp_path, place, config, "fp8_hybrid", once, 1)
+    plain = rebuild(backward_run, tmp_path, place, config, "fp8_hybrid", Incidents(), 1)
+    layer = again.run.precision.slot_names[0].rpartition(".")[0]
+    again.run.state.switches.append((1, [layer], [], ""))
+    kept = again.keep()
+    first = again.take()
+    again.restore(kept)
+    assert again.run.precision.demoted == (), "the switch is undone with the state"
+    second = again.take()
+    other = plain.take()
+    again.close()
+    plain.close()
+    assert first.demoted == second.demoted == (layer,)
+    assert (first.loss, first.lr) == (second.loss, second.lr)
+    assert first.lr == other.lr / 2
+    assert first.loss != other.loss, "the layer ran in bf16"
 
 
 @pytest.mark.slow

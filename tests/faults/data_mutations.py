@@ -120,9 +120,9 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a record of a bad step names its own folder",
-        "harness/checkpoint/flight.py",
-        ' or not _sound(values) or path.parent.name != step_name(values["step"]):',
-        ":",
+        "harness/replay/flight.py",
+        "return found if path.parent.name == step_name(found.step) else None",
+        "return found",
         "tests/faults/test_planted_files.py -k records_of",
     ),
     Mutation(

@@ -24,10 +24,26 @@ GUARD = (
     Mutation(
         10,
         "the first module that spoils its output is the one named",
-        "harness/monitors/nonfinite.py",
+        "harness/replay/origin.py",
         "if call.clean and spoiled and self._now.forward is None:",
         "if call.clean and spoiled:",
-        "tests/unit/monitors/test_nonfinite.py",
+        "tests/unit/replay/test_nonfinite.py",
+    ),
+    Mutation(
+        10,
+        "a step is run again after what was due before it",
+        "harness/loop.py",
+        "    _switch_due(r)\n    # Every",
+        "    # Every",
+        "tests/e2e/test_replay.py -k what_is_due",
+    ),
+    Mutation(
+        10,
+        "gradients of several ranks in one process become their mean",
+        "harness/step.py",
+        "torch._foreach_div_(gradients, float(len(shares)))",
+        "pass",
+        "tests/e2e/test_replay.py -k two_ranks",
     ),
     Mutation(
         11,

@@ -64,7 +64,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "a last step validated again is told once",
-        "harness/tracking/replay.py",
+        "harness/tracking/journal.py",
         'if row.get("step", -1) < resume_step - 1:',
         'if row.get("step", -1) < resume_step:',
         "tests/faults/test_resume_sweep.py -k only_its_outcome",

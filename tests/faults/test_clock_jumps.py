@@ -14,7 +14,7 @@ from e2e_support import ROOT, metrics, train
 from tracking_trainer import check_delivered
 
 from harness.core.errors import ExitCode
-from harness.tools.record import Record
+from harness.tracking.history import RunHistory
 from harness.tracking.journal import Journal
 from harness.tracking.position import JOURNAL
 from harness.tracking.rows import read_rows
@@ -143,7 +143,7 @@ def test_a_run_whose_clock_jumps_is_in_order_everywhere(tmp_path: Path, figure: 
     assert times[-1] - times[0] < 600, "as long as it took"
     points = check_delivered(run_dir, tmp_path / "mlflow.db")
     assert points > 20 * 10
-    assert list(Record.read(run_dir).series["train/loss"]) == list(range(1, 21))
+    assert list(RunHistory.read(run_dir).series["train/loss"]) == list(range(1, 21))
     rates = [rate for _, rate in metrics(run_dir, "train/tokens_per_second")]
     assert min(rates) > 1.0, "tokens over seconds that really passed"
     assert "at step 20" in (run_dir / "report.html").read_text()

@@ -20,7 +20,6 @@ from e2e_support import ROOT, TEXT
 from fuzzing import PIECES, Damage, damage, damaged, fuzz, one_screen
 from hypothesis import strategies as st
 
-from harness.checkpoint.flight import read_records
 from harness.checkpoint.incidents import load_incidents, save_incidents
 from harness.checkpoint.manifest import check_folder
 from harness.checkpoint.marks import add_mark, read_marks
@@ -34,6 +33,7 @@ from harness.core.yamlfile import parse_yaml, read_yaml
 from harness.data.text import read_text
 from harness.data.tokens import prepare
 from harness.precision.recipe import Recipe, load_recipe
+from harness.replay.flight import read_records
 from harness.runs import read_outcome, read_plan
 from harness.tracking.position import Position
 from harness.tracking.rows import decode, encode, read_rows

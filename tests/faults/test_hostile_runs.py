@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from hostile import JSON, SCREEN, SECONDS, Trap, data_config, make_run, state
 
-from harness.checkpoint.flight import read_records
 from harness.checkpoint.incidents import load_incidents
 from harness.checkpoint.marks import read_marks
 from harness.checkpoint.store import Store
 from harness.core.atomic import dump_json
 from harness.core.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.data.tokens import prepare
+from harness.replay.flight import read_records
 from harness.runs import read_outcome, read_plan, same_data_order
-from harness.tools.record import Record
+from harness.tracking.history import RunHistory
 from harness.tracking.position import Position
 
 pytestmark = pytest.mark.faults(24)
@@ -62,7 +62,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def record(folder: Path) -> tuple[Any, Any]:
-    made = Record.read(folder)
+    made = RunHistory.read(folder)
     made.slots()
     made.expected_slots()
     return made.plan.get("layers", []), made.outcome.get("status", [])

@@ -13,11 +13,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from harness.models.gpt import build
-from harness.monitors.nonfinite import watch
-from harness.monitors.nonfinite_tensors import tensors
 from harness.precision.engine import build_backend
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import load_recipe
+from harness.replay.origin import tensors, watch
 
 pytestmark = pytest.mark.faults(10)
 CPU = torch.device("cpu")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hostile import make_run
 
-from harness.checkpoint.flight import FlightRecorder, Surroundings, read_records
 from harness.checkpoint.lock import RunLock
 from harness.checkpoint.store import Store
 from harness.core.atomic import write_json
@@ -20,6 +19,7 @@ from harness.core.facts import StepFacts
 from harness.core.naming import step_name
 from harness.core.state import Incidents
 from harness.models.task import build_model
+from harness.replay.flight import FlightRecorder, Surroundings, read_records
 from harness.runs import read_outcome
 from harness.tools import report
 from harness.tracking.journal import Journal
@@ -91,6 +91,7 @@ def test_records_of_bad_steps_cannot_have_other_folders_deleted(run_dir: Path) -
     (run_dir / "flight" / "step-..").mkdir()
     for step in range(1, 6):
         write_json(record_of(run_dir, step), kept | {"step": f"../../../{victim.name}"})
+    write_json(record_of(run_dir, 6), kept)
     assert [found.step for found in read_records(run_dir)] == [900]
     recorder.keep(replace(facts, step=950), [1], ["loss.skip"], Incidents())
     assert (victim / "file").read_text() == "mine"

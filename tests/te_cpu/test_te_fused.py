@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.models.gpt import GPT
-from harness.monitors.nonfinite import watch
+from harness.replay.origin import watch
 
 
 def test_a_fused_gpt_trains_as_the_same_apart() -> None:

@@ -1,4 +1,4 @@
-"""docs/runbook.md explains every code that a run can say, and the code that it shows works."""
+"""Every code that a run can say is explained, docs/runbook.md is made from that, and the code that it shows works."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harness.core.alerts import CODE, Catalogue, Entry, catalogue
+from harness.core.codes import Catalogue, Entry, catalogue
 from harness.core.config import RunConfig
 from harness.precision.recipe import Recipe
+from harness.tools.explain import runbook
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+CODE = re.compile(r"[a-z0-9]+\.[a-z]+(?:_[a-z]+)*")
 FIELDS = ("What", "Where", "Why", "What to do")
 SYMPTOM_FIELDS = ("How to recognise it", "How to find the cause", "What to change")
 SPANS = re.compile(r"`([^`]+)`")
@@ -30,9 +32,13 @@ def texts(node: ast.AST) -> set[str]:
 
 
 def said(source: str) -> set[str]:
-    """Codes given to `Verdict(...)` or `<tracker>.event(...)`, whichever branch of an expression gives them."""
+    """Codes given to `Verdict(...)` or `<tracker>.event(...)`, whichever branch of an expression gives them, and those
+    of rows written as a mapping with a "code"."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                found |= texts(value) if isinstance(key, ast.Constant) and key.value == "code" else set()
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in ("Verdict", "event"):
@@ -52,16 +58,27 @@ def all_codes() -> list[str]:
 CODES = all_codes()
 KNOWN: Catalogue = catalogue()
 SYMPTOMS = [entry for entry in KNOWN.entries if entry.is_symptom]
+EXPLAINED = {name for entry in KNOWN.entries if not entry.is_symptom for name in entry.names}
+RANKED = {code for code, *_ in KNOWN.ranking}
 
 
 def test_the_codes_are_found() -> None:
-    assert {"nonfinite.skip", "precision.demote", "precision.lowered", "guard.rollback", "run.failed"} <= set(CODES)
+    known = {"nonfinite.skip", "precision.demote", "precision.lowered", "guard.rollback", "run.failed"}
+    assert known | {"journal.dropped"} <= set(CODES)
+
+
+def test_the_page_is_made_from_the_entries() -> None:
+    assert runbook() == RUNBOOK, "write it anew: python -m harness.tools.explain > docs/runbook.md"
+
+
+def test_what_nothing_says_is_not_explained() -> None:
+    assert EXPLAINED - set(CODES) == set()
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_the_runbook_explains(code: str) -> None:
     entry = KNOWN.find(code)
-    assert tuple(entry.fields) == FIELDS, f"docs/runbook.md: {code}"
+    assert tuple(entry.fields) == FIELDS, f"harness/core/codes.toml: {code}"
     assert all(text.strip() for text in entry.fields.values())
 
 
@@ -81,9 +98,9 @@ def test_what_practitioners_meet_is_there() -> None:
 
 def test_every_explained_code_is_ranked_but_for_what_the_run_itself_does() -> None:
     acts = {"guard.rollback", "guard.halt", "precision.switched", "run.stopped", "run.resumed", "run.started_from"}
-    explained = {name for entry in KNOWN.entries if not entry.is_symptom for name in entry.names}
-    assert explained - set(KNOWN.ranking) == acts
-    assert set(KNOWN.ranking) <= explained
+    assert acts == EXPLAINED - RANKED
+    assert RANKED <= EXPLAINED
+    assert len(RANKED) == len(KNOWN.ranking)
 
 
 def test_what_the_runbook_tells_to_type_can_be_explained() -> None:
@@ -114,7 +131,7 @@ def schema_keys(model: type, prefix: str = "") -> set[str]:
 def test_the_keys_that_it_names_exist() -> None:
     known = schema_keys(RunConfig) | schema_keys(Recipe)
     spans = {span.split(":")[0].split("=")[0] for span in SPANS.findall(RUNBOOK)}
-    named = {span for span in spans if KEY.fullmatch(span)} - set(KNOWN.ranking)
+    named = {span for span in spans if KEY.fullmatch(span)} - RANKED
     assert len(named) > 25
     assert sorted(named - known) == []
 

@@ -15,38 +15,35 @@ import pytest
 from rich.console import Console
 
 from harness.checkpoint.marks import add_mark
-from harness.core.alerts import catalogue, parse, slug
+from harness.core.codes import Catalogue, catalogue, slug
 from harness.core.errors import ConfigError
 from harness.tools.explain import explain, plain
 from harness.tools.postmortem import cause, distinct, go_on, post_mortem, streaks
-from harness.tools.record import Record
 from harness.tools.summary import summary
+from harness.tracking.history import RunHistory
 from harness.tracking.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = """
-| [`b.two`](#btwo) | no | bad |
-| `a.one` | yes | fine |
-
-## a.one, a.other
-**What**: the first thing. More of it.
-**Why**: see [`b.two`](#btwo).
+TEXT = '''
+ranking = [["b.two", "no", "bad"], ["a.one", "yes", "fine"]]
+page = {}
+[codes."a.one, a.other"]
+What = """
+the first thing. More of it."""
+Why = """
+see [`b.two`](#btwo).
 
 ```python
 # a comment, no heading
-```
-
-## b.two
-**What**: the second.
-
-## Words
-### c.three
-**What**: still a code.
-
-## Symptoms
-### Loss that, well, *falls*
-**How**: slowly.
-"""
+```"""
+[codes."b.two"]
+What = "the second."
+[events."c.three"]
+What = "still a code."
+[symptoms."Loss that, well, *falls*"]
+about = "For the page only."
+How = "slowly."
+'''
 
 
 def printed(subject: str | None, width: int = 100) -> str:
@@ -60,19 +57,19 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_sections_become_entries() -> None:
-    known = parse(TEXT)
+def test_tables_become_entries() -> None:
+    known = Catalogue.parse(TEXT)
     assert [entry.names for entry in known.entries] == [
         ("a.one", "a.other"), ("b.two",), ("c.three",), ("loss-that-well-falls",)
     ]  # fmt: skip
     first = known.find("a.other")
     assert first.line == "The first thing"
-    assert first.fields["Why"].startswith("see `b.two`.")
+    assert plain(first.fields["Why"])[0] == "See b.two."
     assert "# a comment, no heading" in first.fields["Why"]
     assert [entry.is_symptom for entry in known.entries] == [False, False, False, True]
-    assert known.ranking == ("b.two", "a.one")
-    assert known.worst(["a.one", "c.three", "b.two"]) == "b.two"
-    assert known.worst(["c.three"]) is None
+    assert tuple(known.entries[-1].fields) == ("How",)
+    assert known.ranked(["a.one", "c.three", "b.two", "a.one"]) == ["b.two", "a.one"]
+    assert known.ranked(["c.three"]) == []
     assert slug("NaN after hours") == "nan-after-hours"
 
 
@@ -113,7 +110,7 @@ def test_the_command_starts_without_torch_and_refuses_what_it_does_not_know() ->
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nonfinite.skip\n")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "harness.core.alerts" in imported
+    assert "harness.core.codes" in imported
     assert not imported & {"torch", "numpy", "mlflow"}
     assert seconds < 5, "half a second on a quiet machine"
     wrong = command("nonfinite.skp")
@@ -168,7 +165,7 @@ def test_a_run_is_told_in_order_with_what_to_do(tmp_path: Path, monkeypatch: pyt
 def test_streaks_join_neighbours_and_distinct_names_each_once(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "r", "done")
     events = [
-        *Record.read(run_dir).events,
+        *RunHistory.read(run_dir).events,
         {"code": "nonfinite.skip", "step": 20, "attempt": 2, "text": "again", "window": 5},
     ]
     assert [(each.steps, each.times) for each in streaks(events)][-2:] == [
@@ -189,11 +186,11 @@ def test_a_halted_run_ends_with_the_way_on(tmp_path: Path, monkeypatch: pytest.M
         (run_dir / "flight" / f"step-{step:08d}").mkdir(parents=True)
         (run_dir / "flight" / f"step-{step:08d}" / "record.json").write_text("{}")
     stream = io.StringIO()
-    Console(file=stream, width=80).print(post_mortem(Record.read(run_dir)), crop=False)
+    Console(file=stream, width=80).print(post_mortem(RunHistory.read(run_dir)), crop=False)
     text = stream.getvalue()
     name = run_dir.name
     assert "halted at step 9: the loss spiked" in text
-    many = replace(distinct(Record.read(run_dir).events)[1], count=20, windows=tuple(range(20)))
+    many = replace(distinct(RunHistory.read(run_dir).events)[1], count=20, windows=tuple(range(20)))
     assert many.times.endswith("(windows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more)")
     assert text.index("nonfinite.skip x 3") < text.index("guard.rollback") < text.index("loss.spike: loss 9")
     commands = [line.strip() for line in text.splitlines() if "harness " in line]
@@ -217,23 +214,23 @@ def test_without_a_good_checkpoint_the_run_starts_again(tmp_path: Path, monkeypa
     with_checkpoints(run_dir, 4)
     (run_dir / "checkpoints" / "step-00000004").rmdir()
     (tmp_path / "runs" / "r-2").mkdir()
-    line = go_on(Record.read(run_dir))
+    line = go_on(RunHistory.read(run_dir))
     assert line.endswith("--name r-3 train.lr=0.001")
     assert "--resume" not in line
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert go_on(Record.read(run_dir)) == f"{line}  (under this run's launcher)"
+    assert go_on(RunHistory.read(run_dir)) == f"{line}  (under this run's launcher)"
 
 
 def test_a_run_that_never_learned_anything_is_tried_in_fp32(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "r", "halted", learned=False)
-    assert go_on(Record.read(run_dir)).endswith("--name r-2 --recipe fp32")
+    assert go_on(RunHistory.read(run_dir)).endswith("--name r-2 --recipe fp32")
 
 
 def test_bad_data_is_no_reason_to_change_the_learning_rate(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "r", "halted")
     with Journal(run_dir / "journal.jsonl", attempt=2) as journal:
         journal.event(9, "data.label", text="window 8: label 900")
-    record = Record.read(run_dir)
+    record = RunHistory.read(run_dir)
     assert cause(record) == "data.label"
     assert "train.lr" not in go_on(record)
 
@@ -254,7 +251,7 @@ def test_a_calm_run_that_learned_nothing_is_told(tmp_path: Path, bits: float, st
 def test_a_run_without_events(tmp_path: Path) -> None:
     Journal(tmp_path / "r" / "journal.jsonl").close()
     assert printed(str(tmp_path / "r")) == "No events.\n"
-    assert cause(Record.read(tmp_path / "r")) is None
+    assert cause(RunHistory.read(tmp_path / "r")) is None
 
 
 def test_text_with_brackets_is_shown_as_it_is(tmp_path: Path) -> None:

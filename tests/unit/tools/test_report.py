@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from harness.core.errors import ConfigError
 from harness.tools import report
-from harness.tools.record import Record, bare
+from harness.tracking.history import RunHistory, bare
 from harness.tracking.journal import Journal
 
 ROLES = ("input", "weight", "grad_output")
@@ -167,7 +167,7 @@ def test_a_rollback_splits_what_counts_from_what_was_thrown_away(tmp_path: Path)
             journal.metrics(step, {"train/loss": 2.0})
         switched(journal, 9, promote=["blocks.01.up"])
         switched(journal, 10, demote=["blocks.01.up"])
-    record = Record.read(tmp_path)
+    record = RunHistory.read(tmp_path)
     assert record.series["train/loss"] == {step: 1.0 if step < 5 else 2.0 for step in range(1, 12)}
     assert record.abandoned["train/loss"] == dict.fromkeys(range(5, 9), 1.0)
     assert record.demotions() == [("blocks.0.up", 3, None), ("blocks.1.up", 3, 9), ("blocks.1.up", 10, None)]
@@ -176,7 +176,7 @@ def test_a_rollback_splits_what_counts_from_what_was_thrown_away(tmp_path: Path)
 
 
 def test_slots_follow_the_plan_and_the_roles(tmp_path: Path) -> None:
-    record = Record.read(make_run(tmp_path / "r", layers=12))
+    record = RunHistory.read(make_run(tmp_path / "r", layers=12))
     assert record.slots() == [f"blocks.{i:02d}.up.{role}" for i in range(12) for role in ROLES]
     steps, values = record.matrix("fp8_amax", record.slots())
     assert steps.tolist() == [5, 10, 15, 20, 25, 30]

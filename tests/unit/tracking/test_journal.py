@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from harness.core.errors import ConfigError
+from harness.tracking import rows as journal_rows
 from harness.tracking.journal import Journal
 from harness.tracking.rows import read_rows
 
@@ -251,3 +252,22 @@ def test_the_journal_starts_without_torch_and_mlflow() -> None:
     print([name for name in ("torch", "mlflow") if name in sys.modules])
     """
     assert python(code).communicate()[0].strip() == "[]"
+
+
+def test_a_row_without_an_end_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_rows, "MAX_ROW", 4096)
+    with Journal(tmp_path / "j") as journal:
+        journal.event(1, "guard.test", text="x" * 3000)
+        journal.event(2, "guard.test", text="x" * 50_000)
+        journal.event(3, "guard.test")
+    assert [row["step"] for row in read_rows(tmp_path / "j")] == [1, 3]
+
+
+def test_metrics_are_left_unread_where_nobody_asks_for_them(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j") as journal:
+        journal.event(1, "guard.test")
+        journal.metrics(1, {"a": 1.0})
+        journal.event(2, "guard.test")
+        end = (tmp_path / "j").stat().st_size
+        journal.event(3, "guard.test")
+    assert [row["step"] for row in read_rows(tmp_path / "j", end, metrics=False)] == [1, 2]

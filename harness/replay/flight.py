@@ -7,21 +7,24 @@ newest three records are kept; of consecutive bad steps the first and the last.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, PlainValidator
 
 from harness.checkpoint.incidents import incidents_from
 from harness.checkpoint.store import Store
 from harness.core.atomic import write_json
 from harness.core.facts import Limits, StepFacts, jsonable
 from harness.core.naming import step_name
+from harness.core.schema import Strict
 from harness.core.state import Incidents
 from harness.core.untrusted import read_json
 
@@ -29,16 +32,19 @@ FOLDER = "flight"
 KEEP = 3
 """Records kept."""
 
+Count = Annotated[int, Field(ge=0)]
+
 _RECORD = "record.json"
 _BASE = "base"
-_COUNTS = ("step", "base", "window", "bad_data", "world_size", "threads")
-_WORDS = ("lowered", "recipe", "engine", "torch_version", "device")
 _STEP = re.compile(r"step-(\d{8,})")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One bad step. base: step of the checkpoint to start from; 0: the run's initial state, a function of its seed.
+Figure = float | Literal["nan", "inf", "-inf"]
+
+
+class BadStep(Strict):
+    """What is kept of one bad step. base: step of the checkpoint to start from; 0: the run's initial state, a function
+    of its seed.
 
     window: the step's place in the data order. samples: sample numbers, in reading order. limits: [loss, norm, clip]
     in force, None where there was none. codes: of the verdicts that were not ok. lowered, demoted: as in StepFacts.
@@ -46,24 +52,24 @@ class Record:
     run's, then. world_size, engine, threads, torch_version, device: where the step ran.
     """
 
-    step: int
-    base: int
-    window: int
-    samples: tuple[int, ...]
-    incidents: Incidents
-    limits: tuple[float | None, ...]
+    step: Count
+    base: Count
+    window: Count
+    samples: tuple[Count, ...]
+    incidents: Annotated[Incidents, PlainValidator(incidents_from)]
+    limits: tuple[float | None, float | None, float | None]
     applied: bool
-    loss: float | str
-    grad_norm: float | str
-    loss_scale: float | str
-    bad_data: int
+    loss: Figure
+    grad_norm: Figure
+    loss_scale: Figure
+    bad_data: Count
     codes: tuple[str, ...]
     demoted: tuple[str, ...]
     lowered: str
     recipe: str
-    world_size: int
+    world_size: Annotated[int, Field(ge=1)]
     engine: str
-    threads: int
+    threads: Annotated[int, Field(ge=1)]
     torch_version: str
     device: str
 
@@ -71,6 +77,11 @@ class Record:
     def attempt(self) -> int:
         """Of the run; raised by every rollback."""
         return self.incidents.attempt
+
+    @property
+    def limits_then(self) -> Limits:
+        """The limits in force in the step."""
+        return Limits.from_json(self.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +112,14 @@ class FlightRecorder:
         What stands from an earlier attempt at the same step is replaced.
         """
         base = nearest(self._store.steps(), facts.step)
-        record = Record(
-            step=facts.step, base=base, window=facts.window, samples=tuple(int(sample) for sample in samples),
-            incidents=incidents,
-            limits=tuple(facts.limits.as_json()), applied=facts.applied,
-            loss=jsonable(facts.loss), grad_norm=jsonable(facts.grad_norm), loss_scale=jsonable(facts.loss_scale),
-            bad_data=facts.bad_data, codes=tuple(codes), demoted=facts.demoted, lowered=facts.lowered,
+        record = {
+            "step": facts.step, "base": base, "window": facts.window,
+            "samples": [int(sample) for sample in samples], "incidents": asdict(incidents),
+            "limits": facts.limits.as_json(), "applied": facts.applied,
+            **{name: jsonable(getattr(facts, name)) for name in ("loss", "grad_norm", "loss_scale")},
+            "bad_data": facts.bad_data, "codes": codes, "demoted": facts.demoted, "lowered": facts.lowered,
             **asdict(self.surroundings),
-        )  # fmt: skip
+        }  # fmt: skip
         final = self.folder / step_name(facts.step)
         temporary = self.folder / f".tmp-{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -116,7 +127,7 @@ class FlightRecorder:
         try:
             if base:
                 _link(self._store.path(base), temporary / _BASE / self._store.path(base).name)
-            write_json(temporary / _RECORD, asdict(record))
+            write_json(temporary / _RECORD, record)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
         finally:
@@ -159,7 +170,7 @@ def base_store(run_dir: Path, step: int) -> Store:
     return Store(record_folder(run_dir, step) / _BASE, readonly=True)
 
 
-def read_records(run_dir: Path) -> list[Record]:
+def read_records(run_dir: Path) -> list[BadStep]:
     """Every record of a run that can be read, by step."""
     try:
         names = sorted(os.listdir(run_dir / FOLDER))
@@ -169,35 +180,13 @@ def read_records(run_dir: Path) -> list[Record]:
     return sorted((record for record in found if record is not None), key=lambda record: record.step)
 
 
-def limits_of(record: Record) -> Limits:
-    """The limits in force in the recorded step."""
-    return Limits.from_json(record.limits)
-
-
-def _read(path: Path) -> Record | None:
-    names = {each.name for each in fields(Record)}
+def _read(path: Path) -> BadStep | None:
+    """None for what no recorder wrote. Steps name folders, which are deleted when they are old."""
     try:
-        raw: dict[str, Any] = read_json(path)
-        values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
-        if values.keys() != names or not _sound(values) or path.parent.name != step_name(values["step"]):
-            return None
-        return Record(**{**values, "incidents": incidents_from(raw["incidents"])})
-    except (OSError, ValueError, AttributeError, TypeError):
+        found = BadStep.model_validate_json(json.dumps(read_json(path)))
+    except (OSError, ValueError):
         return None
-
-
-def _sound(values: Mapping[str, Any]) -> bool:
-    """Whether figures are figures: steps name folders, which are deleted when they are old."""
-    counts = [values[name] for name in _COUNTS] + list(values["samples"])
-    figures = [limit for limit in values["limits"] if limit is not None]
-    words = [values[name] for name in _WORDS] + list(values["codes"]) + list(values["demoted"])
-    return (
-        all(type(count) is int and count >= 0 for count in counts)
-        and all(type(figure) in (int, float) for figure in figures)
-        and len(values["limits"]) == len(fields(Limits))
-        and all(isinstance(word, str) for word in words)
-        and min(values["world_size"], values["threads"]) > 0
-    )
+    return found if path.parent.name == step_name(found.step) else None
 
 
 def _link(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a replay found: the data of `replay.json`, the cause that follows from it, and what to do about it."""
+"""What a replay found: the data of `replay.json`, the cause that follows from it, what to do, and how it is shown."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, StepFacts, jsonable
-from harness.monitors.nonfinite import Finding
-from harness.tools.replay_history import Difference, same
+from harness.replay.branches import Difference, same
+from harness.replay.operations import LOSS
+from harness.replay.origin import Finding
+
+SHOWN = 8
+"""Parameters, and samples, that the terminal lists."""
 
 DATA = {NON_FINITE_INPUT: "inputs that are not finite", BAD_LABEL: "ids out of range", NO_LABEL: "no label at all"}
 
@@ -52,8 +57,8 @@ class Answer:
     """Everything that was found. base: the checkpoint started from, 0: the initial state. codes: of the recorded
     verdicts. was_bad: in the run. here, again: the step with and without hooks, both from the same state; again is None
     where blocks were compiled. in_float32: the step in float32, None if it was not bad here. loss_before: of the step
-    before, None if that was not re-run. difference: the first figure that is not the journal's. strangers: why bits
-    cannot be expected to agree, empty if they must."""
+    before, None if that was not re-run. difference: the first figure that is not the journal's. setup_differences: why
+    bits cannot be expected to agree, empty if they must."""
 
     run: str
     step: int
@@ -68,7 +73,7 @@ class Answer:
     loss_before: float | None
     journal_loss: float
     difference: Difference | None
-    strangers: list[str]
+    setup_differences: list[str]
     finding: Finding | None
     finding_in_float32: Finding | None
     gradients: list[Gradient]
@@ -139,7 +144,7 @@ def _cause(answer: Answer) -> tuple[str, str]:
             f"twice from the same state the step gave loss {here.loss:g} and {again.loss:g}, gradient norm "
             f"{here.grad_norm:g} and {again.grad_norm:g}: a race, hardware, or something that no checkpoint holds"
         )
-    if answer.difference is not None and not answer.strangers:
+    if answer.difference is not None and not answer.setup_differences:
         return "not reproducible", (
             f"from step {answer.difference.step} on the re-run differs from the journal: hardware, a race, or another "
             "machine or version; what is said above is of the re-run"
@@ -198,3 +203,117 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
     return value
+
+
+def lines(answer: Answer) -> list[str]:
+    """The answer in words."""
+    ranks = [f"ranks: the run had {answer.ranks}; here their micro-batches run one after the other, rank by rank"]
+    return [
+        *(ranks if answer.ranks > 1 else []),
+        _bits(answer),
+        *_figures(answer),
+        *([f"origin: {described(answer.finding)}"] if answer.finding else _without_origin(answer)),
+        *_gradients(answer),
+        *_samples(answer),
+        *_float32(answer),
+        *(["anomaly mode:", *(f"  {line}" for line in answer.anomaly.splitlines())] if answer.anomaly else []),
+        f"verdict: {answer.cause}: {answer.why}",
+        *([f"what to do: {answer.advice}"] if answer.advice else []),
+    ]
+
+
+def described(finding: Finding) -> str:
+    """One finding as a sentence."""
+    place = f"module {finding.module or '(the model itself)'} ({finding.kind})"
+    if finding.module == LOSS:
+        place = "what follows the model's output: the loss"
+    shape = "x".join(map(str, finding.shape)) or "scalar"
+    counts = f"{finding.nan} NaN and {finding.inf} Inf of {finding.elements} elements ({shape}, {finding.dtype})"
+    text = f"{finding.direction}, {place}, {finding.tensor}: {counts}, micro-batch {finding.micro_batch}"
+    if finding.call > 1:
+        text += f", call {finding.call}"
+    if finding.operation:
+        text += f"; operation {finding.operation}"
+    if finding.parameters:
+        own = "not finite themselves" if finding.direction == "forward" else "the gradient of"
+        text += f"; {own}: {', '.join(finding.parameters)}"
+    if finding.into:
+        text += f"; computed by the module itself, and first given to {finding.into}"
+    return text + (f"; {finding.where}" if finding.where else "")
+
+
+def _bits(answer: Answer) -> str:
+    steps = f"steps {answer.base + 1} to {answer.step}" if answer.base + 1 < answer.step else f"step {answer.step}"
+    if answer.difference is None:
+        return f"bits: {steps} reproduced bit for bit (loss, gradient norm, loss scale)"
+    found = answer.difference
+    text = f"bits: step {found.step} differs: {found.metric} {found.here!r} here, {found.journal!r} in the journal"
+    return text + (f" (to be expected: {'; '.join(answer.setup_differences)})" if answer.setup_differences else "")
+
+
+def _figures(answer: Answer) -> list[str]:
+    here = answer.here
+    found = [
+        f"step {answer.step}: loss {here.loss:g}, gradient norm {here.grad_norm:g}, loss scale {here.loss_scale:g}, "
+        f"{'applied' if here.applied else 'skipped'}; window {answer.window}, {answer.precision}"
+    ]
+    if here.over_limits:
+        limits = here.limits
+        found.append(f"limits: loss {limits.loss:g}, gradient norm {limits.norm:g}; the step is over them")
+    return found
+
+
+def _without_origin(answer: Answer) -> list[str]:
+    if not (math.isfinite(answer.here.loss) and math.isfinite(answer.here.grad_norm)) and not answer.here.bad_data:
+        return [
+            "origin: no module's tensor is NaN or Inf, only their sum: the gradients below are too large for a norm"
+        ]
+    return ["origin: no tensor is NaN or Inf"] if answer.was_bad and not answer.here.bad_data else []
+
+
+def _gradients(answer: Answer) -> list[str]:
+    bad = [each for each in answer.gradients if each.bad]
+    if bad:
+        named = some([each.parameter for each in bad], SHOWN)
+        return [f"gradients not finite in the end: {len(bad)} of {len(answer.gradients)} parameters: {named}"]
+    if not answer.bad(answer.here) or answer.here.bad_data:
+        return []
+    found = ["gradient norms, largest growth against the step before first:"]
+    for each in answer.gradients[:SHOWN]:
+        ratio = "" if math.isnan(each.growth) else f"  {each.growth:8.3g}x"
+        found.append(f"  {each.norm:10.4g}{ratio}  {each.parameter} (largest element {each.largest:.4g})")
+    return found
+
+
+def _samples(answer: Answer) -> list[str]:
+    if not answer.samples:
+        return []
+    bad = [sample for sample in answer.samples if sample.bad]
+    if bad:
+        head = f"samples: {len(bad)} of {answer.window_size} are bad alone:"
+        return [head, *(f"  {_sample(sample)}" for sample in bad[:SHOWN])]
+    # What went over its limit in the window is what to look for in its samples.
+    by_norm = answer.here.grad_norm > answer.here.limits.norm and not answer.here.loss > answer.here.limits.loss
+    worst = sorted(answer.samples, key=lambda sample: -(sample.grad_norm if by_norm else sample.loss))[:SHOWN]
+    what = "gradient norms" if by_norm else "losses"
+    head = f"samples: none is bad alone; largest {what} of {answer.window_size}:"
+    return [head, *(f"  {_sample(sample)}" for sample in worst)]
+
+
+def _sample(sample: Sample) -> str:
+    where = f"rank {sample.rank}, micro-batch {sample.micro_batch}"
+    text = f"sample {sample.number} ({where}, training token {sample.first_token} on)"
+    text += f": loss {sample.loss:g}, gradient norm {sample.grad_norm:g}"
+    what = ", ".join(text for bit, text in DATA.items() if sample.bad_data & bit)
+    return text + (f", {what}" if what else "") + f": {sample.text!r}"
+
+
+def _float32(answer: Answer) -> list[str]:
+    exact = answer.in_float32
+    if exact is None:
+        return []
+    state = "bad too" if answer.bad(exact) else "well"
+    text = f"in float32: {state}: loss {exact.loss:g}, gradient norm {exact.grad_norm:g}"
+    if answer.finding_in_float32 is not None:
+        text += f"; {described(answer.finding_in_float32)}"
+    return [text]

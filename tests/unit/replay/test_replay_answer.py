@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from harness.core.facts import BAD_LABEL, Limits, SlotStats, StepFacts
-from harness.monitors.nonfinite import Finding
-from harness.tools.replay_answer import Answer, Sample, growth, plain
-from harness.tools.replay_history import Difference
-from harness.tools.replay_report import lines
+from harness.replay.answer import Answer, Sample, growth, lines, plain
+from harness.replay.branches import Difference
+from harness.replay.origin import Finding
 
 WELL = StepFacts(
     step=8, window=7, loss=2.0, grad_norm=1.0, lr=1e-3, loss_scale=1.0, applied=True, applied_steps=8, tokens=4,
@@ -30,8 +29,8 @@ def answer(here: StepFacts, **changes: Any) -> Answer:
     values: dict[str, Any] = {
         "run": "runs/r", "step": 8, "base": 5, "attempt": 1, "window": 7, "codes": [], "was_bad": True, "here": here,
         "again": here, "in_float32": WELL, "loss_before": 2.1, "journal_loss": here.loss, "difference": None,
-        "strangers": [], "finding": None, "finding_in_float32": None, "gradients": [], "samples": [], "window_size": 4,
-        "ranks": 1, "precision": "autocast:fp16",
+        "setup_differences": [], "finding": None, "finding_in_float32": None, "gradients": [], "samples": [],
+        "window_size": 4, "ranks": 1, "precision": "autocast:fp16",
     }  # fmt: skip
     return Answer(**{**values, **changes})
 
@@ -53,7 +52,7 @@ SPIKE = {"codes": ["loss.spike"], "journal_loss": 40.0}
         ("not reproducible", answer(BROKEN, again=WELL)),
         ("not reproducible", answer(OVER, again=replace(OVER, grad_norm=50.00001))),
         ("not reproducible", answer(BROKEN, difference=OTHER)),
-        ("numerics", answer(BROKEN, difference=OTHER, strangers=["the run had 2 ranks"])),
+        ("numerics", answer(BROKEN, difference=OTHER, setup_differences=["the run had 2 ranks"])),
         ("numerics", answer(BROKEN, again=None)),
         ("model or data", answer(replace(WELL, loss=40.0), in_float32=replace(WELL, loss=39.0), **SPIKE)),
         ("numerics", answer(replace(WELL, loss=40.0), **SPIKE)),

@@ -1,21 +1,23 @@
 # pyright: standard
-# Strict typing would be wasted here: torch types hooks and operations of autograd only in part.
-"""The backward half of `nonfinite`: which operation of autograd turns finite gradients into non-finite ones.
+# Strict typing would be wasted here: torch types operations of autograd, and what it hands to a function mode, in part.
+"""Which operation makes finite values non-finite, and the line of the program that called it.
 
-Operations are numbered in the order in which forward records them, so those recorded between a module's entry and its
-exit, and not inside of one of its children, are its own.
+Backward: operations of autograd are numbered in the order in which forward records them, so those recorded between a
+module's entry and its exit, and not inside of one of its children, are its own. Forward: calls of torch's functions.
 """
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from harness.monitors.nonfinite_lines import recorded
+from torch.overrides import TorchFunctionMode, resolve_name
 
 LOSS = "<loss>"
 """In place of a module: what was computed from the model's output."""
@@ -23,6 +25,13 @@ LOSS = "<loss>"
 # Between a parameter and the operation that uses it: casts and views.
 _IN_BETWEEN = ("ToCopy", "T", "View", "UnsafeView", "Reshape", "Transpose", "Permute", "Alias", "Clone", "Expand")
 _PASSED = {f"{name}Backward{number}" for name in _IN_BETWEEN for number in (0, 1)}
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+# What these return is memory as it was, or a constant of the program's.
+_ALLOCATE = ("empty", "full")
+_WORST = 2
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +159,46 @@ def _number(node: Any) -> int:
 
 def _finite(gradient: Tensor) -> bool:
     return gradient.layout != torch.strided or bool(torch.isfinite(gradient).all())
+
+
+class FirstBad(TorchFunctionMode):
+    """Watches calls of torch's functions while `inside` is set.
+
+    badness: of a value, as `origin.badness`. operation, where: of the first call that
+    was given finite values and returned a NaN or inf, else of the first that returned -inf, which may be a mask.
+    """
+
+    def __init__(self, badness: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.inside = False
+        self.operation = self.where = ""
+        self._badness = badness
+        self._found = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name: str = getattr(func, "__name__", "")
+        watching = self.inside and self._found < _WORST and not any(word in name for word in _ALLOCATE)
+        clean = watching and not self._badness((args, kwargs))  # before the call, which may work in place
+        result = func(*args, **kwargs)
+        if clean and (badness := self._badness(result)) > self._found:
+            self._found = badness
+            self.operation = resolve_name(func) or name
+            self.where = _innermost(f'File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in
+                                    traceback.extract_stack())  # fmt: skip
+        return result
+
+
+def recorded(node: Any) -> str:
+    """Where forward recorded an operation of autograd, if anomaly mode was on then."""
+    return _innermost(node.metadata.get("traceback_", ()))
+
+
+def _innermost(frames: Iterable[str]) -> str:
+    """The innermost frame that is neither torch's nor this package's, as `file:line, in function: source`."""
+    found = ""
+    for frame in frames:
+        match = _FRAME.search(frame)
+        if match and not match["file"].startswith((_TORCH, _OURS, "<")):
+            found = f"{match['file']}:{match['line']}, in {match['name']}: {match['text']}"
+    return found

@@ -1,18 +1,23 @@
-"""A finished or running run as its journal tells it, arranged for the report, the summary and `harness inspect`."""
+"""What happened in a run, from its journal and its folder: the one reader behind every report and replay. Torch-free.
+
+A rollback makes steps run again under the next attempt. Both attempts' rows stand in the journal; those that a later
+attempt replaced are told apart here.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.core.facts import ROLES
-from harness.core.untrusted import MAX_LARGE, read_json
+from harness.core.untrusted import MAX_LARGE, read_mapping
 from harness.tracking.folder import require_run
 from harness.tracking.position import JOURNAL
 from harness.tracking.rows import read_rows
@@ -25,35 +30,47 @@ Series = dict[int, float]
 Demotions = list[tuple[str, int, int | None]]
 
 
-@dataclass(frozen=True)
-class Record:
-    """Everything but what the journal's rows look like.
+class MetricsRow(NamedTuple):
+    """One metrics row. total: train.steps as the process had it that wrote the row; a resume may change it."""
 
-    series: metric name -> {step: value} of the branch that counts. abandoned: the same for steps that a rollback threw
-    away. events: event rows in order. switches: those that moved layers in the branch that counts. run: tags, params
-    and data of the "run" rows. plan, outcome: the JSON files, empty if there are none.
-    """
+    attempt: int
+    step: int
+    values: Mapping[str, float]
+    total: int | None
+
+
+class Returned(NamedTuple):
+    """One rollback: decided in `attempt`, back to `to_step`, passing over the windows in `passed_over`."""
+
+    attempt: int
+    to_step: int
+    passed_over: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """rows, events: of the journal, in order. run: tags, params and data of its "run" rows. plan, outcome: the JSON
+    files, empty if there are none."""
 
     run_dir: Path
-    series: Mapping[str, Series]
-    abandoned: Mapping[str, Series]
+    rows: Sequence[MetricsRow]
     events: Sequence[Mapping[str, Any]]
-    switches: Sequence[Mapping[str, Any]]
     run: Mapping[str, Mapping[str, Any]]
     plan: Mapping[str, Any]
     outcome: Mapping[str, Any]
 
     @classmethod
-    def read(cls, run_dir: Path) -> Record:
+    def read(cls, run_dir: Path) -> RunHistory:
         """Read a run folder. Raises ConfigError if it is none."""
         run_dir = require_run(run_dir)
-        rows: list[tuple[int, int, dict[str, float]]] = []
+        rows: list[MetricsRow] = []
         events: list[Mapping[str, Any]] = []
         run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}}
         end: dict[str, Any] = {}
         for row in read_rows(run_dir / JOURNAL):
             if row["kind"] == "metrics":
-                rows.append((row["attempt"], row["step"], row["metrics"]))
+                total = run["params"].get("train.steps")
+                rows.append(MetricsRow(row["attempt"], row["step"], row["metrics"], total))
             elif row["kind"] == "event":
                 events.append(row)
             elif row["kind"] == "run":
@@ -62,20 +79,54 @@ class Record:
                     run[part] |= row.get(part, {})
             elif row["kind"] == "end":
                 end = {"status": row["status"]}
-        begins = _begins(rows)
+        outcome = end | read_mapping(run_dir / "outcome.json", MAX_LARGE)
+        return cls(run_dir, rows, events, run, _read_plan(run_dir / "plan.json"), outcome)
+
+    @cached_property
+    def _begins(self) -> Mapping[int, int]:
+        """The first step of each attempt."""
+        begins: dict[int, int] = {}
+        for row in self.rows:
+            begins[row.attempt] = min(row.step, begins.get(row.attempt, row.step))
+        return begins
+
+    def replaced(self, attempt: int, step: int) -> bool:
+        """Whether a rollback threw this step away: a later attempt begins at or before it."""
+        return any(later > attempt and begin <= step for later, begin in self._begins.items())
+
+    @cached_property
+    def series(self) -> Mapping[str, Series]:
+        """Metric name -> {step: value} of the steps that count."""
+        return self._series(replaced=False)
+
+    @cached_property
+    def abandoned(self) -> Mapping[str, Series]:
+        """The same for steps that a rollback threw away."""
+        return self._series(replaced=True)
+
+    def _series(self, replaced: bool) -> Mapping[str, Series]:
         series: dict[str, Series] = {}
-        abandoned: dict[str, Series] = {}
-        for attempt, step, metrics in rows:
-            target = abandoned if _lost(begins, attempt, step) else series
-            for name, value in metrics.items():
-                target.setdefault(name, {})[step] = value
-        switches = [
-            event
-            for event in events
-            if event["code"] == SWITCHED and not _lost(begins, event["attempt"], event["step"])
-        ]
-        outcome = end | _read_json(run_dir / "outcome.json")
-        return cls(run_dir, series, abandoned, events, switches, run, _read_plan(run_dir / "plan.json"), outcome)
+        for row in self.rows:
+            if self.replaced(row.attempt, row.step) == replaced:
+                for name, value in row.values.items():
+                    series.setdefault(name, {})[row.step] = value
+        return series
+
+    @property
+    def switches(self) -> list[Mapping[str, Any]]:
+        """Events that moved layers, of the steps that count."""
+        moves = (event for event in self.events if event["code"] == SWITCHED)
+        return [event for event in moves if not self.replaced(event["attempt"], event["step"])]
+
+    @property
+    def rollbacks(self) -> list[Returned]:
+        """One for each attempt that ended in a rollback, in order; told twice, the last counts."""
+        told = {
+            event["attempt"]: Returned(event["attempt"], event["to_step"], tuple(event.get("passed_over", ())))
+            for event in self.events
+            if event["code"] == "guard.rollback"
+        }
+        return [told[attempt] for attempt in sorted(told)]
 
     def last(self, name: str) -> float | None:
         """The value of the highest step of a metric, None if it was never logged."""
@@ -137,22 +188,9 @@ def _slot_key(slot: str, order: Mapping[str, int]) -> tuple[Any, ...]:
     return order.get(bare(layer), len(order)), natural, ROLES.index(role) if role in ROLES else len(ROLES), role
 
 
-def _begins(rows: Sequence[tuple[int, int, dict[str, float]]]) -> dict[int, int]:
-    """The first step of each attempt."""
-    begins: dict[int, int] = {}
-    for attempt, step, _ in rows:
-        begins[attempt] = min(step, begins.get(attempt, step))
-    return begins
-
-
-def _lost(begins: Mapping[int, int], attempt: int, step: int) -> bool:
-    """Whether a rollback threw this step away: a later attempt begins at or before it."""
-    return any(later > attempt and begin <= step for later, begin in begins.items())
-
-
 def _read_plan(path: Path) -> dict[str, Any]:
     """plan.json with the layers that are described as they should be; empty if it is no plan."""
-    plan = _read_json(path)
+    plan = read_mapping(path, MAX_LARGE)
     layers = plan.get("layers")
     if not isinstance(layers, list) or not all(isinstance(plan.get(key), str) for key in ("requested", "resolved")):
         return {}
@@ -163,11 +201,3 @@ def _read_plan(path: Path) -> dict[str, Any]:
             if isinstance(layer, dict) and all(isinstance(layer.get(key), str) for key in _OF_A_LAYER)
         ]
     }
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path, MAX_LARGE)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.flight import (
+from harness.checkpoint.store import Store
+from harness.core.facts import Limits, StepFacts
+from harness.core.state import Incidents
+from harness.replay.flight import (
     KEEP,
     FlightRecorder,
     Surroundings,
     base_store,
-    limits_of,
     nearest,
     read_records,
     record_folder,
 )
-from harness.checkpoint.store import Store
-from harness.core.facts import Limits, StepFacts
-from harness.core.state import Incidents
 
 HERE = Surroundings("fp8_hybrid", 2, "ddp", "cpu")
 
@@ -56,7 +55,7 @@ def test_a_record_says_what_a_re_run_needs(tmp_path: Path) -> None:
     (record,) = read_records(tmp_path)
     assert (record.step, record.base, record.window, record.samples) == (25, 20, 26, (5, 9))
     assert (record.loss, record.grad_norm, record.loss_scale, record.bad_data) == ("nan", "inf", 2.0, 2)
-    assert limits_of(record) == Limits(norm=3.5)
+    assert record.limits_then == Limits(norm=3.5)
     assert (record.codes, record.demoted, record.applied) == (("nonfinite.skip",), ("a.b",), False)
     assert record.incidents == Incidents(1, [3])
     assert (record.world_size, record.engine, record.recipe, record.device) == (2, "ddp", "fp8_hybrid", "cpu")

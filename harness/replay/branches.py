@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checkpoint.flight import FOLDER, Record, base_store, nearest, read_records
 from harness.checkpoint.incidents import load_incidents
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import StepFacts
 from harness.core.state import Incidents
-from harness.tracking.position import JOURNAL
-from harness.tracking.rows import read_rows
+from harness.replay.flight import FOLDER, base_store, nearest, read_records
+from harness.tracking.history import RunHistory
 
 _COMPARED = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/loss_scale": "loss_scale"}
 
@@ -31,56 +30,27 @@ class Difference:
     here: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """One rollback: decided in `attempt`, back to `to_step`, passing over the windows in `passed_over`."""
+class Branches:
+    """The attempts of a run, and what each had in common with the others."""
 
-    attempt: int
-    to_step: int
-    passed_over: tuple[int, ...]
-
-
-@dataclass
-class History:
-    """A run's journal and records. metrics: by (step, attempt). steps: train.steps, which a resume may change, then."""
-
-    folder: Path
-    records: dict[int, Record]
-    incidents: Incidents
-    metrics: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
-    steps: dict[tuple[int, int], int] = field(default_factory=dict)
-    rollbacks: list[Rollback] = field(default_factory=list)
-    started_from: int | None = None
-
-    @classmethod
-    def read(cls, folder: Path) -> History:
-        """Of the run in `folder`. Raises CheckpointError if its incidents cannot be read."""
-        records = {record.step: record for record in read_records(folder)}
-        history = cls(folder, records, load_incidents(folder))
-        told: dict[int, Rollback] = {}
-        steps: int | None = None
-        for row in read_rows(folder / JOURNAL):
-            if row["kind"] == "metrics" and "train/loss" in row["metrics"]:
-                history.metrics[row["step"], row["attempt"]] = row["metrics"]
-                if steps is not None:
-                    history.steps[row["step"], row["attempt"]] = steps
-            elif row["kind"] == "run":
-                steps = row.get("params", {}).get("train.steps", steps)
-            elif row["kind"] == "event" and row["code"] == "guard.rollback":
-                passed = tuple(row.get("passed_over", ()))
-                told[row["attempt"]] = Rollback(row["attempt"], row["to_step"], passed)
-            elif row["kind"] == "event" and row["code"] == "run.started_from":
-                history.started_from = row["step"]
-        history.rollbacks = [told[attempt] for attempt in sorted(told)]
-        return history
+    def __init__(self, folder: Path) -> None:
+        """Of the run in `folder`. Raises ConfigError if it is none, CheckpointError if its incidents cannot be read."""
+        history = RunHistory.read(folder)
+        self.folder = history.run_dir
+        self.records = {record.step: record for record in read_records(folder)}
+        self.incidents = load_incidents(folder)
+        self.rollbacks = history.rollbacks
+        self.rows = {(row.step, row.attempt): row for row in history.rows if "train/loss" in row.values}
+        started = [event["step"] for event in history.events if event["code"] == "run.started_from"]
+        self.started_from: int | None = started[-1] if started else None
 
     def attempt_of(self, step: int) -> int:
         """The attempt in which `step` went bad, else the last one that ran it. Raises ConfigError if none did."""
         if step in self.records:
             return self.records[step].attempt
-        attempts = [attempt for each, attempt in self.metrics if each == step]
+        attempts = [attempt for each, attempt in self.rows if each == step]
         if not attempts:
-            last = max((each for each, _ in self.metrics), default=0)
+            last = max((each for each, _ in self.rows), default=0)
             what = f"step {step} has no record, and the journal does not have it: its steps are 1 to {last}"
             recorded = ", ".join(map(str, sorted(self.records))) or "none"
             fix = f"give --step one of the steps with a record ({recorded}), or another that the run has done"
@@ -102,13 +72,14 @@ class History:
 
     def config_of(self, step: int, config: RunConfig) -> RunConfig:
         """The config under which `step` ran: the learning rate's schedule depends on train.steps."""
-        steps = self.steps.get((step, self.attempt_of(step)), config.train.steps)
+        row = self.rows.get((step, self.attempt_of(step)))
+        steps = row.total if row and row.total is not None else config.train.steps
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
     def row(self, step: int, attempt: int) -> Mapping[str, float] | None:
         """The journal's figures of `step` on the branch of `attempt`."""
-        attempts = [each for number, each in self.metrics if number == step and each <= attempt]
-        return self.metrics[step, max(attempts)] if attempts else None
+        attempts = [each for number, each in self.rows if number == step and each <= attempt]
+        return self.rows[step, max(attempts)].values if attempts else None
 
     def difference(self, facts: StepFacts, attempt: int) -> Difference | None:
         """Where the journal has other figures; None if every bit agrees, or it has no row."""
