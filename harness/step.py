@@ -13,6 +13,7 @@ from harness.core.batch_check import check_batch, harmless
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Limits, SlotStats, StepFacts, Window
 from harness.core.gradients import l2_norm
 from harness.core.protocols import NO_LIMITS
+from harness.core.state import seed_torch
 from harness.run import Run
 
 _SEED_STRIDE = 1_000_003
@@ -117,7 +118,7 @@ def train_step(run: Run, window: Window) -> PendingFacts:
 def seed_step(run: Run, window: Window, rank: int) -> None:
     """Random numbers (dropout) are a function of the step and rank: a resume, and a replay, repeat them."""
     seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + rank
-    torch.manual_seed(seed % 2**63)
+    seed_torch(seed % 2**63)
 
 
 def _accumulate(run: Run, window: Window) -> tuple[Tensor, int, float]:
