@@ -128,7 +128,9 @@ def start(
     """A run that is ready for its first step; closed with `stack`."""
     folder.mkdir()
     text = folder / "text.txt"
-    text.write_bytes(torch.randint(32, 127, (300_000,), generator=torch.Generator().manual_seed(0)).byte().numpy().tobytes())
+    text.write_bytes(
+        torch.randint(32, 127, (300_000,), generator=torch.Generator().manual_seed(0)).byte().numpy().tobytes()
+    )
     context = min(256, tokens)
     batch = tokens // context
     config = RunConfig.model_validate(
