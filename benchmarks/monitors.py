@@ -121,31 +121,36 @@ def measure_pass(millions: int, dtype: torch.dtype, rounds: int) -> dict[str, An
     }
 
 
-def start(stack: ExitStack, folder: Path, millions: int, tokens: int, guard: bool) -> Run:
+def start(
+    stack: ExitStack, folder: Path, size: Mapping[str, Any], tokens: int, guard: bool, recipe: str = "bf16"
+) -> Run:
     """A run that is ready for its first step; closed with `stack`."""
     folder.mkdir()
     text = folder / "text.txt"
-    text.write_bytes(torch.randint(32, 127, (300_000,), generator=torch.Generator().manual_seed(0)).byte().numpy())
+    text.write_bytes(
+        torch.randint(32, 127, (300_000,), generator=torch.Generator().manual_seed(0)).byte().numpy().tobytes()
+    )
     context = min(256, tokens)
+    batch = tokens // context
     config = RunConfig.model_validate(
         {
-            "recipe": "bf16",
-            "train": {"steps": 10**6, "global_batch": tokens // context, "micro_batch": tokens // context},
+            "recipe": recipe,
+            "train": {"steps": 10**6, "global_batch": batch, "micro_batch": batch, "threads": torch.get_num_threads()},
             "data": {"path": str(text), "context": context, "val_samples": 1},
-            "model": {"args": GPTS[millions]},
+            "model": {"args": dict(size)},
             "checkpoint": {"every": 0},
             "guard": {"enabled": guard},
         }
     )
-    recipe = load_recipe("bf16")
+    loaded = load_recipe(recipe)
     place = find_place(config, "python")
-    plan, model = build_plan(config, recipe, place)
+    plan, model = build_plan(config, loaded, place)
     data = build_data(config, folder, place)
     store = open_store(folder, place)
     incidents = read_incidents(folder, place, store)
     journal = stack.enter_context(open_journal(folder, place, incidents.attempt, None))
     console = Console(config.train.steps, stream=io.StringIO())
-    run = build_run(config, recipe, folder, place, plan, model, data, journal, incidents, store, console)
+    run = build_run(config, loaded, folder, place, plan, model, data, journal, incidents, store, console)
     stack.callback(run.stop.uninstall)
     return run
 
@@ -169,7 +174,7 @@ def measure_step(millions: int, tokens: int, rounds: int, steps: int = 20) -> di
     """Seconds of a step with the guard on and off, on over off, and the scalar reads that the guard adds."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        runs = {name: start(stack, folder / name, millions, tokens, name == "on") for name in ("on", "off")}
+        runs = {name: start(stack, folder / name, GPTS[millions], tokens, name == "on") for name in ("on", "off")}
         for run in runs.values():
             for _ in range(2):
                 step(run)

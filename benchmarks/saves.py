@@ -1,20 +1,26 @@
 """What a checkpoint costs the training, against a plain copy of the state in memory.
 
-    python -m benchmarks.saves [--sizes 25 125] [--rounds 5] [--steps 4] [--threads 1] [--out FILE]
+    python -m benchmarks.saves [--sizes 25 125] [--rounds 5] [--steps 4] [--threads 1] [--busy 0] [--out FILE]
 
 A model of so many million parameters trains (AdamW, fp32, one linear stack; the loop is the step alone), first some
 steps without a save, then as many with one save at their beginning, in turn; each round has one of both. `stall` is
 (wall time with the save - without) / saves over `memcpy`, torch's copy of one block as large as the state into memory
 that is there already. `begin` is the call alone: what the next step waits for. The first save is told on its own: its
 memory was reserved while the run started. `background` is how long the thread took from there to the committed,
-verified checkpoint. Medians over rounds, with the smallest and the largest. The folder is where the disk is.
+verified checkpoint while training went on, `waited for` how long a save takes that training waits for. With `--busy N`
+so many other processes want a core all the while. Medians over rounds, with the smallest and the largest. The folder is
+where the disk is.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +36,7 @@ from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.state import TrainState, state_bytes
 from harness.engines.parts import ModelPart, OptimizerPart
+from harness.optim.optimizers import MOMENTS
 
 
 class Training:
@@ -59,14 +66,16 @@ def measure(millions: int, rounds: int, steps: int, folder: Path) -> dict[str, A
     tensors, _ = state.state_dict()
     size = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
     staging = Staging()
-    staging.reserve(state_bytes(model.model))
+    staging.reserve(state_bytes(model.model, MOMENTS["adamw"]))
     store = Store(folder)
     saver = Saver(store, Retention(store, 2).prune, staging)
     training = Training(state, tokens=256)
     training.steps(2)
     block, other = torch.zeros(size // 4), torch.zeros(size // 4)
     other.copy_(block)
-    begins, stalls, copies, written = [], [], [], []
+    waited = Saver(store, Retention(store, 2).prune)
+    without = 0.0
+    begins, stalls, copies, written, synchronous = [], [], [], [], []
 
     def save_then_train(step: int) -> None:
         begins.append(seconds(lambda: saver.begin(step, *state.state_dict(), {})))
@@ -75,9 +84,12 @@ def measure(millions: int, rounds: int, steps: int, folder: Path) -> dict[str, A
     for number in range(1, rounds + 1):
         copies.append(seconds(lambda: other.copy_(block)))
         without = seconds(lambda: training.steps(steps))
-        stalls.append(seconds(lambda number=number: save_then_train(number)) - without)
-        saver.wait()
-        written += [saved.seconds for saved in saver.finished()]
+        stalls.append(seconds(lambda number=number: save_then_train(2 * number)) - without)
+        while not (done := saver.finished()):
+            training.steps(1)
+        written += [saved.seconds for saved in done]
+        waited.begin(2 * number + 1, *state.state_dict(), {})
+        synchronous += [saved.seconds for saved in waited.finished()]
     plain = median(copies)
     return {
         "million parameters": millions,
@@ -88,10 +100,24 @@ def measure(millions: int, rounds: int, steps: int, folder: Path) -> dict[str, A
         "begin": spread(begins[1:], plain),
         "stall": spread(stalls[1:], plain),
         "background seconds": median(written),
+        "seconds waited for": median(synchronous),
+        "background over waited for": spread([a / b for a, b in zip(written, synchronous, strict=True)], 1.0),
         "step seconds": without / steps,
         "steps": steps,
         "rounds": rounds,
     }
+
+
+@contextmanager
+def others(count: int) -> Iterator[None]:
+    """So many processes that never rest."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def spread(values: list[float], unit: float) -> list[float]:
@@ -105,6 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--busy", type=int, default=0, help="other processes that want a core")
     parser.add_argument("--folder", type=Path, help="where the checkpoints go for the time [default: a temporary one]")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
@@ -113,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     for size in given.sizes:
         folder = Path(tempfile.mkdtemp(prefix="saves-", dir=given.folder))
         try:
-            results.append(measure(size, given.rounds, given.steps, folder))
+            with others(given.busy):
+                results.append(measure(size, given.rounds, given.steps, folder))
         finally:
             shutil.rmtree(folder)
     for row in results:
@@ -122,7 +150,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"  first save: begin {row['first begin']:.2f} of it, stall {row['first stall']:.2f}")
         for name in ("begin", "stall"):
             print(f"  {name} {row[name][0]:.2f} of it (from {row[name][1]:.2f} to {row[name][2]:.2f})")
+        ratio, low, high = row["background over waited for"]
         print(f"  in the background {row['background seconds']:.1f} s; a step {row['step seconds']:.2f} s")
+        print(
+            f"  waited for {row['seconds waited for']:.1f} s; background over it {ratio:.2f} ({low:.2f} to {high:.2f})"
+        )
     if given.out:
         write_results(given.out, "benchmarks.saves", arguments, given.threads, results)
     return 0

@@ -12,6 +12,7 @@ from harness.core.batch_check import check_batch, harmless
 from harness.core.facts import Limits, Window
 from harness.core.gradients import l2_norm
 from harness.core.protocols import NO_LIMITS
+from harness.core.state import seed_torch
 from harness.core.update import InFlight, StepClock, to_device, update
 from harness.run import Run
 
@@ -66,7 +67,7 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
 def seed_step(run: Run, window: Window, rank: int) -> None:
     """Random numbers (dropout) are a function of the step and rank: a resume, and a replay, repeat them."""
     seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + rank
-    torch.manual_seed(seed % 2**63)
+    seed_torch(seed % 2**63)
 
 
 def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, float | Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 from harness.checkpoint import marks
@@ -86,7 +85,6 @@ class Retention:
         self._store = store
         self._keep = max(keep, _AT_LEAST)
         self._metric = metric
-        self._whole: dict[int, list[tuple[str, int, int, int, int]]] = {}
 
     def prune(self, good_steps: Sequence[int] | None = None) -> list[int]:
         """Delete older checkpoints and return their steps, oldest first. good_steps: default, those marked on disk.
@@ -96,37 +94,25 @@ class Retention:
         """
         steps = self._store.steps()
         old, kept = steps[: -self._keep], steps[-self._keep :]
-        if not old or not self._verifies(steps[-1]):
+        if not old or not self._store.is_whole(steps[-1]):
             return []
         marked = marks.read_marks(self._store.root) if good_steps is None else good_steps
         spared = {self._newest_good(steps, marked), best(self._store, self._metric)}
-        missing = _AT_LEAST - sum(self._verifies(step) for step in kept)
+        missing = _AT_LEAST - sum(self._store.is_whole(step) for step in kept)
         removed: list[int] = []
         for step in reversed(old):
             if step in spared:
                 continue
             if missing > 0:
-                missing -= self._verifies(step)
+                missing -= self._store.is_whole(step)
                 continue
             self._store.remove(step)
             removed.append(step)
         return removed[::-1]
 
     def _newest_good(self, steps: Sequence[int], marked: Sequence[int]) -> int | None:
-        return next((step for step in sorted(marked, reverse=True) if step in steps and self._verifies(step)), None)
-
-    def _verifies(self, step: int) -> bool:
-        try:
-            files = [(each.name, each.stat(follow_symlinks=False)) for each in os.scandir(self._store.path(step))]
-        except OSError:
-            return False
-        now = sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files)
-        if self._whole.get(step) == now:
-            return True
-        if self._store.verify(step):
-            return False
-        self._whole[step] = now
-        return True
+        there = (step for step in sorted(marked, reverse=True) if step in steps)
+        return next((step for step in there if self._store.is_whole(step)), None)
 
 
 def best(store: Store, metric: str) -> int | None:
@@ -140,6 +126,6 @@ def newest_good(store: Store) -> int | None:
     """Step of the newest checkpoint of `store` that is marked good and verifies."""
     present = set(store.steps())
     for step in reversed(marks.read_marks(store.root)):
-        if step in present and not store.verify(step):
+        if step in present and store.is_whole(step, settled=True):
             return step
     return None

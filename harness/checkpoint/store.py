@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ from harness.core.untrusted import MAX_LARGE, read_json
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
 _ROLLBACK = "rollback.json"
+# Seconds: the coarsest clocks that file systems keep of changes. What changed so lately could change again unseen.
+_CLOCK = 2.0
+
+_Files = list[tuple[str, int, int, int, int]]
 
 
 class Store:
@@ -57,6 +62,7 @@ class Store:
         self.quarantined: list[Problem] = []
         self._versions = dict(versions or {})
         self._readonly = readonly
+        self._whole: dict[int, tuple[_Files, bool]] = {}
         if readonly:
             return
         try:
@@ -115,7 +121,33 @@ class Store:
 
     def verify(self, step: int) -> list[Problem]:
         """What is wrong with the checkpoint of `step`: every byte is read. Empty if nothing is."""
-        return check_folder(self.path(step), step)
+        files = self._files(step)
+        problems = check_folder(self.path(step), step)
+        self._whole.pop(step, None)
+        if files and not problems:
+            settled = max(modified for *_, modified, _ in files) < time.time_ns() - _CLOCK * 1e9
+            self._whole[step] = files, settled
+        return problems
+
+    def is_whole(self, step: int, settled: bool = False) -> bool:
+        """Whether the checkpoint of `step` verifies. What has verified once is not read again while its files stay the
+        same, by number, size and times; settled: nor if it was so new that their times may tell too little.
+        """
+        return not self._problems(step, settled)
+
+    def _problems(self, step: int, settled: bool) -> list[Problem]:
+        known = self._whole.get(step)
+        if known is not None and known[0] == self._files(step) and (known[1] or not settled):
+            return []
+        return self.verify(step)
+
+    def _files(self, step: int) -> _Files:
+        """Name, number, size and times of each file of the checkpoint of `step`; empty if it cannot be looked at."""
+        try:
+            files = [(each.name, each.stat(follow_symlinks=False)) for each in os.scandir(self.path(step))]
+        except OSError:
+            return []
+        return sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files)
 
     def metrics(self, step: int) -> dict[str, float]:
         """What the checkpoint of `step` is known by; empty if its manifest cannot be read. Verifies nothing else."""
@@ -125,13 +157,13 @@ class Store:
             return {}
 
     def load(self, step: int) -> tuple[Tensors, Meta]:
-        """(tensors by part and name, on the CPU; meta), after verifying. Raises CheckpointError with every problem.
+        """(tensors by part and name, on the CPU; meta), verified (see `is_whole`). Raises CheckpointError with every
+        problem.
 
         Parts that had no tensors when saved are not in the first mapping.
         """
         folder = self.path(step)
-        problems = self.verify(step)
-        if problems:
+        if problems := self._problems(step, settled=True):
             raise CheckpointError(problems)
         try:
             tensors: Tensors = {
@@ -203,6 +235,7 @@ class Store:
         trash = self.root / f"{_TMP}trash-{self.path(step).name}"
         try:
             self.path(step).rename(trash)
+            self._whole.pop(step, None)
             shutil.rmtree(trash)
         except OSError as error:
             raise failed("the checkpoint cannot be deleted", self.path(step), error) from error

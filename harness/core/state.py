@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,25 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """Start the generators of the CPU and of every GPU from `seed` (0 to 2^64 - 1): the numbers of `torch.manual_seed`.
+
+    Until CUDA has started, that formats a traceback of its caller at every call, longer by every frame, to tell of the
+    seed that it keeps for later. A process without a GPU has no use for one.
+    """
+    if torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
+    elif _gpus():  # the seed has to wait for them
+        torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+@cache
+def _gpus() -> int:
+    return torch.cuda.device_count()
 
 
 class RandomState:

@@ -42,7 +42,8 @@ class TokenFile:
 
     def __getitem__(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """Tokens at `places`, int64 [rows, width]: places of a row in a sequence. Raises DataError."""
-        rows = [self._read(int(row[0]), len(row)) for row in places]
+        width = places.shape[1]
+        rows = [self._read(start, width) for start in places[:, 0].tolist()]
         return np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(places.shape)
 
     def chunks(self) -> Iterator[bytes]:
@@ -55,8 +56,8 @@ class TokenFile:
         return b"".join(self.chunks())
 
     def _read(self, start: int, count: int) -> bytes:
-        data = b""
         try:
+            data = os.pread(self._descriptor, count, start)
             while len(data) < count and (more := os.pread(self._descriptor, count - len(data), start + len(data))):
                 data += more
         except OSError as error:

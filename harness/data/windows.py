@@ -8,12 +8,15 @@ finite domains", 2002). It needs no memory and does not know how many ranks ther
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.uint64]
 
 _ROUNDS = 8
+_BLOCK = 1024
 _MASK64 = (1 << 64) - 1
 
 
@@ -23,7 +26,21 @@ def sample_numbers(seed: int, index: int, global_batch: int, n_samples: int) -> 
     Position p = index * global_batch + j of the endless order is sample permutation(seed, p // n_samples) at
     p % n_samples: a window may end one epoch and begin the next.
     """
-    positions = np.arange(index * global_batch, (index + 1) * global_batch, dtype=np.uint64)
+    begin, end = index * global_batch, (index + 1) * global_batch
+    numbers = range(begin // _BLOCK, (end - 1) // _BLOCK + 1)
+    blocks = [_block(seed & _MASK64, number, n_samples) for number in numbers]
+    order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    start = begin - numbers[0] * _BLOCK
+    return order[start : start + global_batch].copy()
+
+
+@lru_cache(maxsize=2)  # a window may lie across two
+def _block(seed: int, number: int, n_samples: int) -> npt.NDArray[np.int64]:
+    """Samples at positions [number * _BLOCK, (number + 1) * _BLOCK) of the order, int64; read only.
+
+    The network takes hundreds of small operations, however few positions go through it: many windows share one pass.
+    """
+    positions = np.uint64(number * _BLOCK) + np.arange(_BLOCK, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(n_samples))
     return _permute(places, n_samples, _round_keys(seed, epochs)).astype(np.int64)
 
@@ -50,7 +67,7 @@ def _feistel(values: Words, half: int, keys: Words) -> Words:
 
 def _round_keys(seed: int, epochs: Words) -> Words:
     """uint64 [rounds, k]: keys of the rounds, for each of k positions, from the seed and its epoch."""
-    base = _mix(_mix(np.full_like(epochs, seed & _MASK64)) ^ epochs)
+    base = _mix(_mix(np.full_like(epochs, seed)) ^ epochs)
     return np.stack([_mix(base + np.uint64(number)) for number in range(_ROUNDS)])
 
 

@@ -75,7 +75,7 @@ def test_the_thread_is_another_and_of_lower_priority(tmp_path: Path) -> None:
     (background, nice), (inline, normal) = store.threads
     assert inline == threading.get_native_id() != background
     assert normal == os.getpriority(os.PRIO_PROCESS, 0)
-    assert nice == min(normal + 10, 19)
+    assert nice == min(normal + 3, 19)
 
 
 def test_saves_come_one_after_the_other_and_reuse_the_memory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.checkpoint import manifest
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, MisuseError
 from harness.core.protocols import CheckpointStore
@@ -272,4 +273,48 @@ def test_with_nothing_valid_there_is_nothing_to_load(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 3
     assert (store.quarantined, names(tmp_path)) == ([], ["step-00000003", "step-00000006"])
     with pytest.raises(CheckpointError):
+        store.load(3)
+
+
+def age(store: Store, step: int) -> None:
+    """As if the checkpoint had been written a minute ago."""
+    for path in store.path(step).iterdir():
+        os.utime(path, times=(path.stat().st_mtime - 60, path.stat().st_mtime - 60))
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read from the first byte to the last, in order."""
+    read: list[str] = []
+    whole = manifest.file_entry
+    monkeypatch.setattr(manifest, "file_entry", lambda path: (read.append(path.name), whole(path))[1])
+    return read
+
+
+def test_a_resume_hashes_every_file_once(tmp_path: Path, hashed: list[str]) -> None:
+    age(saved(tmp_path, 3), 3)
+    store = Store(tmp_path)
+    assert store.newest_valid() == 3
+    assert_same(store, 3)
+    assert sorted(hashed) == sorted(set(names(store.path(3))) - {"manifest.json"})
+
+
+def test_one_so_new_that_its_times_may_tell_too_little_is_read_again(tmp_path: Path, hashed: list[str]) -> None:
+    store = saved(tmp_path, 3)
+    for path in store.path(3).iterdir():  # of the future, so that no pause of this test makes it old
+        os.utime(path, times=(path.stat().st_mtime + 3600, path.stat().st_mtime + 3600))
+    assert store.newest_valid() == 3
+    assert_same(store, 3)
+    assert sorted(hashed) == sorted(2 * [*(set(names(store.path(3))) - {"manifest.json"})])
+
+
+def test_what_changed_since_it_verified_is_not_loaded(tmp_path: Path) -> None:
+    store = saved(tmp_path, 3)
+    age(store, 3)
+    assert store.newest_valid() == 3
+    path = store.path(3) / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="SHA-256"):
         store.load(3)

@@ -15,7 +15,7 @@ from harness.capability.probe import probe
 from harness.core.errors import CheckpointError
 from harness.core.facts import Limits
 from harness.core.protocols import PrecisionBackend
-from harness.core.state import Incidents, TrainState
+from harness.core.state import Incidents, TrainState, seed_torch
 from harness.models.gpt import build
 from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.engine import build_backend
@@ -70,6 +70,36 @@ def test_limits_of_the_steps_to_come_survive_json() -> None:
     assert other.limits[11].norm == math.inf
     other.advance()
     assert list(other.limits) == [12], "a step that is over needs no limits"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63 - 1])
+def test_seeds_start_the_numbers_that_they_start_in_torch(seed: int) -> None:
+    """Uniform, normal and dropout draws, of a generator that had drawn before."""
+
+    def draw() -> list[Tensor]:
+        return [torch.rand(5), torch.randn(33), torch.nn.functional.dropout(torch.ones(100)), torch.randperm(20)]
+
+    torch.manual_seed(seed)
+    expected = [*draw(), torch.get_rng_state()]
+    torch.manual_seed(seed + 1)
+    seed_torch(seed)
+    assert all(map(torch.equal, [*draw(), torch.get_rng_state()], expected))
+
+
+def test_every_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    seed_torch(7)
+    assert [generator.initial_seed() for generator in (torch.default_generator, *generators)] == [7, 7, 7]
+
+
+def test_gpus_that_have_not_started_get_their_seed_when_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr("harness.core.state._gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", kept.append)
+    seed_torch(7)
+    assert kept == [7]
 
 
 def test_rollbacks_before_a_step_are_those_of_its_branch() -> None:

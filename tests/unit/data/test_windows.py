@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.data import windows
 from harness.data.windows import sample_numbers
 
 
@@ -59,3 +61,22 @@ def test_the_order_is_pinned() -> None:
     """A resume with another version must read the same data: these numbers may never change."""
     assert sample_numbers(0, 0, 8, 1000).tolist() == [404, 729, 623, 343, 661, 703, 586, 465]
     assert sample_numbers(2**70 + 3, 10**12, 4, 10**9).tolist() == [6712276, 828173255, 532787123, 189796881]
+
+
+def test_the_order_does_not_depend_on_what_was_asked_for_before() -> None:
+    """Windows are cut from blocks that are kept; a caller's changes to a window stay its own."""
+    first = [sample_numbers(5, index, 300, 700) for index in range(20)]
+    sample_numbers(5, 3, 300, 700)[:] = -1
+    for index in (19, 3, 11, 3, 0):
+        assert sample_numbers(5, index, 300, 700).tolist() == first[index].tolist()
+        assert sample_numbers(6, index, 300, 700).tolist() != first[index].tolist()
+
+
+def test_the_network_runs_once_for_many_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    whole = windows._permute
+    counted = lambda places, *rest: (passes.append(len(places)), whole(places, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(windows, "_permute", counted)
+    for index in range(64):
+        sample_numbers(991, index, 8, 5000)
+    assert len(passes) == 1
