@@ -134,7 +134,8 @@ class Gradients(Protocol):
 class TorchGradients:
     """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel.
 
-    parameters: each once. max_norm: clip to this global L2 norm; infinity: do not clip.
+    parameters: each once. max_norm: clip to this global L2 norm; infinity: do not clip. The learning rate that is told
+    is that of the first group of parameters.
     """
 
     def __init__(
@@ -179,7 +180,9 @@ class TorchGradients:
             gated_step(optimizer, skip, divisor)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow, skip)
-        return {"applied": 1.0 - skip}
+        lr = self._optimizers[0].param_groups[0]["lr"]
+        lr = lr.clone() if isinstance(lr, Tensor) else torch.full_like(skip, lr)
+        return {"applied": 1.0 - skip, "lr": lr.to(self.device)}
 
 
 @torch.no_grad()

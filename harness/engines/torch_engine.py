@@ -92,7 +92,7 @@ class TorchEngine(Ranks):
         figures = self._gradients.apply(skip, overflow, norm, clip)
         self._applied += figures["applied"]
         self.optimizer.zero_grad(set_to_none=True)
-        return {**figures, "lr": self._lr.clone(), "applied_steps": self._applied.clone()}
+        return {**figures, "applied_steps": self._applied.clone()}
 
     def _set_lr(self) -> None:
         self._lr.copy_(self._schedule(self._applied) * self.lr_factor)

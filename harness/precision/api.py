@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.errors import MisuseError
-from harness.core.facts import SlotStats
+from harness.core.facts import SlotStats, StepFacts
 from harness.core.update import StepClock, TorchGradients, update
 from harness.precision.misuse import misuse, parameters_of, step_problems
 from harness.precision.outcome import StepOutcome
@@ -90,7 +90,7 @@ class Precision:
             what = f"the model was prepared on {ready.device} and is on {moved} now"
             raise misuse("context()", what, fix="move the model first, then call prepare()")
         if torch.is_grad_enabled() and self._clock is None:
-            usual = ready.steps % self.recipe.fp8.stats_every == 0
+            usual = (ready.steps + 1) % self.recipe.fp8.stats_every == 0
             ready.backend.begin_window(sample=usual or ready.steps + 1 in ready.closer_look)
             self._clock = StepClock(ready.device)
         # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.
@@ -160,14 +160,21 @@ class Precision:
         ready.remember({**figures, "applied_steps": ready.applied}, slots, clock, ran)
         return StepOutcome(figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch)
 
+    def facts(self) -> StepFacts | None:
+        """What the last step did, read to the host now; None before the first.
+
+        tokens and limits are not known here, seconds go from the window's first `context()` to the end of `step()`.
+        """
+        last = self._ready("facts()").last
+        return None if last is None else last.facts()
+
     def stats(self) -> SlotStats | None:
         """Per-slot statistics of the last step, read to the host now; None before the first and without FP8 layers.
 
-        underflow, clipped and sqnr_db are NaN except every `fp8.stats_every` steps, starting with the first, and for a
-        while after a bad one.
+        underflow, clipped and sqnr_db are NaN except every `fp8.stats_every` steps, and for a while after a bad one.
         """
-        last = self._ready("stats()").last
-        return None if last is None else last.facts().slots
+        facts = self.facts()
+        return None if facts is None else facts.slots
 
     def demote(self, layers: str | Iterable[str]) -> tuple[str, ...]:
         """Run FP8 layers in BF16 from the next step on, until `promote`; call it between steps, on every rank.

@@ -98,16 +98,15 @@ class Prepared:
         return switch if switch.demote or switch.promote else None
 
     def remember(self, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, ran: Mapping[str, Any]) -> None:
-        """Send the facts of the step that just ended to the host, if anybody wants them.
+        """Send the facts of the step that just ended to the host.
 
         figures, slots: what `core.update.update` gave. ran: which layers were demoted in it, what the run was lowered
         to.
         """
-        if self.controller is not None or self.backend.slot_names:
-            names = self.backend.slot_names
-            self.last = InFlight.send(
-                figures, slots, clock, step=self.steps, window=self.steps - 1, slot_names=names, **ran
-            )
+        names = self.backend.slot_names
+        self.last = InFlight.send(
+            figures, slots, clock, step=self.steps, window=self.steps - 1, slot_names=names, **ran
+        )
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
         """FP8 layers (padded names) that the patterns mean: names as in the model come before padded ones.
