@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Saver:
             self._work(self._now, tensors, meta, good)
             self.wait()
             return
-        arguments = (self._now, copies, pickle.dumps(meta, pickle.HIGHEST_PROTOCOL), good)
+        arguments = (self._now, copies, copy.deepcopy(meta), good)
         self._thread = threading.Thread(target=self._in_background, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -106,13 +106,13 @@ class Saver:
             self._staging = None  # no room: from now on training waits for the disk
             return None
 
-    def _in_background(self, saved: Saved, tensors: Tensors, meta: bytes, good: Sequence[int]) -> None:
+    def _in_background(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int]) -> None:
         try:
             # Of this thread alone, on Linux: where cores are scarce, training comes first.
             thread = threading.get_native_id()
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
-            self._work(saved, tensors, pickle.loads(meta), good)
+            self._work(saved, tensors, meta, good)
         except BaseException as error:
             self._crash = error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from dataclasses import dataclass, field
 
 from harness.checkpoint.staging import Staging
@@ -11,11 +11,11 @@ from harness.core.protocols import Meta, Tensors
 
 @dataclass
 class _Snapshot:
-    """One copy of the state. meta: pickled. step: 0 while empty. healthy: healthy steps judged since it was taken."""
+    """One copy of the state. meta: JSON, as in a checkpoint. step: 0 while empty. healthy: such steps since it was taken."""
 
     memory: Staging
     tensors: Tensors = field(default_factory=dict)
-    meta: bytes = b""
+    meta: str = ""
     step: int = 0
     healthy: int = 0
 
@@ -43,7 +43,7 @@ class Snapshots:
         if self._next.step and self._next.healthy:
             return
         memory = self._next.memory
-        self._next = _Snapshot(memory, memory.copy(tensors), pickle.dumps(meta, pickle.HIGHEST_PROTOCOL), step)
+        self._next = _Snapshot(memory, memory.copy(tensors), json.dumps(meta), step)
 
     def observe(self, step: int, healthy: bool) -> None:
         """Step `step` was judged."""
@@ -60,7 +60,7 @@ class Snapshots:
 
     def load(self) -> tuple[Tensors, Meta]:
         """The good snapshot; its tensors are the copies themselves. It is good no longer, nor is any other."""
-        tensors, meta = self._good.tensors, pickle.loads(self._good.meta)
+        tensors, meta = self._good.tensors, json.loads(self._good.meta)
         self._good.memory.wait()
         self.clear()
         return tensors, meta

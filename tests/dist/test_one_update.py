@@ -132,7 +132,8 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
     model = precision.prepare(build_model(config.model))
     optimizer = build_optimizer(model, config.train, CPU)
     schedule = WarmupCosine(config.train.lr, config.train.warmup_steps, STEPS, config.train.min_lr_ratio)
-    task, wrapped = Task(model, config.model.target), DistributedDataParallel(model) if ranks > 1 else model
+    task = Task(model, config.model.target)
+    wrapped = DistributedDataParallel(model) if ranks > 1 else None
     lr, applied, facts = torch.zeros(()), torch.zeros(()), []
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -140,9 +141,9 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
         window = data.window(step, step)
         seed_step(other["run"], window, rank)
         for number, (inputs, targets) in enumerate(data.micro_batches(window, rank, ranks), start=1):
-            with wrapped.no_sync() if ranks > 1 and number < MICRO else nullcontext():
+            with wrapped.no_sync() if wrapped is not None and number < MICRO else nullcontext():
                 with precision.context():
-                    loss = task.loss(wrapped, inputs, targets)
+                    loss = task.loss(wrapped or model, inputs, targets)
                 precision.backward(loss / MICRO)
         lr.copy_(schedule(applied))
         outcome = precision.step(optimizer, max_grad_norm=config.train.max_grad_norm)

@@ -22,15 +22,15 @@ sys.path.insert(0, {root!r})
 import torch
 from harness.core.fingerprint import Fingerprint
 from harness.engines import torch_engine
-engines, real = [], torch_engine.TorchEngine.step
-def step(self, *given):
+engines, real = [], torch_engine.TorchEngine.apply
+def apply(self, *given):
     engines.append(self)
-    update = real(self, *given)
+    figures = real(self, *given)
     if len(engines) == {at} and self.rank == 1:
         weight = self._model.get_parameter({guilty!r})
         weight.data.view(torch.int32)[3, 5] ^= 1 << 16  # the next updates' rounding could swallow the lowest bits
-    return update
-torch_engine.TorchEngine.step = step
+    return figures
+torch_engine.TorchEngine.apply = apply
 close = torch_engine.TorchEngine.close
 def tell(self):
     hashes = Fingerprint(self.device).of(p for _, p in self._model.named_parameters())
