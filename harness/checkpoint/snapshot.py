@@ -11,7 +11,7 @@ from harness.core.protocols import Meta, Tensors
 
 @dataclass
 class _Snapshot:
-    """One copy of the state. meta: JSON, as in a checkpoint. step: 0 while empty. healthy: such steps since it was taken."""
+    """One copy of the state. meta: JSON, as in a checkpoint. step: 0 while empty. healthy: such steps since it."""
 
     memory: Staging
     tensors: Tensors = field(default_factory=dict)
