@@ -28,11 +28,8 @@ from harness.core.state import Incidents, RandomState, TrainState, seed_everythi
 from harness.core.version import harness_version
 from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
-from harness.engines.deepspeed import DeepSpeedEngine
-from harness.engines.deepspeed_config import check as check_deepspeed
-from harness.engines.deepspeed_config import preflight as deepspeed_preflight
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
-from harness.engines.torch_engine import TorchEngine
+from harness.engines.registry import ENGINES, choose_engine
 from harness.models.task import Task, build_model
 from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
@@ -57,10 +54,10 @@ from harness.tracking.journal import Journal
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among its peers and on its machine. launcher: "python", "torchrun" or "deepspeed"."""
+    """This process among its peers and on its machine. engine: its key in ENGINES."""
 
     launch: Launch
-    launcher: str
+    engine: str
     device: torch.device
     facts: MachineFacts
     ranks: Ranks
@@ -69,21 +66,21 @@ class Place:
 def find_place(config: RunConfig, launcher: str) -> Place:
     """Look at the machine and join the process group.
 
-    Raises MachineError if there is a GPU that torch cannot use, or DeepSpeed cannot start; ConfigError if the batch
-    does not divide over the ranks.
+    launcher: "python", "torchrun" or "deepspeed". Raises MachineError if there is a GPU that torch cannot use, or the
+    engine cannot start; ConfigError if it does not fit the launcher, or the batch does not divide over the ranks.
     """
     facts = probe()
     problems = check_usable(facts)
     launch = read_launch()
     check_world(config.train.global_batch, config.train.micro_batch, launch.world_size)
-    if launcher == "deepspeed":
-        problems += deepspeed_preflight("cuda" if facts.cuda_available else "cpu")
+    engine = choose_engine(config.engine.name, launcher, launch)
+    problems += ENGINES[engine].lacking("cuda" if facts.cuda_available else "cpu")
     if problems:
         raise MachineError(problems)
     _set_threads(config.train.threads, launch)
     device = choose_device(launch)
     join(launch, device, config.engine.timeout_seconds)
-    return Place(launch, launcher, device, facts, Ranks(device))
+    return Place(launch, engine, device, facts, Ranks(device))
 
 
 def _set_threads(threads: int, launch: Launch) -> None:
@@ -102,12 +99,11 @@ def build_plan(
     earlier: plan.json of the run that is resumed.
     """
     rung, verdicts = agree_on_rung(recipe, place.facts, place.device)
-    if place.launcher == "deepspeed":
-        named: Any = "bf16" if rung.precision == "fp8" else rung.precision
-        problems = check_deepspeed(config.engine.zero_stage, named, place.device.type)
-        problems += check_half_weights(recipe, rung)
-        if problems:
-            raise ConfigError(problems)
+    engine = ENGINES[place.engine]
+    problems = engine.refusals(config.engine, rung.precision, place.device.type)
+    problems += check_half_weights(recipe, rung) if engine.owns_loss_scale else []
+    if problems:
+        raise ConfigError(problems)
     seed_everything(config.train.seed)
     model = build_model(config.model).to(place.device)
     if config.engine.compile == "blocks" and (problems := check_compile(rung, model, place.device)):
@@ -152,8 +148,7 @@ def build_run(
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = Task(model, config.model.target)
     engine = _build_engine(config, place, plan, model, loss_scale)
-    # DeepSpeed's fp16 engine has a loss scale of its own and half-precision weights: it cannot leave fp16.
-    scaled = loss_scale is not None and engine.name != "deepspeed"
+    scaled = loss_scale is not None and not engine.owns_loss_scale
     refuge = (lambda: agree_on_refuge(place.facts, place.device)) if scaled else None
     monitors = build_monitors(
         MonitorContext(
@@ -269,8 +264,7 @@ def _staging(config: RunConfig, engine: Engine, model: nn.Module, journal: Journ
 
 def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, journal: Journal) -> Snapshots | None:
     """Snapshots in memory, if every rank has room for them."""
-    # DeepSpeed's ZeRO would have to gather its partitions for every copy.
-    if not (config.guard.enabled and config.guard.snapshot_every) or engine.name == "deepspeed":
+    if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
     size = state_bytes(model, MOMENTS[config.train.optimizer])
     lacks = torch.tensor(float(2 * size > free_memory() / 4), device=engine.device)
@@ -287,26 +281,6 @@ def _build_engine(
     train = config.train
     optimizer = build_optimizer(model, train, place.device)
     schedule = WarmupCosine(train.lr, train.warmup_steps, train.steps, train.min_lr_ratio)
-    if place.launcher == "deepspeed":
-        return DeepSpeedEngine(
-            model,
-            optimizer,
-            schedule,
-            train.max_grad_norm,
-            zero_stage=config.engine.zero_stage,
-            micro_batch=train.micro_batch,
-            accumulation=train.global_batch // train.micro_batch // place.launch.world_size,
-            autocast_dtype=autocast_dtype(plan),
-            user_config=config.engine.deepspeed,
-            device=place.device,
-            timeout_seconds=config.engine.timeout_seconds,
-        )
-    return TorchEngine(
-        model,
-        optimizer,
-        schedule,
-        train.max_grad_norm,
-        loss_scale=loss_scale,
-        device=place.device,
-        timeout_seconds=config.engine.timeout_seconds,
+    return ENGINES[place.engine].build(
+        config, model, optimizer, schedule, loss_scale, autocast_dtype(plan), place.device
     )

@@ -87,7 +87,10 @@ class TrackingConfig(Strict):
 class EngineConfig(Strict):
     """Distributed execution."""
 
-    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage (deepspeed launcher only)")
+    name: Literal["auto", "single", "ddp", "deepspeed"] = Field(
+        default="auto", description="auto: deepspeed under its launcher, else ddp, or single for one process"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage")
     deepspeed: str | None = Field(
         default=None, description="path of a DeepSpeed JSON merged under ours; none: ours alone"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from harness.core.facts import Limits, StepFacts, Verdict, Window
 
@@ -33,6 +33,10 @@ class Engine(Protocol):
     """Owns ranks, gradients and the optimizer step. One for a single process and DDP, one for DeepSpeed."""
 
     name: str
+    owns_loss_scale: ClassVar[bool]
+    """Under fp16 it has a loss scale of its own, and weights in half precision: a run cannot leave fp16 there."""
+    snapshots: ClassVar[bool]
+    """Its state is whole on every rank, and can be copied in memory between two steps."""
     rank: int
     world_size: int
     device: torch.device

@@ -12,16 +12,17 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.gradients import grad_norm
 from harness.core.protocols import Stateful
-from harness.core.update import materialise
+from harness.core.update import DynamicLossScale, materialise
 from harness.engines.deepspeed_config import (
     Precision,
     build_config,
@@ -35,6 +36,9 @@ from harness.engines.parts import ModelPart, OptimizerPart
 from harness.engines.peers import lost_rank_named
 from harness.engines.process_group import Ranks, join, leave, limit_every_group, read_launch
 
+# FP8 layers cast their own weights: to DeepSpeed such a run is one in bf16.
+_SECTIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+
 
 class DeepSpeedEngine(Ranks):
     """Engine for the deepspeed launcher (see `core.protocols.Engine`).
@@ -46,6 +50,45 @@ class DeepSpeedEngine(Ranks):
     """
 
     name = "deepspeed"
+    owns_loss_scale: ClassVar = True
+    snapshots: ClassVar = False  # ZeRO would have to gather its partitions for every copy
+
+    @classmethod
+    def lacking(cls, device: str) -> list[Problem]:
+        """What it needs on this machine and does not find. device: "cpu" or "cuda"."""
+        return preflight(device)
+
+    @classmethod
+    def refusals(cls, config: EngineConfig, precision: str, device: str) -> list[Problem]:
+        """Why it cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"); empty if it can."""
+        return check(config.zero_stage, _SECTIONS[precision], device)
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        loss_scale: DynamicLossScale | None,
+        autocast_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> DeepSpeedEngine:
+        """The engine of a run. loss_scale: the recipe's, which stays unused: under fp16 it has its own."""
+        train, engine = config.train, config.engine
+        return cls(
+            model,
+            optimizer,
+            schedule,
+            train.max_grad_norm,
+            zero_stage=engine.zero_stage,
+            micro_batch=train.micro_batch,
+            accumulation=train.global_batch // train.micro_batch // read_launch().world_size,
+            autocast_dtype=autocast_dtype,
+            user_config=engine.deepspeed,
+            device=device,
+            timeout_seconds=engine.timeout_seconds,
+        )
 
     def __init__(
         self,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.protocols import Stateful
 from harness.core.update import DynamicLossScale, TorchGradients, takes_found_inf
@@ -30,6 +31,34 @@ class TorchEngine(Ranks):
     With an optimizer that takes `found_inf` a step reads nothing on the host; the learning rate is then one 0-d tensor
     shared by all parameter groups.
     """
+
+    owns_loss_scale: ClassVar = False
+    snapshots: ClassVar = True
+
+    @classmethod
+    def lacking(cls, device: str) -> list[Problem]:
+        """What it needs on this machine and does not find: nothing. device: "cpu" or "cuda"."""
+        return []
+
+    @classmethod
+    def refusals(cls, config: EngineConfig, precision: str, device: str) -> list[Problem]:
+        """Why it cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"): it always can."""
+        return []
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        loss_scale: DynamicLossScale | None,
+        autocast_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> TorchEngine:
+        """The engine of a run. autocast_dtype: what the backend casts to, which is not the engine's business."""
+        limit, timeout = config.train.max_grad_norm, config.engine.timeout_seconds
+        return cls(model, optimizer, schedule, limit, loss_scale=loss_scale, device=device, timeout_seconds=timeout)
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import torch
 
 from harness import loop
 from harness.build import (
+    Place,
     build_data,
     build_plan,
     build_run,
@@ -92,7 +93,8 @@ def train(request: Request) -> int:
         if lead and not resuming:
             forget_run(folder)  # an earlier start may have been killed before it was a run
         data = build_data(config, folder, place)
-        console.say(f"run {folder}  ({request.launcher}, {place.ranks.world_size} rank(s) on {place.device.type})")
+        started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {place.engine}"
+        console.say(f"run {folder}  ({started}, {place.ranks.world_size} rank(s) on {place.device.type})")
         console.say(plan_table(plan.as_dict()))
         if lead:
             if source and not resuming:
@@ -107,7 +109,9 @@ def train(request: Request) -> int:
             source = (source or read_source(folder)) if start is None else None
         journal = open_journal(folder, place, incidents.attempt, (start or 0) + 1 if resuming else None)
         with journal:
-            journal.note("run", tags=_tags(plan), params=_flat(config.model_dump(mode="json")), data=data.facts())
+            journal.note(
+                "run", tags=_tags(plan, place), params=_flat(config.model_dump(mode="json")), data=data.facts()
+            )
             ship = None
             run = build_run(
                 config, request.recipe, folder, place, plan, model, data, journal, incidents, store, console
@@ -288,11 +292,13 @@ def _farewell(
         console.event(f"MLflow has not got everything yet; deliver the rest with: harness sync {folder}")
 
 
-def _tags(plan: Plan) -> dict[str, str]:
+def _tags(plan: Plan, place: Place) -> dict[str, str]:
     return {
         "precision.requested": plan.requested,
         "precision.resolved": plan.resolved,
         "tier": plan.tier,
+        "engine": place.engine,
+        "ranks": str(place.ranks.world_size),
         "recipe.sha256": plan.recipe_sha256,
         "git.commit": _git_commit(),
         "torch": torch.__version__,

@@ -15,6 +15,7 @@ import pytest
 from e2e_support import BIN, events, metrics, start, train, wait_for_step
 
 from harness.checkpoint.store import Store
+from harness.tracking.rows import read_rows
 
 STEPS = ("train.steps=12", "checkpoint.every=6")
 DEEPSPEED = str(BIN / "deepspeed")
@@ -73,6 +74,19 @@ def test_every_launcher_gives_the_same_fp32_losses(
     assert_close(losses(tmp_path, "--recipe", "fp32", launcher=launcher), alone, 1e-4)
     left = [path.name for path in Path("/dev/shm").glob(f"deepspeed*_{launcher[-1]}_*")]
     assert left == [], "DeepSpeed's ranks share memory by names with the port"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "engine"), [(torchrun, "deepspeed"), (deepspeed, "ddp")])
+def test_the_engine_can_be_named_whatever_the_launcher(
+    alone: list[tuple[int, float]], tmp_path: Path, kind: object, engine: str
+) -> None:
+    found = losses(tmp_path, "--recipe", "fp32", f"engine.name={engine}", launcher=kind(2))  # pyright: ignore[reportCallIssue]
+    assert_close(found, alone, 1e-4)
+    rows = read_rows(tmp_path / "runs" / "r" / "journal.jsonl")
+    started = next(row for row in rows if row["kind"] == "run")
+    assert started["tags"]["engine"] == engine
 
 
 @pytest.mark.dist
