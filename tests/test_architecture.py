@@ -23,7 +23,7 @@ MAX_LINES = 450
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
-LOOP = ("stop", "record", "runs", "recovery", "run", "step", "evaluate", "loop")
+LOOP = ("stop", "runs", "recovery", "run", "step", "evaluate", "loop")
 # room -> rooms it may import from, itself always included
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
@@ -31,7 +31,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "precision": ("core", "capability", "monitors"),
     **dict.fromkeys(LEAVES, ("core",)),
     "stop": ("core",),
-    "record": ("core",),
     "runs": ("core",),
     "recovery": ("core",),
     "run": ("core", "monitors", "recovery", "stop"),
