@@ -15,6 +15,7 @@ from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
 from harness.checkpoint.incidents import load_incidents, save_incidents
 from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.recovery import Recovery, finish_rollback
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.snapshot import Snapshots
 from harness.checkpoint.staging import Staging, free_memory
@@ -44,7 +45,6 @@ from harness.precision.plan import Plan, make_plan, pad_numbers
 from harness.precision.ranks import agree_on_refuge, agree_on_rung
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
-from harness.recovery import Recovery, finish_rollback
 from harness.replay.flight import FlightRecorder, Surroundings
 from harness.run import Run
 from harness.stop import StopRequest

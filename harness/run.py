@@ -16,10 +16,12 @@ from harness.stop import StopRequest
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from harness.checkpoint.recovery import Recovery
     from harness.core.fingerprint import RankComparison
     from harness.core.forward_clock import ForwardClock
     from harness.core.state import Incidents, TrainState
-    from harness.recovery import Recovery
+    from harness.precision.compiling import EagerWatch
+    from harness.tracking.console import Console
 
 
 class Loss(Protocol):
@@ -30,31 +32,11 @@ class Loss(Protocol):
     def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor: ...
 
 
-class Screen(Protocol):
-    """What the person at the terminal sees."""
-
-    def step(self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int) -> None: ...
-
-    def validation(self, step: int, loss_nats: float) -> None: ...
-
-    def event(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Flight(Protocol):
     """Keeps what a later re-run of a bad step needs."""
 
     def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], incidents: Incidents) -> bool:
         """Whether the step begins a streak of bad ones. Raises OSError."""
-        ...
-
-
-class Watch(Protocol):
-    """What became of compiled code."""
-
-    def take(self) -> str:
-        """Which function fell back to eager, and why; told once, empty before and after."""
         ...
 
 
@@ -78,11 +60,11 @@ class Run:
     responder: Responder
     tracker: Tracker
     recovery: Recovery
-    screen: Screen
+    screen: Console
     stop: StopRequest
     forward_clock: ForwardClock
     comparison: RankComparison | None = None
     stats_every: int = 10
-    watch: Watch | None = None
+    watch: EagerWatch | None = None
     flight: Flight | None = None
     replay_told: bool = False

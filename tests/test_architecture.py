@@ -23,7 +23,7 @@ MAX_LINES = 450
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
-LOOP = ("stop", "runs", "recovery", "run", "step", "evaluate", "loop")
+LOOP = ("stop", "runs", "run", "step", "evaluate", "loop")
 # room -> rooms it may import from, itself always included
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
@@ -32,8 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ("core",)),
     "stop": ("core",),
     "runs": ("core",),
-    "recovery": ("core",),
-    "run": ("core", "monitors", "recovery", "stop"),
+    "run": ("core", "checkpoint", "monitors", "precision", "stop", "tracking"),
     "step": ("core", "run"),
     "evaluate": ("core", "run"),
     "loop": ("core", *(name for name in LOOP if name != "loop")),

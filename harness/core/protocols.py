@@ -197,21 +197,3 @@ class Monitor(Protocol):
     def state_dict(self) -> Meta: ...
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None: ...
-
-
-class CheckpointStore(Protocol):
-    """Where checkpoints live. Only rank 0 changes them; every load is verified against the manifest."""
-
-    def load(self, step: int) -> tuple[Tensors, Meta]: ...
-
-    def steps(self) -> list[int]:
-        """Steps of complete checkpoints, oldest first."""
-        ...
-
-    def newest_valid(self) -> int | None:
-        """Step of the newest checkpoint whose every file matches its hash; damaged ones are quarantined."""
-        ...
-
-    def discard_after(self, step: int) -> None:
-        """Take checkpoints newer than `step` out of the running (kept aside, not deleted): a rollback's second half."""
-        ...

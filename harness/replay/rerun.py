@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from harness import loop
+from harness.checkpoint.store import Store
 from harness.core.facts import Limits, StepFacts, Window
-from harness.core.protocols import CheckpointStore, Meta, Tensors
+from harness.core.protocols import Meta, Tensors
 from harness.replay.flight import Surroundings
 from harness.replay.origin import Finding, Origin, locate, watch
 from harness.run import Run
@@ -42,7 +43,7 @@ class Rerun:
         """Whether blocks of the model run as compiled code."""
         return self.run.watch is not None
 
-    def start(self, step: int, store: CheckpointStore) -> None:
+    def start(self, step: int, store: Store) -> None:
         """Go to the checkpoint of `step`, with the budgets that were spent by then. Raises CheckpointError."""
         recovery, incidents = self.run.recovery, self.run.state.incidents
         recovery.store = store

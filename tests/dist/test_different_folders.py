@@ -25,7 +25,7 @@ from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
-from harness.recovery import Recovery
+from harness.checkpoint.recovery import Recovery
 from harness.tracking.journal import Journal
 
 CPU = torch.device("cpu")

@@ -80,7 +80,7 @@ GUARD = (
     Mutation(
         13,
         "a rollback passes over the windows that did it",
-        "harness/recovery.py",
+        "harness/checkpoint/recovery.py",
         "incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})",
         "bad = []",
         "tests/faults/test_ladder.py -k from_memory",

@@ -80,7 +80,7 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         25,
         "ranks compare what they read",
-        "harness/recovery.py",
+        "harness/checkpoint/recovery.py",
         "if found and not problems:",
         "if False:",
         "tests/dist/test_different_folders.py",

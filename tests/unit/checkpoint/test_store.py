@@ -15,7 +15,6 @@ from torch import Tensor
 from harness.checkpoint import manifest
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, MisuseError
-from harness.core.protocols import CheckpointStore
 
 META: dict[str, Any] = {"step": 3, "parts": {"model": {}, "data": {"nested": [1, 2.5, None, "é"]}}, "rng": 2**64 + 1}
 
@@ -72,7 +71,7 @@ def assert_same(store: Store, step: int) -> None:
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    store: CheckpointStore = Store(tmp_path / "checkpoints", {"torch": "2.13"})
+    store = Store(tmp_path / "checkpoints", {"torch": "2.13"})
     path = store.save(3, state(3), META)
     assert path == tmp_path / "checkpoints" / "step-00000003"
     assert names(path) == [

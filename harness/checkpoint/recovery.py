@@ -2,80 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from harness.checkpoint.policy import Goodness
+from harness.checkpoint.saver import Saver
+from harness.checkpoint.snapshot import Snapshots
+from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import Rollback
-from harness.core.protocols import CheckpointStore, Engine, Meta, Tensors, Tracker
+from harness.core.protocols import Engine, Meta, Tensors, Tracker
 from harness.core.state import Incidents, TrainState, state_hash
-
-
-class Good(Protocol):
-    """Which checkpoints have earned to be rolled back to."""
-
-    def saved(self, step: int) -> list[int]: ...
-
-    def waiting(self) -> Mapping[str, int]: ...
-
-    def resumed(self, step: int, waiting: Mapping[str, int]) -> list[int]: ...
-
-    def observe(self, step: int, healthy: bool) -> list[int]: ...
-
-    def newest_good(self) -> int | None: ...
-
-    def rolled_back(self, step: int) -> None: ...
-
-
-class Memory(Protocol):
-    """This rank's snapshots of the state, and which of them is good; the same steps on every rank."""
-
-    @property
-    def good(self) -> int | None: ...
-
-    def take(self, step: int, tensors: Tensors, meta: Meta) -> None: ...
-
-    def observe(self, step: int, healthy: bool) -> None: ...
-
-    def load(self) -> tuple[Tensors, Meta]: ...
-
-    def clear(self) -> None: ...
-
-
-class Saved(Protocol):
-    """What became of a save; path None: it failed, and `error` says why."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-    @property
-    def path(self) -> Path | None: ...
-
-    @property
-    def error(self) -> str: ...
-
-    @property
-    def deleted(self) -> Sequence[int]: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
-class Saver(Protocol):
-    """Commits checkpoints, perhaps while training goes on; used on rank 0."""
-
-    def begin(self, step: int, tensors: Tensors, meta: Meta, metrics: Mapping[str, float]) -> None: ...
-
-    def finished(self) -> Sequence[Saved]: ...
-
-    def wait(self) -> None: ...
 
 
 @dataclass
@@ -88,11 +28,11 @@ class Recovery:
     state: TrainState
     engine: Engine
     tracker: Tracker
-    store: CheckpointStore
-    good: Good
+    store: Store
+    good: Goodness
     saver: Saver
     keep_incidents: Callable[[Incidents], None]
-    memory: Memory | None = None
+    memory: Snapshots | None = None
 
     def load(self, step: int) -> Meta:
         """Restore the TrainState of `step`, as a resume. Collective.
@@ -255,7 +195,7 @@ class Recovery:
         )
 
 
-def finish_rollback(incidents: Incidents, store: CheckpointStore, keep_incidents: Callable[[Incidents], None]) -> None:
+def finish_rollback(incidents: Incidents, store: Store, keep_incidents: Callable[[Incidents], None]) -> None:
     """Carry out a rollback that incidents.json has committed; nothing to do if there is none. Rank 0 only."""
     if incidents.return_to:
         store.discard_after(incidents.return_to)
