@@ -256,9 +256,9 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint keeps for a dropped loss is not taken for another",
-        _LINEAR,
-        "and not watch.again.put_in_front(meta):",
-        "and False:",
+        _RECOMPUTE,
+        "            queue.clear()\n\n    def moved",
+        "            pass\n\n    def moved",
         "tests/te_cpu/test_te_recompute.py -k dropped_first",
     ),
     Mutation(

@@ -244,10 +244,18 @@ def test_te_checkpoint_of_a_model_in_eval_changes_nothing_or_is_refused(reentran
 @pytest.mark.every_version
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_te_checkpoint_refuses_a_forward_in_a_thread_beside_the_training(reentrant: bool) -> None:
-    """Autograd numbers the nodes of each thread for itself."""
+    """Autograd numbers the nodes of each thread for itself: such a number may be of any time."""
     trainer = Trainer(TE, lambda: Checkpointed(True, reentrant))
     plain(trainer, 0)
-    loss = in_a_thread(trainer.loss, inputs(5))
+    number = torch.autograd._get_sequence_nr()
+
+    def forward() -> Tensor:
+        leaf = torch.ones(1, requires_grad=True)
+        while torch.autograd._get_sequence_nr() < number:
+            leaf.clone()
+        return trainer.loss(inputs(5))
+
+    loss = in_a_thread(forward)
     with pytest.raises(MisuseError, match=r"te\.checkpoint has no scales of the forward"):
         trainer.precision.backward(loss)
 
