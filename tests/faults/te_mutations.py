@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-_TE, _LINEAR, _SCALES, _LIBRARY = (
-    f"harness/precision/backends/{name}.py" for name in ("te", "te_linear", "te_scales", "te_library")
+_TE, _LINEAR, _SCALES, _LIBRARY, _RECOMPUTE = (
+    f"harness/precision/backends/{name}.py" for name in ("te", "te_linear", "te_scales", "te_library", "te_recompute")
 )
 _RULE = "harness/precision/scaling.py"
 _FUSED = "harness/precision/backends/te_fused.py"
@@ -225,7 +225,7 @@ TRANSFORMER_ENGINE = (
         16,
         "a recomputation after scales moved is refused",
         _TE,
-        "        self._watch.rolled_under = self._rolls_between and open_forwards > 0\n",
+        "            self._watch.rolled_under = self._open > 0\n",
         "",
         "tests/te_cpu/conftest.py -k scales_moved",
     ),
@@ -240,10 +240,50 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "te.checkpoint's queues are emptied of what nobody took",
-        _LIBRARY,
-        "            queues[place].clear()\n",
-        "            pass\n",
-        "tests/te_cpu/test_te_scenarios.py -k te_checkpoint",
+        _RECOMPUTE,
+        "            queue.clear()\n        self._noted.clear()\n",
+        "            pass\n        self._noted.clear()\n",
+        "tests/te_cpu/test_te_recompute.py -k dropped_last",
+    ),
+    Mutation(
+        16,
+        "what te.checkpoint computes again has the scales of its own forward",
+        _RECOMPUTE,
+        "        if time < len(self._rolls):\n",
+        "        if False:\n",
+        "tests/te_cpu/test_te_recompute.py -k interleaved",
+    ),
+    Mutation(
+        16,
+        "what te.checkpoint keeps for a dropped loss is not taken for another",
+        _RECOMPUTE,
+        "            queue.clear()\n\n    def moved",
+        "            pass\n\n    def moved",
+        "tests/te_cpu/test_te_recompute.py -k dropped_first",
+    ),
+    Mutation(
+        16,
+        "a second loss of one context is known to be of before the roll",
+        _TE,
+        "            self._watch.rolled_under = True",
+        "            pass",
+        "tests/te_cpu/test_te_recompute.py -k torch_checkpoint_is_refused",
+    ),
+    Mutation(
+        16,
+        "nodes of several threads are not compared by their numbers",
+        _RECOMPUTE,
+        "        self._one_thread &= threading.get_ident() == self._thread\n\n    def note",
+        "        pass\n\n    def note",
+        "tests/te_cpu/test_te_recompute.py -k beside_the_training",
+    ),
+    Mutation(
+        16,
+        "a te.checkpoint within another goes by no number of a thread of autograd's",
+        _LINEAR,
+        "elif (watch.rolled_under or not watch.nested) and not",
+        "elif not",
+        "tests/te_cpu/test_te_recompute.py -k thread_of_its_own",
     ),
     Mutation(
         16,
@@ -391,10 +431,10 @@ TRANSFORMER_ENGINE = (
     ),
     Mutation(
         16,
-        "te.checkpoint's queues of fused MLPs are emptied, too",
+        "te.checkpoint's queues of fused MLPs are known, too",
         _LINEAR,
-        "return [self.fp8_meta] if self.fused is None else [self.fp8_meta, self.fused.fp8_meta]",
-        "return [self.fp8_meta]",
+        "meta = (self._block(before) if before else self).fp8_meta",
+        "meta = self.fp8_meta",
         "tests/te_cpu/test_te_fused_mlp.py -k dropped",
     ),
     Mutation(

@@ -18,7 +18,8 @@ distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
 - Current and block scaling keep no state, and no amax that could be read.
 - torch.utils.checkpoint runs a forward again in backward, where the outer autocast has been left: layers enter it by
   themselves there, and scales move only after backward. te.checkpoint keeps history and scale of the first time in a
-  queue for each module, one entry for a forward, and puts them back for the second.
+  queue for each module, one entry for a forward, and puts them back for the second: the oldest, whatever forward that
+  is of (`Recomputations`).
 - A backward frees what its forward saved, and gradients are not differentiable.
 """
 
@@ -36,6 +37,7 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import te_fused, te_library
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
+from harness.precision.backends.te_recompute import Recomputations
 from harness.precision.backends.te_scales import DelayedScales, Scales, TensorScales
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
@@ -66,7 +68,8 @@ class TransformerEngineBackend:
             self.note += ", rolls once per " + fp8.roll.replace("_", "-")
         check_convertible(model, self.layers)
         sampled = None if fp8.scaling == "block" else SampledStats(self.formats, device)
-        self._watch = Watch(len(self.slot_names), device, fp8.scaling != "delayed", sampled)
+        again = self._again = Recomputations(library.manager)
+        self._watch = Watch(len(self.slot_names), device, again, fp8.scaling != "delayed", sampled)
         converted = linear_class(library, self._recipe, fp8.scaling, self._watch)
         swapped = swap_linears(model, self.layers, lambda linear: convert(linear, converted))
         self.modules: dict[str, Any] = {pad_numbers(name): module for name, module in swapped.items()}
@@ -110,6 +113,8 @@ class TransformerEngineBackend:
         """te.autocast inside bf16 autocast. What runs in it without gradients records nothing."""
         opened = self._watch.with_gradients = torch.is_grad_enabled()
         self._open += opened
+        if opened:
+            self._again.forward_begins()
         self._watch.active = True
         try:
             with torch.autocast(self.device.type, dtype=torch.bfloat16), self._te.autocast(True, recipe=self._recipe):
@@ -124,9 +129,12 @@ class TransformerEngineBackend:
     def backward_context(self, last: bool | None = None) -> Iterator[None]:
         """Around backward, where activation checkpointing runs forwards again, and must compute the same.
 
-        Under `roll: micro_batch`, when several forwards came before the first backward, only te.checkpoint does; any
-        other raises MisuseError.
+        Where scales have moved since that forward (`roll: micro_batch`), only te.checkpoint does; any other raises
+        MisuseError, and so does te.checkpoint where it has not kept them: for a loss of an earlier step.
         """
+        self._watch.nested = False
+        if self._rolls_between and not self._open:
+            self._watch.rolled_under = True  # its forward counts as done: it had another backward, or is of before
         self._watch.active = self._watch.in_backward = True
         try:
             yield
@@ -141,22 +149,17 @@ class TransformerEngineBackend:
         if self._watch.sampled is not None:
             self._watch.sampled.begin(sample)
         self._scales.begin_window()
-        self._settle(0)
+        self._again.forget()
+        self._open, self._watch.rolled_under = 0, False
 
     @torch.no_grad()
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """After backward. reduce: MAX over ranks, used only under `roll: micro_batch`."""
         self._scales.end_micro_batch(reduce)
-        self._settle(max(self._open - 1, 0))
-
-    def _settle(self, open_forwards: int) -> None:
-        """So many forwards still wait for their backward; without any, what te.checkpoint keeps for them is garbage:
-        of a loss that was dropped, of a forward that failed."""
-        self._open = open_forwards
-        self._watch.rolled_under = self._rolls_between and open_forwards > 0
-        if not open_forwards:
-            metas = [meta for module in self.modules.values() for meta in module.metas]
-            te_library.forget_recomputations(self._library, metas)
+        self._open = max(self._open - 1, 0)
+        if self._rolls_between:
+            self._again.rolled()
+            self._watch.rolled_under = self._open > 0
 
     def amax(self) -> Tensor:
         """What the window's one MAX over ranks must carry, float32 [slots]: amaxes since scales last moved; a copy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -13,8 +13,6 @@ from harness.precision.recipe import Fp8Config
 WRITTEN_FOR = "2.20"
 WHERE = "backend transformer_engine"
 _RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
-RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"
-"""Where a module's `fp8_meta` names its queue of what te.checkpoint is to compute again."""
 # Read by TE itself: they change how values are rounded or when histories roll, and no recipe key or plan would say so.
 _OVERRIDES = (
     "NVTE_BACKWARD_OVERRIDE",
@@ -103,18 +101,6 @@ def keep_out_of_global_state(library: Library, fp8_meta: dict[str, Any]) -> None
 
 def _held_by_te(manager: Any) -> int:
     return sum(map(len, manager.quantization_state.global_amax_buffer.values()))
-
-
-def forget_recomputations(library: Library, metas: Iterable[Mapping[str, Any]]) -> None:
-    """Empty the queues from which te.checkpoint takes history and scale of a first forward: none is left to repeat.
-
-    An entry that nobody took would be taken by the next backward, which would compute with the scales of another step.
-    """
-    queues = library.manager.quantization_state.fp8_tensors_recompute_buffer
-    for meta in metas:
-        place = meta.get(RECOMPUTED)
-        if place is not None and place < len(queues):
-            queues[place].clear()
 
 
 def unexpected(version: str, what: str) -> MachineError:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harness.core.errors import ConfigError, MisuseError, Problem
 from harness.precision.backends import te_fused
 from harness.precision.backends.te_library import Library
+from harness.precision.backends.te_recompute import Recomputations
 from harness.precision.sampling import SampledStats
 from harness.precision.swap import pickled_as_linear
 
@@ -32,10 +33,19 @@ class Watch:
     measured by hook, for layers in FP8 too. sampled: what casts lose; None under block scaling, whose casts have a
     scale for every block. demoted: first slots of layers in BF16. active: in a forward or backward under the precision
     context. with_gradients: it was entered with gradients on. in_backward: a forward that runs now is a recomputation.
-    rolled_under: scales have moved since a forward whose backward is still to come. window: the step's number.
+    rolled_under: scales have moved since a forward whose backward is still to come. again: of which forward it is the
+    recomputation. nested: te.checkpoint was called in what this backward computes again. window: the step's number.
     """
 
-    def __init__(self, slots: int, device: torch.device, everything: bool, sampled: SampledStats | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        device: torch.device,
+        again: Recomputations,
+        everything: bool,
+        sampled: SampledStats | None = None,
+    ) -> None:
+        self.again = again
         self.amax = torch.zeros(slots, device=device)
         self.sampled = sampled
         self.everything = everything
@@ -44,6 +54,7 @@ class Watch:
         self.with_gradients = False
         self.in_backward = False
         self.rolled_under = False
+        self.nested = False
         self.window = 0
         self._nothing = torch.full((), torch.nan, device=device)
 
@@ -143,11 +154,6 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             """What scales and weights are of; None outside of the precision context."""
             return watch.window if watch.active else None
 
-        @property
-        def metas(self) -> list[dict[str, Any]]:
-            """All that TE keeps of this layer's FP8 state."""
-            return [self.fp8_meta] if self.fused is None else [self.fp8_meta, self.fused.fp8_meta]
-
         def forward(self, input: Tensor) -> Tensor:
             if torch.compiler.is_compiling():
                 _refuse_compiled(self.name_in_model)
@@ -157,7 +163,9 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
 
         def separately(self, input: Tensor) -> Tensor:
             """This layer, not left to a second one."""
-            if kind == "delayed" and watch.in_backward and watch.rolled_under and not library.recomputing():
+            alone = kind == "delayed" and watch.in_backward and watch.rolled_under and not library.recomputing()
+            # What te.checkpoint is called for here will be computed again for a node that another thread may have made.
+            if alone and (library.checkpointing() or watch.again.moved()):
                 raise _recomputed(self.name_in_model)
             around = torch.is_autocast_enabled(input.device.type)
             before: Sequence[Any] = ()
@@ -170,6 +178,8 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             in_fp8 = watch.active and not self.demoted
             run = partial(self._with, before) if before else super().forward
             with self._autocast(in_fp8), _in_bf16(input.device.type, watch.active and not around):
+                if in_fp8 and kind == "delayed":
+                    self._keep_apart(before)
                 if not in_fp8:
                     out = run(input)
                 elif kind != "delayed" or self.follows or self._records():
@@ -234,9 +244,25 @@ def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type
             return kind == "delayed" and watch.active and not self.demoted
 
         def _with(self, before: Sequence[Any], rows: Tensor) -> Tensor:
+            return te_fused.apply(self._block(before), self, *before)(rows)
+
+        def _block(self, before: Sequence[Any]) -> Any:
             if self.fused is None:
                 self.__dict__["fused"] = te_fused.block(te, self, *before)  # not as a submodule
-            return te_fused.apply(self.fused, self, *before)(rows)
+            return self.fused
+
+        def _keep_apart(self, before: Sequence[Any]) -> None:
+            """What te.checkpoint keeps, or takes out, is of the forward that it computes again."""
+            recomputing = library.recomputing()
+            if not recomputing and not library.checkpointing():
+                return
+            meta = (self._block(before) if before else self).fp8_meta
+            if not recomputing:
+                watch.again.note(meta)
+                watch.nested |= watch.in_backward
+            # A node that is made in backward may be another thread's; without a roll all that is kept is the same.
+            elif (watch.rolled_under or not watch.nested) and not watch.again.put_in_front(meta):
+                raise _not_kept(self.name_in_model)
 
         def _records(self) -> bool:
             """Gradients are wanted: te.checkpoint may run a forward that is to have some without them."""
@@ -333,9 +359,22 @@ def _unrecorded(quantizer: Any) -> Any:
 
 
 def _recomputed(name: str) -> MisuseError:
-    what = "torch.utils.checkpoint with two forwards before a backward does not go with delayed scaling"
+    what = (
+        "torch.utils.checkpoint, or te.checkpoint within either, with two forwards before a backward, or two backwards "
+        "for one context, does not go with fp8.roll: micro_batch"
+    )
     why = "the forward that runs again in backward would use scales that have moved since, unlike the first"
-    fix = "checkpoint the block with transformer_engine.pytorch.checkpoint, or take fp8.scaling: current"
+    fix = "checkpoint the block with transformer_engine.pytorch.checkpoint alone, or take fp8.roll: step"
+    return MisuseError(Problem(what, f"layer {name}", why, fix))
+
+
+def _not_kept(name: str) -> MisuseError:
+    what = "te.checkpoint has no scales of the forward that it is to compute again"
+    why = (
+        "that forward was in an earlier optimizer step, in another thread, or in eval() under a Transformer Engine "
+        "before 2.20: others would give another result"
+    )
+    fix = "call backward in the step, and the thread, of the forward, with the model in train()"
     return MisuseError(Problem(what, f"layer {name}", why, fix))
 
 
