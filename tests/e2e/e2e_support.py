@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,12 @@ def train(
     )
 
 
+def heard() -> None:
+    """In a child before it begins: SIGINT and SIGHUP count, although these tests may run under nohup or with &."""
+    for each in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
+
+
 def start(folder: Path, *arguments: str, launcher: Sequence[str] = (sys.executable,)) -> subprocess.Popen[bytes]:
     """Start and return at once, in a session of its own so that all of it can be signalled."""
     with (folder / "output.log").open("ab") as log:
@@ -59,6 +66,7 @@ def start(folder: Path, *arguments: str, launcher: Sequence[str] = (sys.executab
             stdout=log,
             stderr=log,
             start_new_session=True,
+            preexec_fn=heard,
         )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_support import BIN, ROOT, command, environment, metrics, train, wait_for_step
+from e2e_support import BIN, ROOT, command, environment, heard, metrics, train, wait_for_step
 
 from harness.checkpoint.store import Store
 
@@ -63,8 +63,9 @@ class Launch:
         mark = f"{os.getpid()}-{time.monotonic_ns()}"
         with (folder / f"{mark}.log").open("wb") as log:
             process = subprocess.Popen(
-                line, cwd=folder, env={**variables, _MARK: mark}, stdout=log, stderr=log, start_new_session=True
-            )
+                line, cwd=folder, env={**variables, _MARK: mark}, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=heard,
+            )  # fmt: skip
         _started.append(cls(folder, process, mark))
         return _started[-1]
 
