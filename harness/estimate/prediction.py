@@ -117,9 +117,10 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         what, fix = "this is one process of a launcher's", "start it alone, with --ranks for the number of processes"
         raise ConfigError(Problem(what, "harness estimate", fix=fix))
     check_world(config.train.global_batch, config.train.micro_batch, ranks)
-    if config.engine.deepspeed is not None:
-        what, why = "DeepSpeed is not estimated", "its engine moves memory and gradients in ways of its own"
-        raise ConfigError(Problem(what, "engine.deepspeed", why, "leave it out to estimate the engine for torch"))
+    for key, asked in (("deepspeed", config.engine.deepspeed is not None), ("name", config.engine.name == "deepspeed")):
+        if asked:
+            what, why = "DeepSpeed is not estimated", "its engine moves memory and gradients in ways of its own"
+            raise ConfigError(Problem(what, f"engine.{key}", why, "leave it out to estimate the engine for torch"))
     rung, rungs = agree_on_rung(recipe, facts_of(card), torch.device("cpu"))
     notes = _notes(config, recipe, ranks)
     estimated, stand_in, said = _in_place_of(rung, recipe)

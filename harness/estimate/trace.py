@@ -139,7 +139,7 @@ def built(
 
     Whether its tensors are fakes is up to the caller. It writes no file that outlives this context.
     """
-    place = Place(Launch(), "python", device, facts, Ranks(device))
+    place = Place(Launch(), "single", device, facts, Ranks(device))
     # Copies of the state on the host, for saves and rollbacks, are no memory of the card's.
     config = config.model_copy(
         update={

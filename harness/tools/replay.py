@@ -46,7 +46,8 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
 
     branches = Branches(run_dir)
     branches.attempt_of(step)
-    config = load_config(str(branches.folder / "config.yaml"))
+    # One process plays all ranks, whatever engine the run was told to take.
+    config = load_config(str(branches.folder / "config.yaml"), ["engine.name=auto"])
     _check_recipe(branches.folder, config.recipe)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
         build = partial(rebuild, branches.folder, Path(scratch), find_place(config, "python"))

@@ -101,8 +101,9 @@ def test_a_launcher_is_refused_by_name() -> None:
     assert "--ranks" in done.stderr
 
 
-def test_deepspeed_is_refused_by_name() -> None:
-    done = run("--card", "H100", *QUICK, "engine.deepspeed=configs/deepspeed/nowhere.json")
+@pytest.mark.parametrize("asked", ["engine.deepspeed=configs/deepspeed/nowhere.json", "engine.name=deepspeed"])
+def test_deepspeed_is_refused_by_name(asked: str) -> None:
+    done = run("--card", "H100", *QUICK, asked)
     assert done.returncode == 2
     assert "DeepSpeed is not estimated" in done.stderr
 

@@ -249,7 +249,7 @@ def test_steps_on_both_sides_of_a_rollback(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.dist
 def test_a_run_of_two_ranks_is_replayed_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run, done = start(tmp_path, "backward", launcher=torchrun)
+    run, done = start(tmp_path, "backward", "engine.name=ddp", launcher=torchrun)
     assert done.returncode == 0, done.stdout
     answer, shown = in_process(run, BAD, monkeypatch)
     assert (answer["ranks"], answer["cause"]) == (2, "model or data")
