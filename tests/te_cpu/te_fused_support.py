@@ -24,6 +24,18 @@ def tiny() -> GPT:
     return build(vocab=VOCAB, dim=32, layers=2, heads=2, ffn=64)
 
 
+class Unseen(torch.autograd.Function):
+    """Hands on what it gets, past PyTorch's Python functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
 class Training(Trainer):
     """Of a GPT on random tokens."""
 

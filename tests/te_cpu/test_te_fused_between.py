@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from te_cpu_support import WIDTH, Trainer, inputs
-from te_fused_support import CLOSE, FeedForward, after_a_window, blocks, gradients, window, without_mlp
+from te_fused_support import CLOSE, FeedForward, Unseen, after_a_window, blocks, gradients, window, without_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -213,18 +213,6 @@ def test_what_is_looked_at_after_the_context_is_refused() -> None:
         trainer.model(inputs(1, 32))
     with pytest.raises(MisuseError, match="looked at after its forward"):
         kept[-1].float()
-
-
-class Unseen(torch.autograd.Function):
-    """Hands on what it gets, past PyTorch's Python functions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
 
 
 class Reentrant(FeedForward):

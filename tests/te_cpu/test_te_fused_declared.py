@@ -1,11 +1,9 @@
 """`layers.fuse` with a model that does more with a norm's output than it declares: right all the same, or refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from te_cpu_support import inputs
-from te_fused_support import Pair, blocks, gradients
+from te_fused_support import Pair, Unseen, blocks, gradients
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -47,18 +45,6 @@ class InPlace(Pair):
         x += 1
         out: Tensor = self.linear(h)
         return out
-
-
-class Unseen(torch.autograd.Function):
-    """Hands on what it gets, past PyTorch's Python functions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
 
 
 class Hooked(Pair):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
+
 import torch
 from native_support import APPLY, same
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.protocols import PrecisionBackend
 from harness.models.gpt import GPT, build
+from harness.precision.compiling import blocks_of
 
 State = dict[str, Tensor]
 
@@ -39,6 +42,68 @@ def assert_same_bits(mine: State, theirs: State) -> None:
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def windows(
+    backend: PrecisionBackend,
+    model: nn.Module,
+    draw: Callable[[], Sequence[Tensor]],
+    count: int,
+    sampled: Container[int] = (),
+) -> list[State]:
+    """What each of `count` windows leaves behind. draw: the inputs of one's micro-batches. sampled: their numbers."""
+    states: list[State] = []
+    for number in range(count):
+        step(backend, model, *draw(), sample=number in sampled)
+        states.append(state_after(backend, model))
+    return states
+
+
+def switched_linear(
+    make_backend: Callable[[nn.Module], PrecisionBackend], compiled: bool, bias: bool, dtype: torch.dtype
+) -> list[State]:
+    """Four windows of one layer, demoted in the second, sampled in the third; compiled: by the default compiler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, bias=bias))
+    backend = make_backend(model)
+    if compiled:
+        model[0].compile(fullgraph=True)
+    found: list[State] = []
+    for number in range(4):
+        backend.switch(*([["00"], []] if number == 1 else [[], ["00"]]))
+        x = torch.randn(2, 24, 64, dtype=dtype, requires_grad=True)
+        out = step(backend, model, x, sample=number == 2)
+        assert x.grad is not None
+        found.append({"out": out.detach(), "x": x.grad, **state_after(backend, model)})
+    return found
+
+
+def switched_gpt(
+    make_backend: Callable[[nn.Module], PrecisionBackend],
+    compiler: Callable[..., object] | None,
+    draw: Callable[[], Sequence[Tensor]],
+    count: int,
+) -> list[State]:
+    """`count` windows of 12 blocks: two layers leave FP8 after one and return after the next, one in five is sampled.
+
+    compiler: a backend of torch.compile for every block; None: eager. draw: the inputs of a window's micro-batches.
+    """
+    model = small_gpt(layers=12)
+    backend = make_backend(model)
+    if compiler is not None:
+        for block in blocks_of(model):
+            block.compile(backend=compiler, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    layers = [name.removesuffix(".input") for name in backend.slot_names if name.endswith(".input")]
+    found: list[State] = []
+    for number in range(count):
+        torch.manual_seed(number)
+        step(backend, model, *draw(), sample=number % 5 == 2)
+        found.append(state_after(backend, model))
+        optimizer.step()
+        moving = [layers[number % 3], layers[-1]]
+        backend.switch(*([moving, []] if number % 2 == 0 else [[], moving]))
+    return found
 
 
 def small_gpt(layers: int) -> GPT:

@@ -11,7 +11,19 @@ from collections.abc import Iterator
 import native_support
 import pytest
 import torch
-from compile_support import Odd, Recomputing, Residual, State, assert_same_bits, small_gpt, state_after, step
+from compile_support import (
+    Odd,
+    Recomputing,
+    Residual,
+    State,
+    assert_same_bits,
+    small_gpt,
+    state_after,
+    step,
+    switched_gpt,
+    switched_linear,
+    windows,
+)
 from native_support import APPLY, backend_for, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -36,22 +48,8 @@ def _fresh_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_has_the_bits_of_eager_under_the_default_compiler(bias: bool, dtype: torch.dtype) -> None:
-    def run(compiled: bool) -> list[State]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 32, bias=bias))
-        backend = backend_for(model)
-        if compiled:
-            model[0].compile(fullgraph=True)
-        found = []
-        for number in range(4):
-            backend.switch(*([["00"], []] if number == 1 else [[], ["00"]]))
-            x = torch.randn(2, 24, 64, dtype=dtype, requires_grad=True)
-            out = step(backend, model, x, sample=number == 2)
-            assert x.grad is not None
-            found.append({"out": out.detach(), "x": x.grad, **state_after(backend, model)})
-        return found
-
-    for mine, theirs in zip(run(True), run(False), strict=True):
+    compiled, eager = (switched_linear(backend_for, each, bias, dtype) for each in (True, False))
+    for mine, theirs in zip(compiled, eager, strict=True):
         assert_same_bits(mine, theirs)
 
 
@@ -59,25 +57,10 @@ def test_twelve_blocks_share_their_graphs_and_twelve_switches_recompile_nothing(
     """On FP8 units a block has two: one that shows the casts, and one for windows with a demotion or statistics."""
     counter = CompileCounterWithBackend("aot_eager")
 
-    def run(compiled: bool) -> list[State]:
-        model = small_gpt(layers=12)
-        backend = backend_for(model)
-        if compiled:
-            for block in blocks_of(model):
-                block.compile(backend=counter, fullgraph=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        layers = [name for name in backend.slot_names if name.endswith(".input")]
-        found = []
-        for number in range(13):
-            torch.manual_seed(number)
-            step(backend, model, torch.randint(0, 32, (2, 16)), sample=number % 5 == 2)
-            found.append(state_after(backend, model))
-            optimizer.step()
-            moving = [layers[number % 3].removesuffix(".input"), layers[-1].removesuffix(".input")]
-            backend.switch(*([moving, []] if number % 2 == 0 else [[], moving]))
-        return found
+    def draw() -> list[Tensor]:
+        return [torch.randint(0, 32, (2, 16))]
 
-    compiled, eager = run(True), run(False)
+    compiled, eager = (switched_gpt(backend_for, each, draw, 13) for each in (counter, None))
     assert counter.frame_count == (2 if native_support.FP8_UNITS else 1)
     for mine, theirs in zip(compiled, eager, strict=True):
         assert_same_bits(mine, theirs)
@@ -107,11 +90,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
             block.compile(backend="aot_eager", fullgraph=True)
 
         model = Recomputing(block, reentrant)
-        states = []
-        for _ in range(2):
-            step(backend, model, torch.randn(16, 32, requires_grad=True))
-            states.append(state_after(backend, model))
-        return states[-1]
+        return windows(backend, model, lambda: [torch.randn(16, 32, requires_grad=True)], 2)[-1]
 
     assert_same_bits(run(True), run(False))
 
@@ -123,11 +102,7 @@ def test_activations_recomputed_inside_of_a_compiled_block_and_changed_in_place(
         backend = backend_for(model)
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
-        states = []
-        for _ in range(3):
-            step(backend, model, torch.randn(20, 32))
-            states.append(state_after(backend, model))
-        return states[-1]
+        return windows(backend, model, lambda: [torch.randn(20, 32)], 3)[-1]
 
     assert_same_bits(run(True), run(False))
 
@@ -140,11 +115,7 @@ def test_shared_tied_and_frozen_layers_over_micro_batches(roll: str) -> None:
         backend = backend_for(model, roll=roll)
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
-        states = []
-        for _ in range(3):
-            step(backend, model, torch.randn(16, 32), 3 * torch.randn(16, 32))
-            states.append(state_after(backend, model))
-        return states[-1]
+        return windows(backend, model, lambda: [torch.randn(16, 32), 3 * torch.randn(16, 32)], 3)[-1]
 
     assert_same_bits(run(True), run(False))
 

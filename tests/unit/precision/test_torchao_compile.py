@@ -7,11 +7,24 @@ kernels as eager: every difference is ours.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
-from compile_support import Odd, Recomputing, Residual, State, assert_same_bits, small_gpt, state_after, step
+from compile_support import (
+    Odd,
+    Recomputing,
+    Residual,
+    State,
+    assert_same_bits,
+    small_gpt,
+    state_after,
+    step,
+    switched_gpt,
+    switched_linear,
+    windows,
+)
 from native_support import APPLY, CPU, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -54,25 +67,11 @@ def test_twelve_blocks_share_two_graphs_whatever_is_switched(dynamic: str) -> No
     """One that shows casts and amaxes, and one for windows with a demotion or statistics."""
     counter = CompileCounterWithBackend("aot_eager")
 
-    def run(compiled: bool) -> list[State]:
-        model = small_gpt(layers=12)
-        backend = backend_for(model, dynamic)
-        if compiled:
-            for block in blocks_of(model):
-                block.compile(backend=counter, fullgraph=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        layers = [name.removesuffix(".input") for name in backend.slot_names if name.endswith(".input")]
-        found = []
-        for number in range(9):
-            torch.manual_seed(number)
-            step(backend, model, *torch.randint(0, 32, (2, 2, 16)).unbind(), sample=number % 5 == 2)
-            found.append(state_after(backend, model))
-            optimizer.step()
-            moving = [layers[number % 3], layers[-1]]
-            backend.switch(*([moving, []] if number % 2 == 0 else [[], moving]))
-        return found
+    def draw() -> Sequence[Tensor]:
+        return torch.randint(0, 32, (2, 2, 16)).unbind()
 
-    compiled, eager = run(True), run(False)
+    made = partial(backend_for, dynamic=dynamic)
+    compiled, eager = (switched_gpt(made, each, draw, 9) for each in (counter, None))
     assert counter.frame_count == 2
     for mine, theirs in zip(compiled, eager, strict=True):
         assert (mine["stats"][0] > 0).all(), "every slot has an amax"
@@ -84,22 +83,8 @@ def test_twelve_blocks_share_two_graphs_whatever_is_switched(dynamic: str) -> No
 def test_a_linear_has_the_amaxes_of_eager_under_the_default_compiler() -> None:
     """All the bits while switching; else but the weight's gradient, which the compiler leaves in float32."""
 
-    def run(compiled: bool) -> list[State]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 32, bias=False))
-        backend = backend_for(model)
-        if compiled:
-            model[0].compile(fullgraph=True)
-        found = []
-        for number in range(4):
-            backend.switch(*([["00"], []] if number == 1 else [[], ["00"]]))
-            x = torch.randn(2, 24, 64, dtype=torch.bfloat16, requires_grad=True)
-            out = step(backend, model, x, sample=number == 2)
-            assert x.grad is not None
-            found.append({"out": out.detach(), "x": x.grad, **state_after(backend, model)})
-        return found
-
-    for number, (mine, theirs) in enumerate(zip(run(True), run(False), strict=True)):
+    compiled, eager = (switched_linear(backend_for, each, False, torch.bfloat16) for each in (True, False))
+    for number, (mine, theirs) in enumerate(zip(compiled, eager, strict=True)):
         if number in (0, 3):
             torch.testing.assert_close(mine.pop("0.weight"), theirs.pop("0.weight"), rtol=2**-8, atol=0)
         assert_same_bits(mine, theirs)
@@ -114,10 +99,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
         if compiled:
             block.compile(backend="aot_eager", fullgraph=True)
         model = Recomputing(block, reentrant)
-        states = []
-        for number in range(3):
-            step(backend, model, torch.randn(16, 32, requires_grad=True), sample=number == 1)
-            states.append(state_after(backend, model))
+        states = windows(backend, model, lambda: [torch.randn(16, 32, requires_grad=True)], 3, sampled=(1,))
         return {f"{number} {name}": t for number, state in enumerate(states) for name, t in state.items()}
 
     assert_same_bits(run(True), run(False))
@@ -130,11 +112,7 @@ def test_activations_recomputed_inside_of_a_compiled_block_and_changed_in_place(
         backend = backend_for(model)
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
-        states = []
-        for number in range(3):
-            step(backend, model, torch.randn(20, 32), sample=number == 1)
-            states.append(state_after(backend, model))
-        return states[-1]
+        return windows(backend, model, lambda: [torch.randn(20, 32)], 3, sampled=(1,))[-1]
 
     assert_same_bits(run(True), run(False))
 
@@ -146,11 +124,7 @@ def test_shared_tied_and_frozen_layers_over_micro_batches() -> None:
         backend = backend_for(model)
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
-        states = []
-        for number in range(3):
-            step(backend, model, torch.randn(16, 32), 3 * torch.randn(16, 32), sample=number == 1)
-            states.append(state_after(backend, model))
-        return states[-1]
+        return windows(backend, model, lambda: [torch.randn(16, 32), 3 * torch.randn(16, 32)], 3, sampled=(1,))[-1]
 
     assert_same_bits(run(True), run(False))
 
