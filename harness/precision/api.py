@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,15 +14,35 @@ from torch.optim import Optimizer
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.errors import MisuseError
-from harness.core.facts import SlotStats, StepFacts
+from harness.core.facts import SlotStats, StepFacts, Switch
 from harness.core.update import StepClock, TorchGradients, update
 from harness.precision.misuse import misuse, parameters_of, step_problems
-from harness.precision.outcome import StepOutcome
 from harness.precision.plan import Plan
 from harness.precision.prepared import Prepared
 from harness.precision.recipe import Recipe, load_recipe
 
 M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Result of one step; the tensors are 0-d, on the model's device, and not yet read by the host.
+
+    applied: bool; False when loss or gradients were not finite on some rank and nothing was changed. grad_norm:
+    float32, of the unscaled gradients before clipping. loss_scale: float32, in use at this step (1 unless fp16).
+    switch: what the recipe's fallback moved at the end of this step: layers between FP8 and BF16, or, for good, the
+    whole run to another precision; else None.
+    """
+
+    applied: Tensor
+    grad_norm: Tensor
+    loss_scale: Tensor
+    switch: Switch | None = None
+
+    @property
+    def was_applied(self) -> bool:
+        """`applied` on the host; waits for the device."""
+        return bool(self.applied.item())
 
 
 class Precision:

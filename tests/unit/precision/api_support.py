@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness import Precision
-from harness.precision.outcome import StepOutcome
+from harness.precision.api import StepOutcome
 from harness.precision.recipe import Recipe, load_recipe
 
 # Limits that every healthy tensor is over: layers leave FP8 as soon as the fallback may act.
