@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
-from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Tracker
-from harness.monitors.responder import Responder
+from harness.core.protocols import Batches, Engine, PrecisionBackend
 from harness.stop import StopRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.checkpoint.recovery import Recovery
-    from harness.core.fingerprint import RankComparison
     from harness.core.forward_clock import ForwardClock
     from harness.core.state import Incidents, TrainState
+    from harness.guard import Guard
     from harness.precision.compiling import EagerWatch
-    from harness.tracking.console import Console
+    from harness.telemetry import Telemetry
 
 
 class Loss(Protocol):
@@ -44,7 +43,7 @@ class Flight(Protocol):
 class Run:
     """Everything `train_step` and the loop touch.
 
-    comparison: of the ranks' weights; None on one rank. stats_every: steps between samples of underflow and SQNR.
+    stats_every: steps between samples of underflow and SQNR.
     watch: None unless something was compiled. flight: None but on rank 0. replay_told: the user has seen how to find
     out what made a step bad.
     """
@@ -56,14 +55,11 @@ class Run:
     task: Loss
     data: Batches
     state: TrainState
-    monitors: Sequence[Monitor]
-    responder: Responder
-    tracker: Tracker
+    guard: Guard
+    telemetry: Telemetry
     recovery: Recovery
-    screen: Console
     stop: StopRequest
     forward_clock: ForwardClock
-    comparison: RankComparison | None = None
     stats_every: int = 10
     watch: EagerWatch | None = None
     flight: Flight | None = None

@@ -11,7 +11,6 @@ from torch import Tensor
 from harness.core.batch_check import check_batch, harmless
 from harness.core.facts import Limits, Window
 from harness.core.gradients import l2_norm
-from harness.core.protocols import NO_LIMITS
 from harness.core.state import seed_torch
 from harness.core.update import InFlight, StepClock, to_device, update
 from harness.run import Run
@@ -37,17 +36,18 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
     """
     clock = StepClock(run.engine.device)
     engine, precision = run.engine, run.precision
-    step = window.step + 1
-    limits = run.state.limits.get(step, NO_LIMITS) if limits is None else limits
-    precision.begin_window(sample=step % run.stats_every == 0 or step in run.state.closer_look)
+    step = run.state.step + 1
+    judge = run.guard.judge
+    limits = judge.limits() if limits is None else limits
+    precision.begin_window(sample=judge.samples(run.stats_every))
     demoted, lowered = precision.demoted, precision.lowered
     shares = shares or [Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))]
     own = _accumulate(run, window, shares)
-    measure = _measures(run, step)
+    measure = judge.measures()
     if measure:
         own["param_norm"] = l2_norm([param.detach() for param in engine.module.parameters() if param.requires_grad])
     figures, slots = update(engine, precision, own, limits, measure)
-    compared, differs = run.comparison.after(step) if run.comparison is not None else ((), None)
+    compared, differs = judge.compared(step)
     return InFlight.send(
         figures,
         slots,
@@ -106,9 +106,3 @@ def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, 
         "forward_fastest": forward,
         "forward_slowest": forward,
     }
-
-
-def _measures(run: Run, step: int) -> bool:
-    """Whether this step measures what costs: from the first on, every so many, and all of a closer look."""
-    guard = run.config.guard
-    return guard.enabled and ((step - 1) % guard.measure_every == 0 or step in run.state.closer_look)

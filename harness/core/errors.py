@@ -90,6 +90,12 @@ class MisuseError(HarnessError, RuntimeError):
     exit_code = ExitCode.USAGE
 
 
+class HaltedError(HarnessError, RuntimeError):
+    """The guard ended a loop: it would only get worse."""
+
+    exit_code = ExitCode.HALTED
+
+
 def some(items: Sequence[object], most: int) -> str:
     """The first `most` of `items`, and how many more there are: `a, b and 3 more`."""
     rest = len(items) - most

@@ -60,9 +60,9 @@ class TokenBatches:
                 Problem("too short for one sample", self.name, fix=f"give more text, or lower data.context ({context})")
             )
 
-    def window(self, step: int, index: int) -> Window:
-        """The window at place `index` of the data order, for `step`: samples int64 [global_batch]."""
-        return Window(step, index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
+    def window(self, index: int) -> Window:
+        """The window at place `index` of the data order: samples int64 [global_batch]."""
+        return Window(index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
         """This rank's (inputs, targets), each int64 [micro_batch, context] on the CPU: micro-batches `rank`,

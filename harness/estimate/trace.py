@@ -32,6 +32,7 @@ from harness.precision.plan import Plan, make_plan
 from harness.precision.recipe import Recipe, Rung
 from harness.run import Run
 from harness.step import train_step
+from harness.telemetry import Telemetry
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
 
@@ -84,9 +85,10 @@ class PaperRun:
     def step(self, number: int, name: str) -> None:
         """Run step `number` (from 1); its operations are recorded under `name`."""
         self.recorder.step, self.recorder.micro = name, 0
+        self.run.state.step = number - 1
         samples = np.zeros(self.run.config.train.global_batch, dtype=np.int64)
         with self.recorder.phased("step"):
-            train_step(self.run, Window(number - 1, number - 1, samples))
+            train_step(self.run, Window(number - 1, samples))
 
 
 def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int = 1) -> Trace:
@@ -156,9 +158,9 @@ def built(
     data = _Tokens(config, batches, recorder)
     with tempfile.TemporaryDirectory(prefix="estimate-") as folder, open(os.devnull, "w") as nowhere:
         root = Path(folder)
-        console = Console(config.train.steps, stream=nowhere)
-        journal, store = Journal(Path(os.devnull)), Store(root, readonly=True)
-        run = build_run(config, recipe, root, place, plan, model, data, journal, Incidents(), store, console)
+        screen, store = Console(config.train.steps, stream=nowhere), Store(root, readonly=True)
+        telemetry = Telemetry(None, Journal(Path(os.devnull)), screen, config.tracking)
+        run = build_run(config, recipe, root, place, plan, model, data, telemetry, Incidents(), store)
         recorder.weights_are(model.parameters())
         recorder.label("buffers", model.buffers())
         optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]
@@ -212,8 +214,8 @@ class _Tokens:
         self._batches = batches
         self._recorder = recorder
 
-    def window(self, step: int, index: int) -> Window:
-        return Window(step, index, np.zeros(1, dtype=np.int64))
+    def window(self, index: int) -> Window:
+        return Window(index, np.zeros(1, dtype=np.int64))
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
         with self._recorder.paused():

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.config import RunConfig
+from harness.core.config import GuardConfig
 from harness.core.protocols import Batches, Meta
 from harness.monitors.evidence import FallbackConfig
+
+BadData = Literal["auto", "skip", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorContext:
     """The run, as its monitors are built for it.
 
-    fallback: the recipe's. vocab_size: tokens are in [0, vocab_size); None: unknown. layers: FP8 layers, padded names,
-    in the order of the plan. amax_history: updates that delayed scales look back on, None if scales are not delayed;
-    margin: their powers of two of headroom. scales_loss: there is an fp16 loss scale. refuge: what a run with a loss
-    scale of ours may fall to ("bf16" | "fp32"; collective), None if there is nothing.
+    guard: its thresholds. fallback: the recipe's. max_grad_norm: what gradients are clipped to. warmup_steps: of the
+    learning rate. data: what the run reads, None in a loop that is not ours. bad_data: what bad samples lead to.
+    vocab_size: tokens are in [0, vocab_size); None: unknown. layers: FP8 layers, padded names, in the plan's order.
+    amax_history: updates that delayed scales look back on, None if scales are not delayed; margin: their powers of two
+    of headroom. scales_loss: there is an fp16 loss scale. refuge: what a run with a loss scale of ours may fall to
+    ("bf16" | "fp32"; collective), None if there is nothing.
     """
 
-    config: RunConfig
+    guard: GuardConfig
     fallback: FallbackConfig
-    data: Batches
+    max_grad_norm: float = math.inf
+    warmup_steps: int = 0
+    data: Batches | None = None
+    bad_data: BadData = "auto"
     vocab_size: int | None = None
     layers: tuple[str, ...] = ()
     amax_history: int | None = None

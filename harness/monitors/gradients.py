@@ -62,7 +62,7 @@ class GradientMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> GradientMonitor:
         """For every run."""
-        guard = context.config.guard
+        guard = context.guard
         return cls(guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window)
 
     def observe(self, facts: StepFacts) -> Verdict:
@@ -181,8 +181,7 @@ class ClippingMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> ClippingMonitor:
         """For every run."""
-        train, guard = context.config.train, context.config.guard
-        return cls(train.max_grad_norm, train.warmup_steps, guard.clipping_share)
+        return cls(context.max_grad_norm, context.warmup_steps, context.guard.clipping_share)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic; a skipped step does not count."""
@@ -235,7 +234,7 @@ class UnderflowMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> UnderflowMonitor:
         """For every run."""
-        guard = context.config.guard
+        guard = context.guard
         return cls(guard.underflow_rise, guard.overflow_share)
 
     def observe(self, facts: StepFacts) -> Verdict:
@@ -308,7 +307,7 @@ class ParameterMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> ParameterMonitor:
         """For every run."""
-        return cls(context.config.guard.parameter_growth)
+        return cls(context.guard.parameter_growth)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic; between measurements it stays what it was."""

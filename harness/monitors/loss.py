@@ -50,7 +50,7 @@ class LossMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> LossMonitor:
         """For every run."""
-        guard = context.config.guard
+        guard = context.guard
         return cls(guard.spike_window, guard.spike_sigma, guard.spike_steps)
 
     def observe(self, facts: StepFacts) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from harness.capability.probe import MachineFacts
+    from harness.core.protocols import PrecisionBackend
 
 _TF32_TIERS = (Tier.BLACKWELL, Tier.HOPPER, Tier.ADA, Tier.AMPERE)
 
@@ -72,6 +74,30 @@ class Plan:
             "layers": [asdict(layer) for layer in self.layers],
             "notes": list(self.notes),
         }
+
+    def as_it_ran(self, backend: PrecisionBackend) -> dict[str, Any]:
+        """`as_dict` with what every module really ran in, as a run ends: an FP8 layer counts only if its slots saw a
+        nonzero amax.
+        """
+        used: set[str] = set()
+        if backend.slot_names:
+            tensors, _ = backend.state_dict()
+            nonzero = (tensors["history"].amax(dim=0) > 0).tolist()
+            slots = zip(backend.slot_names, nonzero, strict=True)
+            used = {slot.rpartition(".")[0] for slot, saw_amax in slots if saw_amax}
+        layers: dict[str, str] = {}
+        for layer in self.layers:
+            name, precision = pad_numbers(layer.module), layer.precision
+            if backend.lowered and precision in ("fp8", "fp16"):
+                precision = backend.lowered
+            elif precision == "fp8" and name in backend.demoted:
+                precision = "bf16"
+            elif precision == "fp8" and name not in used:
+                precision = "unused"
+            layers[layer.module] = precision
+        counts = sorted(Counter(layers.values()).items())
+        told = ", ".join(f"{precision}: {count} modules" for precision, count in counts)
+        return {**self.as_dict(), "effective": told, "effective_layers": layers}
 
 
 def pad_numbers(name: str, width: int = 2) -> str:

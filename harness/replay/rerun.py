@@ -18,7 +18,6 @@ from harness.replay.flight import Surroundings
 from harness.replay.origin import Finding, Origin, locate, watch
 from harness.run import Run
 from harness.step import Share, train_step
-from harness.tracking.journal import Journal
 
 NEVER_APPLIED = Limits(loss=float("-inf"))
 """Limits that no update keeps to."""
@@ -36,7 +35,6 @@ class Rerun:
     ranks: int
     resolved: str
     surroundings: Surroundings
-    journal: Journal
 
     @property
     def compiled(self) -> bool:
@@ -49,11 +47,11 @@ class Rerun:
         recovery.store = store
         meta = recovery.load(step)
         incidents.skips, incidents.switches = meta["budgets"]["skips"], meta["budgets"]["switches"]
-        loop.stay_lowered(self.run)
+        self.run.guard.judge.stay_lowered()
 
     def close(self) -> None:
         """Nothing more will be run; the state can still be read."""
-        self.journal.close()
+        self.run.telemetry.close()
         self.run.engine.close()
 
     def shares(self, window: Window) -> list[Share]:
@@ -70,7 +68,7 @@ class Rerun:
         """The run's own next step, judged at once; what the guard would do beside switches and limits is not done."""
         facts = self.take()
         self.run.state.advance()
-        loop.judge(self.run, facts)
+        self.run.guard.observe(facts)
         return facts
 
     def take(self, limits: Limits | None = None) -> StepFacts:

@@ -80,7 +80,7 @@ def rebuild(
     folder: Path, scratch: Path, place: Place, config: RunConfig, recipe_name: str, incidents: Incidents, ranks: int
 ) -> Rerun:
     """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
-    from harness.build import build_data, build_plan, build_run, open_journal, open_store
+    from harness.build import build_data, build_plan, build_run, open_store, open_telemetry
     from harness.precision.recipe import load_recipe
     from harness.replay.flight import FlightRecorder
     from harness.replay.rerun import Rerun
@@ -95,7 +95,7 @@ def rebuild(
         raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
     data = build_data(config, folder, place)
     quiet = Console(config.train.steps, stream=io.StringIO())
-    journal = open_journal(scratch, place, incidents.attempt, None)
+    telemetry = open_telemetry(config, scratch, place, quiet, incidents.attempt)
     # Nothing is saved, so no memory for copies of the state is wanted.
     spare = {
         "checkpoint": config.checkpoint.model_copy(update={"background": False}),
@@ -103,7 +103,7 @@ def rebuild(
     }
     config = config.model_copy(update=spare)
     store = open_store(scratch, place)
-    run = build_run(config, recipe, scratch, place, plan, model, data, journal, incidents, store, quiet)
+    run = build_run(config, recipe, scratch, place, plan, model, data, telemetry, incidents, store)
     assert isinstance(run.flight, FlightRecorder)
     surroundings, run.flight = run.flight.surroundings, None
-    return Rerun(run, model, ranks, plan.resolved, surroundings, journal)
+    return Rerun(run, model, ranks, plan.resolved, surroundings)

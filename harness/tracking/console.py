@@ -32,12 +32,14 @@ _ALERT = re.compile(r"(?:step \d+: )?([a-z0-9]+\.[a-z_]+): ")
 class Console:
     """One run's output.
 
+    total_steps: None for a run whose length is not known, whose steps get no lines.
+
     Nothing raises into training: a stream that went away (a closed pipe, a lost connection) is written to no more.
     """
 
-    def __init__(self, total_steps: int, *, stream: IO[str] | None = None) -> None:
-        self._total = total_steps
-        self._every = max(1, math.ceil(total_steps / LINES_PER_RUN))
+    def __init__(self, total_steps: int | None, *, stream: IO[str] | None = None) -> None:
+        self._total = total_steps or 0
+        self._every = max(1, math.ceil(self._total / LINES_PER_RUN))
         self._stream = _Forgiving(stream or sys.stdout)
         self._first = True
         self._pace: float | None = None
@@ -46,7 +48,7 @@ class Console:
         self._told: set[str] = set()
         self._rich = RichConsole(file=cast("IO[str]", self._stream), highlight=False, markup=False)
         self._progress: Progress | None = None
-        if self._rich.is_terminal:
+        if self._rich.is_terminal and total_steps:
             self._task, self._progress = _live(self._rich, total_steps)
         else:
             self._rich.width = PLAIN_WIDTH
@@ -54,6 +56,8 @@ class Console:
     def step(self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int) -> None:
         """Report one step. fp8_layers of fp8_total ran in FP8; skipped updates and rollbacks so far."""
         done = facts.step
+        if not self._total:
+            return
         if not self._first:
             old = facts.seconds if self._pace is None else self._pace
             self._pace = old + SMOOTHING * (facts.seconds - old)

@@ -54,10 +54,13 @@ def build_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     loss_scale = build_loss_scale(plan, recipe, cpu)
     backend = build_backend(plan, recipe, model, cpu, loss_scale)
     context = MonitorContext(
-        config,
+        config.guard,
         recipe.fallback,
-        data,
-        model.vocab_size,
+        max_grad_norm=config.train.max_grad_norm,
+        warmup_steps=config.train.warmup_steps,
+        data=data,
+        bad_data=config.data.bad,
+        vocab_size=model.vocab_size,
         layers=tuple(pad_numbers(layer) for layer in backend.layers),
         amax_history=recipe.fp8.amax_history_len,
         margin=recipe.fp8.margin,
