@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from harness.capability.probe import probe
-from harness.core.atomic import write_json
+from harness.core.files import write_json
 from harness.core.protocols import PrecisionBackend
 from harness.precision.backends import native_kernel
 from harness.precision.engine import build_backend

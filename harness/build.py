@@ -20,13 +20,12 @@ from harness.checkpoint.saver import Saver
 from harness.checkpoint.snapshot import Snapshots
 from harness.checkpoint.staging import Staging, free_memory
 from harness.checkpoint.store import Store
+from harness.core.collectives import ForwardClock, RankComparison
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
-from harness.core.fingerprint import RankComparison
-from harness.core.forward_clock import ForwardClock
+from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import Incidents, RandomState, TrainState, seed_everything, state_bytes
-from harness.core.version import harness_version
 from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch

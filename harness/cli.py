@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from harness.core.errors import ExitCode, HarnessError, LostRankError
-from harness.core.wrapper import tell_wrapper
+from harness.core.errors import ExitCode, HarnessError, LostRankError, tell_wrapper
 from harness.stop import StoppedEarly, end_at_a_signal
 
 # Ranks start some seconds apart on a busy machine.

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.checkpoint.recovery import Recovery
-    from harness.core.fingerprint import RankComparison
-    from harness.core.forward_clock import ForwardClock
+    from harness.core.collectives import ForwardClock, RankComparison
     from harness.core.state import Incidents, TrainState
     from harness.precision.compiling import EagerWatch
     from harness.tracking.console import Console

@@ -11,14 +11,11 @@ from typing import Any
 
 import yaml
 
-from harness.core.atomic import atomic_file, write_json
 from harness.core.config import RunConfig, changed_keys
-from harness.core.errors import CheckpointError, ConfigError, Problem
+from harness.core.errors import CheckpointError, ConfigError, Problem, tell_wrapper
 from harness.core.facts import Outcome
-from harness.core.schema import validate
-from harness.core.untrusted import MAX_LARGE, read_json, read_mapping
-from harness.core.wrapper import tell_wrapper
-from harness.core.yamlfile import read_yaml
+from harness.core.files import MAX_LARGE, atomic_file, read_json, read_mapping, write_json
+from harness.core.schema import read_yaml, validate
 
 RUNS = Path("runs")
 _SOURCE = "started_from.json"

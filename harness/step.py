@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.core.batch_check import check_batch, harmless
 from harness.core.facts import Limits, Window
-from harness.core.gradients import l2_norm
+from harness.core.health import check_batch, harmless, l2_norm
 from harness.core.protocols import NO_LIMITS
 from harness.core.state import seed_torch
 from harness.core.update import InFlight, StepClock, to_device, update

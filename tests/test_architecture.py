@@ -59,7 +59,7 @@ TORCH_FREE = (
     "harness.core.errors",
     "harness.core.facts",
     "harness.core.protocols",
-    "harness.core.resources",
+    "harness.core.files",
     "harness.core.schema",
     "harness.monitors.fallback",
     "harness.monitors.responder",

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.failures import failed
-from harness.core.atomic import write_json
 from harness.core.errors import CheckpointError, Problem
+from harness.core.files import read_json, write_json
 from harness.core.state import Incidents
-from harness.core.untrusted import read_json
 
 _FILE = "incidents.json"
 _LISTS = ("skipped_windows", "returned_to")

@@ -9,8 +9,8 @@ import socket
 import time
 from pathlib import Path
 
-from harness.core.atomic import dump_json
 from harness.core.errors import CheckpointError, Problem
+from harness.core.files import dump_json
 
 _FILE = "lock"
 

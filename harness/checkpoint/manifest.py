@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.core.atomic import dump_json
 from harness.core.errors import Problem
-from harness.core.untrusted import MAX_LARGE, parse_json, read_bounded, read_json
+from harness.core.files import MAX_LARGE, dump_json, parse_json, read_bounded, read_json
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

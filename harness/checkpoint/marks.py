@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.core.atomic import write_json
-from harness.core.untrusted import read_json
+from harness.core.files import read_json, write_json
 
 _FILE = "good.json"
 _KEPT = 64

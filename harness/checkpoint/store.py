@@ -33,11 +33,9 @@ from harness.checkpoint.manifest import (
     part_file,
     read_manifest,
 )
-from harness.core.atomic import dump_json, sync_folder, write_json
 from harness.core.errors import CheckpointError, MisuseError, Problem
-from harness.core.naming import step_name
+from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, write_json
 from harness.core.protocols import Meta, TensorDict, Tensors
-from harness.core.untrusted import MAX_LARGE, read_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.atomic import atomic_file, dump_json
 from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
-from harness.core.untrusted import MAX_LARGE, read_json
+from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json
 from harness.data.corpus import standard_library
 from harness.data.split import split_documents
 from harness.data.text import Document, Text, read_text

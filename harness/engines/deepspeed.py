@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import ConfigError, MachineError, Problem
-from harness.core.gradients import grad_norm
+from harness.core.health import grad_norm
 from harness.core.protocols import Stateful
 from harness.core.update import DynamicLossScale, materialise
 from harness.engines.deepspeed_config import (

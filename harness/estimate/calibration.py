@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match
-from harness.core.untrusted import read_json
+from harness.core.files import read_json
 from harness.estimate.roofline import Card, Rates, usual_rates
 
 _SECTION = "roofline"

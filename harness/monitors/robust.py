@@ -1,4 +1,4 @@
-"""What is usual in a noisy, drifting series, and why an update was skipped: the ground that detectors share."""
+"""What is usual in a noisy, drifting series, and why an update was skipped: what detectors share. Torch-free."""
 
 from __future__ import annotations
 
@@ -66,3 +66,19 @@ def why_skipped(facts: StepFacts) -> Literal["", "data", "nonfinite", "loss", "n
     if facts.over_limits:
         return "loss" if facts.loss > facts.limits.loss else "norm"
     return "nonfinite"
+
+
+CALIBRATION_FLOOR = 1024.0
+"""Below this a falling loss scale is no longer a scaler finding its range: it has halved six times from the usual
+65536, so the gradients themselves are at fault."""
+
+
+def is_calibration(loss: float, loss_scale: float, last_skipped_at: float | None) -> bool:
+    """Whether a skipped step is a loss scaler lowering its scale.
+
+    loss: of the step, nats. loss_scale: in use at it. last_skipped_at: the scale of the skipped step right before it,
+    None if that one was applied. Lowering the scale cannot cure a loss that is itself not finite: forward never sees
+    the scale.
+    """
+    falling = last_skipped_at is None or loss_scale < last_skipped_at
+    return loss_scale >= CALIBRATION_FLOOR and falling and math.isfinite(loss)

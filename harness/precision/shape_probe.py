@@ -22,12 +22,9 @@ import torch
 
 from harness.capability.probe import MachineFacts
 from harness.capability.tier import Tier, tier_of
-from harness.core.atomic import write_json
 from harness.core.collectives import max_over_ranks, world_rank
 from harness.core.errors import ConfigError, Problem
-from harness.core.untrusted import read_json
-from harness.core.user_cache import cache_dir
-from harness.core.version import harness_version
+from harness.core.files import cache_dir, harness_version, read_json, write_json
 from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe, Rung
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.capability.probe import probe
-from harness.core.atomic import write_json
+from harness.core.files import write_json
 from harness.core.protocols import PrecisionBackend
 from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.engine import build_backend

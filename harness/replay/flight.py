@@ -21,12 +21,10 @@ from pydantic import Field, PlainValidator
 
 from harness.checkpoint.incidents import incidents_from
 from harness.checkpoint.store import Store
-from harness.core.atomic import write_json
 from harness.core.facts import Limits, StepFacts, jsonable
-from harness.core.naming import step_name
+from harness.core.files import read_json, step_name, write_json
 from harness.core.schema import Strict
 from harness.core.state import Incidents
-from harness.core.untrusted import read_json
 
 FOLDER = "flight"
 KEEP = 3

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.atomic import atomic_file
 from harness.core.facts import ROLES
+from harness.core.files import atomic_file
 from harness.tracking.history import RunHistory, Series, bare, split_slot
 
 if TYPE_CHECKING:

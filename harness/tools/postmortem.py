@@ -19,7 +19,7 @@ from rich.text import Text
 from harness.checkpoint.marks import read_marks
 from harness.core.codes import catalogue
 from harness.core.errors import some
-from harness.core.naming import step_name
+from harness.core.files import step_name
 from harness.tools.shell import short, tool
 from harness.tracking.history import RunHistory
 

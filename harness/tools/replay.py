@@ -37,8 +37,8 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
     from harness.build import find_place
-    from harness.core.atomic import write_json
     from harness.core.config import load_config
+    from harness.core.files import write_json
     from harness.replay.answer import lines, plain
     from harness.replay.branches import Branches
     from harness.replay.flight import record_folder

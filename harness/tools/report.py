@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from harness.core.atomic import atomic_file
+from harness.core.files import atomic_file
 from harness.tools.plots import loss_plot, saturation_plot
 from harness.tools.shell import RunFolder
 from harness.tools.summary import account

@@ -16,7 +16,7 @@ from mlflow.entities import LoggedModelStatus, Metric, Run
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
-from harness.core.naming import step_name
+from harness.core.files import step_name
 
 # A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
 _UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.facts import ROLES
-from harness.core.untrusted import MAX_LARGE, read_mapping
+from harness.core.files import MAX_LARGE, read_mapping
 from harness.tracking.folder import require_run
 from harness.tracking.position import JOURNAL
 from harness.tracking.rows import read_rows

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness.core.atomic import write_json
-from harness.core.untrusted import read_json
+from harness.core.files import read_json, write_json
 from harness.tracking.rows import finished_size
 
 JOURNAL = "journal.jsonl"

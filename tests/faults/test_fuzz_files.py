@@ -26,10 +26,9 @@ from harness.checkpoint.marks import add_mark, read_marks
 from harness.checkpoint.store import Store
 from harness.core.config import DataConfig, RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, DataError
-from harness.core.schema import validate
+from harness.core.files import parse_json
+from harness.core.schema import parse_yaml, read_yaml, validate
 from harness.core.state import Incidents, RandomState, TrainState
-from harness.core.untrusted import parse_json
-from harness.core.yamlfile import parse_yaml, read_yaml
 from harness.data.text import read_text
 from harness.data.tokens import prepare
 from harness.precision.recipe import Recipe, load_recipe

@@ -17,8 +17,8 @@ from hostile import JSON, SCREEN, SECONDS, Trap, data_config, make_run, state
 from harness.checkpoint.incidents import load_incidents
 from harness.checkpoint.marks import read_marks
 from harness.checkpoint.store import Store
-from harness.core.atomic import dump_json
 from harness.core.errors import CheckpointError, ConfigError, DataError, HarnessError
+from harness.core.files import dump_json
 from harness.data.tokens import prepare
 from harness.replay.flight import read_records
 from harness.runs import read_outcome, read_plan, same_data_order

@@ -21,7 +21,7 @@ ATTRIBUTES = {
 }  # fmt: skip
 # What reads text of its own process, of a launcher's sibling or of a bounded line, and where YAML has its home.
 ALLOWED = {
-    ("harness/core/yamlfile.py", "yaml.load"), ("harness/core/untrusted.py", "json.loads"),
+    ("harness/core/schema.py", "yaml.load"), ("harness/core/files.py", "json.loads"),
     ("harness/tracking/rows.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
     ("harness/engines/peers.py", "json.loads"), ("harness/precision/shape_timing.py", "json.loads"),
     ("harness/precision/shape_probe.py", "json.loads"),

@@ -12,11 +12,10 @@ from hostile import make_run
 
 from harness.checkpoint.lock import RunLock
 from harness.checkpoint.store import Store
-from harness.core.atomic import write_json
 from harness.core.config import ModelConfig
 from harness.core.errors import CheckpointError, ConfigError
 from harness.core.facts import StepFacts
-from harness.core.naming import step_name
+from harness.core.files import step_name, write_json
 from harness.core.state import Incidents
 from harness.models.task import build_model
 from harness.replay.flight import FlightRecorder, Surroundings, read_records

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.core.user_cache import cache_dir
+from harness.core.files import cache_dir
 from harness.precision import scaling
 
 _SOURCE = Path(__file__).with_name("native_kernel.cpp")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from harness.core.config import TrainConfig
-from harness.core.gradients import grad_health, grad_norm, l2_norm
+from harness.core.health import grad_health, grad_norm, l2_norm
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import WarmupCosine
