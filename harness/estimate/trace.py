@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.build import Place, build_run
-from harness.capability.libraries import LibraryFacts, library_facts
-from harness.capability.probe import Device, MachineFacts
+from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.facts import LayerPlan, Window

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from harness.capability.supports import can_run
-from harness.capability.tier import tier_of
+from harness.capability.tier import can_run, tier_of
 from harness.core.facts import RungVerdict
 from harness.precision.recipe import Recipe, Rung
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from harness.capability.probe import MachineFacts
-from harness.capability.supports import can_run
-from harness.capability.tier import tier_of
+from harness.capability.tier import can_run, tier_of
 from harness.core.collectives import gather_over_ranks, gather_texts, max_over_ranks
 from harness.core.errors import MachineError, Problem
 from harness.core.facts import RungVerdict

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dist_support import run_ranks
 from torch import nn
 
-from harness.capability.libraries import LibraryFacts
+from harness.capability.probe import LibraryFacts
 from harness.capability.probe import Device, MachineFacts
 from harness.core.errors import MachineError
 from harness.precision.plan import make_plan

@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 from card_support import CARDS, CUDA_12, machine
 
-from harness.capability.libraries import LibraryFacts
-from harness.capability.probe import MachineFacts, NvidiaSmi
+from harness.capability.probe import LibraryFacts, MachineFacts, NvidiaSmi
 from harness.capability.tier import check_usable
 from harness.core.files import shipped
 from harness.precision.plan import resolve

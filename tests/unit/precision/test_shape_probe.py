@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.capability.libraries import LibraryFacts
-from harness.capability.probe import Device, MachineFacts
+from harness.capability.probe import Device, LibraryFacts, MachineFacts
 from harness.core.errors import ConfigError
 from harness.precision.plan import Plan, make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe

@@ -6,8 +6,7 @@ import io
 
 from rich.console import Console
 
-from harness.capability.libraries import LibraryFacts
-from harness.capability.probe import Device, MachineFacts, NvidiaSmi
+from harness.capability.probe import Device, LibraryFacts, MachineFacts, NvidiaSmi
 from harness.core.files import shipped
 from harness.tools.doctor import doctor
 
