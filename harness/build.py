@@ -13,12 +13,10 @@ from torch import nn
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
-from harness.checkpoint.incidents import load_incidents, save_incidents
-from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.policy import Goodness, Retention, load_incidents, save_incidents
 from harness.checkpoint.recovery import Recovery, finish_rollback
-from harness.checkpoint.saver import Saver
+from harness.checkpoint.saver import Saver, Staging, free_memory
 from harness.checkpoint.snapshot import Snapshots
-from harness.checkpoint.staging import Staging, free_memory
 from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison
 from harness.core.config import RunConfig

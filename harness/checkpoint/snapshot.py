@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from harness.checkpoint.staging import Staging
+from harness.checkpoint.saver import Staging
 from harness.core.protocols import Meta, Tensors
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checkpoint.incidents import load_incidents
+from harness.checkpoint.policy import load_incidents
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem

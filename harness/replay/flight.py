@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, PlainValidator
 
-from harness.checkpoint.incidents import incidents_from
+from harness.checkpoint.policy import incidents_from
 from harness.checkpoint.store import Store
 from harness.core.facts import Limits, StepFacts, jsonable
 from harness.core.files import read_json, step_name, write_json

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.checkpoint.marks import read_marks
+from harness.checkpoint.manifest import read_marks
 from harness.core.codes import catalogue
 from harness.core.errors import some
 from harness.core.files import step_name

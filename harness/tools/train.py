@@ -23,10 +23,8 @@ from harness.build import (
     open_store,
     read_incidents,
 )
-from harness.checkpoint.incidents import load_incidents
-from harness.checkpoint.lock import RunLock
-from harness.checkpoint.preflight import lacks_room
-from harness.checkpoint.store import Store
+from harness.checkpoint.policy import load_incidents
+from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ExitCode, HarnessError, MachineError, Problem
 from harness.core.facts import Outcome
@@ -36,6 +34,7 @@ from harness.precision.plan import Plan
 from harness.run import Run
 from harness.runs import (
     RUNS,
+    RunLock,
     base_name,
     check_resumable,
     choose_folder,

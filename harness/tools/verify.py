@@ -13,7 +13,7 @@ def command(run: RunFolder) -> int:
     Nothing is changed: the next start of the run moves damaged ones aside. Raises ConfigError if `run` is no run.
     """
     folder = require_run(run)
-    from harness.checkpoint.marks import read_marks
+    from harness.checkpoint.manifest import read_marks
     from harness.checkpoint.policy import best
     from harness.checkpoint.store import Store
 

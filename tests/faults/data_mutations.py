@@ -144,7 +144,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "marks are whole numbers",
-        "harness/checkpoint/marks.py",
+        "harness/checkpoint/manifest.py",
         "{step for step in good if type(step) is int and step >= 0}",
         "{int(step) for step in good}",
         "tests/faults/test_hostile_runs.py::test_hostile_advice_is_passed_over[checkpoints/good.json-odd]",
@@ -200,7 +200,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a lock is not taken through a link",
-        "harness/checkpoint/lock.py",
+        "harness/runs.py",
         " | os.O_NOFOLLOW",
         "",
         "tests/faults/test_planted_files.py -k lock",
@@ -224,7 +224,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "the owner of a lock is read with care",
-        "harness/checkpoint/lock.py",
+        "harness/runs.py",
         "KeyError, RecursionError):",
         "KeyError):",
         "tests/faults/test_planted_files.py -k hostile_owner",

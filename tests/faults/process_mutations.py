@@ -96,7 +96,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "one writer of a run",
-        "harness/checkpoint/lock.py",
+        "harness/runs.py",
         "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
         "tests/faults/test_two_runs.py -k same_moment",
@@ -104,7 +104,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "who loses the race leaves the owner's name in the lock",
-        "harness/checkpoint/lock.py",
+        "harness/runs.py",
         "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW",
         "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_TRUNC",
         "tests/faults/test_two_runs.py -k same_moment",

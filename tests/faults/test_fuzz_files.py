@@ -20,9 +20,8 @@ from e2e_support import ROOT, TEXT
 from fuzzing import PIECES, Damage, damage, damaged, fuzz, one_screen
 from hypothesis import strategies as st
 
-from harness.checkpoint.incidents import load_incidents, save_incidents
-from harness.checkpoint.manifest import check_folder
-from harness.checkpoint.marks import add_mark, read_marks
+from harness.checkpoint.manifest import add_mark, check_folder, read_marks
+from harness.checkpoint.policy import load_incidents, save_incidents
 from harness.checkpoint.store import Store
 from harness.core.config import DataConfig, RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, DataError

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hostile import JSON, SCREEN, SECONDS, Trap, data_config, make_run, state
 
-from harness.checkpoint.incidents import load_incidents
-from harness.checkpoint.marks import read_marks
+from harness.checkpoint.manifest import read_marks
+from harness.checkpoint.policy import load_incidents
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.core.files import dump_json

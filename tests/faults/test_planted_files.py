@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hostile import make_run
 
-from harness.checkpoint.lock import RunLock
 from harness.checkpoint.store import Store
 from harness.core.config import ModelConfig
 from harness.core.errors import CheckpointError, ConfigError
@@ -19,7 +18,7 @@ from harness.core.files import step_name, write_json
 from harness.core.state import Incidents
 from harness.models.task import build_model
 from harness.replay.flight import FlightRecorder, Surroundings, read_records
-from harness.runs import read_outcome
+from harness.runs import RunLock, read_outcome
 from harness.tools import report
 from harness.tracking.journal import Journal
 

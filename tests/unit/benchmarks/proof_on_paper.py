@@ -72,7 +72,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
     from benchmarks.proof import saves, training
     from benchmarks.proof.registry import NotHere, Task
     from harness import build, step
-    from harness.checkpoint.staging import Staging
+    from harness.checkpoint.saver import Staging
 
     cuda, warm = torch.cuda, training.warm
     told: list[tuple[Any, str, Any]] = [

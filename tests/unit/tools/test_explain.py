@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.checkpoint.marks import add_mark
+from harness.checkpoint.manifest import add_mark
 from harness.core.codes import Catalogue, catalogue, slug
 from harness.core.errors import ConfigError
 from harness.tools.explain import explain, plain
