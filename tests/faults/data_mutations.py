@@ -152,7 +152,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a text that shrank under a run is named",
-        "harness/data/token_file.py",
+        "harness/data/tokens.py",
         "if len(data) < count:",
         "if False:",
         "tests/faults/test_data_faults.py -k shrinks_under",
@@ -160,7 +160,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "the text stays open under a run",
-        "harness/data/token_file.py",
+        "harness/data/tokens.py",
         "data += more",
         "data += open(self._path, 'rb').read()[start : start + count]",
         "tests/faults/test_data_faults.py -k goes_away",

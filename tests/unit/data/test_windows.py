@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data import windows
-from harness.data.windows import sample_numbers
+from harness.data import batches
+from harness.data.batches import sample_numbers
 
 
 def epoch(seed: int, number: int, n: int) -> list[int]:
@@ -31,8 +31,8 @@ def test_every_epoch_reads_every_sample_once(seed: int, number: int, n: int) -> 
 )
 def test_windows_are_consecutive_cuts_of_one_order(seed: int, first: int, batch: int, windows: int, n: int) -> None:
     """Also across epoch ends: one at a time, in windows, or in one piece, the samples are the same."""
-    pieces = [sample_numbers(seed, index, batch, n) for index in range(first, first + windows)]
-    singles = [sample_numbers(seed, p, 1, n) for p in range(first * batch, (first + windows) * batch)]
+    pieces = [sample_numbers(seed, index, batch, n) for index in range(first, first + batches)]
+    singles = [sample_numbers(seed, p, 1, n) for p in range(first * batch, (first + batches) * batch)]
     assert np.concatenate(pieces).tolist() == np.concatenate(singles).tolist()
 
 
@@ -74,9 +74,9 @@ def test_the_order_does_not_depend_on_what_was_asked_for_before() -> None:
 
 def test_the_network_runs_once_for_many_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    whole = windows._permute
+    whole = batches._permute
     counted = lambda places, *rest: (passes.append(len(places)), whole(places, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(windows, "_permute", counted)
+    monkeypatch.setattr(batches, "_permute", counted)
     for index in range(64):
         sample_numbers(991, index, 8, 5000)
     assert len(passes) == 1
