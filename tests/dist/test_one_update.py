@@ -25,7 +25,7 @@ from harness.build import build_data, build_plan, build_run, find_place, open_jo
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
 from harness.core.state import seed_everything
-from harness.engines.parts import ModelPart, OptimizerPart
+from harness.engines.torch_engine import ModelPart, OptimizerPart
 from harness.loop import next_step
 from harness.models.gpt import GPT, build
 from harness.models.task import Task, build_model
