@@ -35,7 +35,7 @@ from harness.checkpoint.saver import Saver, Staging
 from harness.checkpoint.store import Store
 from harness.core.state import TrainState, state_bytes
 from harness.engines.torch_engine import ModelPart, OptimizerPart
-from harness.optim.optimizers import MOMENTS
+from harness.optim import MOMENTS
 
 
 class Training:

@@ -28,13 +28,11 @@ from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
 from harness.engines.registry import ENGINES, choose_engine
-from harness.models.task import Task, build_model
+from harness.models import Task, build_model
 from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Responder
-from harness.optim.learning_rate import too_high
-from harness.optim.optimizers import MOMENTS, build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale, check_half_weights
 from harness.precision.loss_scale import LossScale

@@ -29,7 +29,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ExitCode, HarnessError, MachineError, Problem
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
-from harness.optim.optimizers import MOMENTS
+from harness.optim import MOMENTS
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.runs import (

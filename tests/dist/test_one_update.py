@@ -28,9 +28,9 @@ from harness.core.state import seed_everything
 from harness.engines.torch_engine import ModelPart, OptimizerPart
 from harness.loop import next_step
 from harness.models.gpt import GPT, build
-from harness.models.task import Task, build_model
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.models import Task, build_model
+from harness.optim import build_optimizer
+from harness.optim import WarmupCosine
 from harness.precision.recipe import Recipe, load_recipe
 from harness.step import seed_step
 from harness.tracking.console import Console

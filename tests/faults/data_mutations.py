@@ -216,7 +216,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "model.target is none of Python's own functions",
-        "harness/models/task.py",
+        "harness/models/__init__.py",
         'if module_name.partition(".")[0] in sys.stdlib_module_names:',
         "if False:",
         "tests/faults/test_planted_files.py -k pythons_own",

@@ -1,6 +1,6 @@
 """No file of the harness uses what runs code from data. Row 24 of the fault matrix.
 
-`model.target` imports the user's code on purpose (harness/models/task.py); nothing else that is read is executed.
+`model.target` imports the user's code on purpose (harness/models/__init__.py); nothing else that is read is executed.
 """
 
 from __future__ import annotations

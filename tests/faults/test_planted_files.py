@@ -16,7 +16,7 @@ from harness.core.errors import CheckpointError, ConfigError
 from harness.core.facts import StepFacts
 from harness.core.files import step_name, write_json
 from harness.core.state import Incidents
-from harness.models.task import build_model
+from harness.models import build_model
 from harness.replay.flight import FlightRecorder, Surroundings, read_records
 from harness.runs import RunLock, read_outcome
 from harness.tools import report
