@@ -29,7 +29,7 @@ from harness.capability.probe import probe
 from harness.core.files import write_json
 from harness.core.protocols import PrecisionBackend
 from harness.precision.backends import native_kernel
-from harness.precision.engine import build_backend
+from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan
 from harness.precision.recipe import TIERS, Recipe, Rung
 

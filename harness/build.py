@@ -34,10 +34,9 @@ from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Responder
 from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
 from harness.precision.compiling import check_compile, compile_blocks
-from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale, check_half_weights
+from harness.precision.convert import autocast_dtype, build_backend, build_loss_scale, check_half_weights
 from harness.precision.loss_scale import LossScale
-from harness.precision.plan import Plan, make_plan, pad_numbers
-from harness.precision.ranks import agree_on_refuge, agree_on_rung
+from harness.precision.plan import Plan, agree_on_refuge, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings

@@ -19,7 +19,7 @@ import pytest
 from harness.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 450
+MAX_LINES = 500
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 HOMES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("harness/engines/deepspeed*.py",),
     "mlflow": ("harness/tracking/*.py",),
-    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim/*.py"),
+    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim.py"),
     "transformer_engine": ("harness/precision/backends/te*.py",),
     "triton": ("harness/precision/backends/native_triton*.py",),
 }
@@ -281,8 +281,8 @@ def test_a_cycle_is_found_and_a_lazy_one_is_none(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_found(tmp_path: Path) -> None:
-    root = tree(tmp_path, {"harness/a.py": "x = 1\n" * 450, "tests/b.py": "x = 1\n" * 451})
-    assert long_files(root) == ["tests/b.py: 451 lines, at most 450"]
+    root = tree(tmp_path, {"harness/a.py": "x = 1\n" * 500, "tests/b.py": "x = 1\n" * 501})
+    assert long_files(root) == ["tests/b.py: 501 lines, at most 500"]
 
 
 def test_an_indirect_torch_import_is_found(tmp_path: Path) -> None:

@@ -441,14 +441,14 @@ Frame = tuple[str, str, int]
 
 
 def _frames() -> list[Frame]:
-    """(file, function, line) of what is not PyTorch's (but its optimizers) nor this recorder, innermost first."""
+    """(file, qualified name, line) of what is not PyTorch's (but its optimizers) nor this recorder, innermost first."""
     found: list[Frame] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < _DEPTH:
         path = frame.f_code.co_filename
         own = path.startswith((_TORCH, _HERE)) and not path.startswith(_OPTIM)
         if not own and not path.startswith("<") and not path.endswith(("/contextlib.py", "/threading.py")):
-            found.append((path, frame.f_code.co_name, frame.f_lineno))
+            found.append((path, frame.f_code.co_qualname, frame.f_lineno))
         frame = frame.f_back
     return found
 
@@ -458,7 +458,9 @@ def _where() -> tuple[str, ...]:
 
 
 def _told(frames: list[Frame]) -> tuple[str, ...]:
-    return tuple(f"{_short(path)}:{line} {function}" for path, function, line in frames[:_SHOWN_FRAMES])
+    return tuple(
+        f"{_short(path)}:{line} {function.rpartition('.')[2]}" for path, function, line in frames[:_SHOWN_FRAMES]
+    )
 
 
 def _short(path: str) -> str:
@@ -478,9 +480,7 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
     if name in CONVOLUTIONS:
         return "convolutions"
     files = [_short(path) for path, _, _ in frames]
-    if any(file.startswith(("harness/precision/sampling", "harness/precision/statistics")) for file in files) or any(
-        function == "quantization_stats" for _, function, _ in frames
-    ):
+    if any(function == "quantization_stats" or function.startswith("SampledStats.") for _, function, _ in frames):
         return "FP8 statistics"
     fp8 = ("harness/precision/backends/", "harness/precision/scaling", "torchao/", "transformer_engine/")
     if func.namespace == "hopper_harness" or any(file.startswith(fp8) for file in files):

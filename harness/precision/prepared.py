@@ -20,10 +20,9 @@ from harness.core.facts import CloserLook, Switch
 from harness.core.metrics import SCALARS
 from harness.core.update import InFlight, StepClock
 from harness.monitors.fallback import FallbackController, WholeRunFallback
-from harness.precision.engine import build_backend, build_loss_scale
+from harness.precision.convert import build_backend, build_loss_scale
 from harness.precision.misuse import OpenWindow
-from harness.precision.plan import make_plan, pad_numbers
-from harness.precision.ranks import agree_on_refuge, agree_on_rung
+from harness.precision.plan import agree_on_refuge, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 

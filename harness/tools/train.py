@@ -30,7 +30,7 @@ from harness.core.errors import CheckpointError, ExitCode, HarnessError, Machine
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.optim import MOMENTS
-from harness.precision.plan import Plan
+from harness.precision.plan import Plan, describe, effective_layers
 from harness.run import Run
 from harness.runs import (
     RUNS,
@@ -51,7 +51,6 @@ from harness.runs import (
     write_plan,
     write_source,
 )
-from harness.tools.effective import describe, effective_layers
 from harness.tools.start import Request
 from harness.tracking import shipper
 from harness.tracking.console import Console, plan_table
@@ -253,7 +252,7 @@ def _settle(run: Run, error: BaseException, journal: Journal) -> None:
 def _finish(run: Run, plan: Plan, outcome: Outcome, journal: Journal) -> None:
     """Outcome, effective precision, plots and report; told to MLflow through the journal."""
     write_outcome(run.folder, outcome)
-    layers = effective_layers(run, plan)
+    layers = effective_layers(run.precision, plan)
     described = describe(layers)
     write_plan(run.folder, {**plan.as_dict(), "effective": described, "effective_layers": layers})
     journal.note("run", tags={"precision.effective": described, "outcome": outcome.status}, params={}, data={})

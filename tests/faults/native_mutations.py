@@ -104,7 +104,7 @@ NATIVE = (
     Mutation(
         16,
         "a block with a demoted layer is not compiled as one without",
-        "harness/precision/backends/operators.py",
+        "harness/precision/compiling.py",
         "block.switching = sampling or not",
         "block.switching = False and not",
         "tests/unit/precision/test_native_compile.py -k demoted_block",

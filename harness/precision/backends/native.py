@@ -22,10 +22,10 @@ from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import has_fp8_units
 from harness.precision.backends.native_kernel import keep_freed_memory
 from harness.precision.backends.native_linear import NativeLinear
-from harness.precision.backends.operators import Blocks
+from harness.precision.compiling import Blocks
+from harness.precision.layers import swap_linears, twin
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
-from harness.precision.swap import swap_linears, twin
 
 
 class NativeBackend:

@@ -15,7 +15,7 @@ from harness.precision.backends import native_traced, native_triton
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import Fp8Pair
 from harness.precision.recipe import Fp8Config
-from harness.precision.sampling import SampledStats
+from harness.precision.scaling import SampledStats
 
 
 class Fp8Arena(Arena):

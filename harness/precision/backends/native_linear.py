@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from harness.precision.backends import native_op
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import Carrier, Operand, operands_as_they_are, plain_operand
-from harness.precision.backends.operators import Block, register
-from harness.precision.swap import pickled_as_linear
+from harness.precision.compiling import Block, register
+from harness.precision.layers import pickled_as_linear
 
 Needs = tuple[bool, bool, bool]
 # Attributes that a plain Linear has not, or that must not be copied.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.precision.backends.native_gemm import Carrier, operands_as_they_are, plain_operand
-from harness.precision.backends.operators import define, layer_of
+from harness.precision.compiling import define, layer_of
 
 if TYPE_CHECKING:
     from harness.precision.backends.native_linear import NativeLinear

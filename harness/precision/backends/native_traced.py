@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from harness.precision.backends.native_gemm import Carrier, Fp8Pair, Operand, operands_as_they_are, padded
 from harness.precision.backends.native_gemm import plain_operand as plain
-from harness.precision.backends.operators import define, layer_of
+from harness.precision.compiling import define, layer_of
 from harness.precision.scaling import FORMATS
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
-from harness.precision.backends.operators import Blocks
 from harness.precision.backends.torchao_linear import Watch, WatchedLinear
+from harness.precision.compiling import Blocks
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
-from harness.precision.sampling import SampledStats
+from harness.precision.scaling import SampledStats
 
 
 class TorchaoBackend:

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
 from harness.precision import scaling
-from harness.precision.backends.operators import Block, define, layer_of, register
-from harness.precision.sampling import SampledStats
-from harness.precision.swap import pickled_as_linear
+from harness.precision.compiling import Block, define, layer_of, register
+from harness.precision.layers import pickled_as_linear
+from harness.precision.scaling import SampledStats
 
 # What torchao adds to a Linear's attributes, and what belongs to the layer of a run.
 _THEIRS = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight", "scaling_type_grad_output")

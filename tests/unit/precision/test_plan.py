@@ -15,7 +15,7 @@ from harness import Precision
 from harness.capability.probe import Device, MachineFacts, probe
 from harness.core.errors import ConfigError
 from harness.models.gpt import build
-from harness.precision.engine import check_half_weights
+from harness.precision.convert import check_half_weights
 from harness.precision.plan import Plan, make_plan, pad_numbers, resolve
 from harness.precision.recipe import Recipe, load_recipe
 

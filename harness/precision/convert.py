@@ -8,7 +8,7 @@ from torch import nn
 from harness.core.errors import Problem
 from harness.core.protocols import PrecisionBackend
 from harness.precision.backends.autocast import AutocastBackend
-from harness.precision.keep_fp32 import keep_in_fp32
+from harness.precision.layers import keep_in_fp32
 from harness.precision.loss_scale import LossScale
 from harness.precision.plan import Plan
 from harness.precision.recipe import LossScaleConfig, Recipe, Rung
