@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, MisuseError, Problem
 from harness.precision.backends import te_fused
-from harness.precision.backends.te_library import Library
-from harness.precision.backends.te_recompute import Recomputations
+from harness.precision.backends.te_library import Library, Recomputations
 from harness.precision.layers import pickled_as_linear
 from harness.precision.scaling import SampledStats
 
