@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from harness.build import Place
     from harness.core.config import RunConfig
     from harness.core.state import Incidents
-    from harness.replay.rerun import Rerun
+    from harness.replay.investigate import Rerun
 
 REPORT = "replay.json"
 
@@ -40,8 +40,7 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     from harness.core.config import load_config
     from harness.core.files import write_json
     from harness.replay.answer import lines, plain
-    from harness.replay.branches import Branches
-    from harness.replay.flight import record_folder
+    from harness.replay.flight import Branches, record_folder
     from harness.replay.investigate import Investigation
 
     branches = Branches(run_dir)
@@ -83,7 +82,7 @@ def rebuild(
     from harness.build import build_data, build_plan, build_run, open_journal, open_store
     from harness.precision.recipe import load_recipe
     from harness.replay.flight import FlightRecorder
-    from harness.replay.rerun import Rerun
+    from harness.replay.investigate import Rerun
     from harness.runs import read_plan
     from harness.tracking.console import Console
 
