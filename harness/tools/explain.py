@@ -1,21 +1,216 @@
 """`harness explain`: what a code or a symptom means and what to do, or what happened in a run. Starts without torch.
 
-`python -m harness.tools.explain` prints docs/runbook.md, the same texts as a page.
+What happened in a run, in order, and what to do now, is also said at the end of a halted run. It comes from the run
+folder: the journal's events, outcome.json, checkpoints/good.json, flight/. `python -m harness.tools.explain` prints
+docs/runbook.md, the same texts as a page.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.checkpoint.manifest import read_marks
 from harness.core.codes import Entry, catalogue, without_marks
-from harness.core.errors import ExitCode
+from harness.core.errors import ExitCode, some
+from harness.core.files import step_name
+from harness.tools import short, tool
+from harness.tracking.history import RunHistory
+
+LAST_ALERTS = 8
+MOST_WINDOWS = 12
+HALTED = "halted"
+_PLATEAU = "loss-that-plateaus"
+# Of the unigram entropy. The quickstart is at 0.8 and less after 50 updates.
+_LITTLE, _SOME_LENGTH = 0.95, 50
+_HALT, _ROLLBACK = "guard.halt", "guard.rollback"
+# Faults that another learning rate would not cure.
+_KEEP_LR = ("data.", "ranks.", "checkpoint.", "journal.")
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Events of one code.
+
+    first, last: steps. text, last_text: of these two. attempt: in which the first was. windows: places in the data
+    order that the events name, in order.
+    """
+
+    code: str
+    first: int
+    last: int
+    count: int
+    text: str
+    last_text: str
+    attempt: int
+    windows: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> str:
+        """`step 23`, `steps 23-27`."""
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first}-{self.last}"
+
+    @property
+    def times(self) -> str:
+        """`loss.skip`, `nonfinite.skip x 3 (windows 4, 5, 9)`: the same windows in two attempts point to the data."""
+        if self.count == 1:
+            return self.code
+        shown = some(self.windows, MOST_WINDOWS)
+        return f"{self.code} x {self.count}" + (f" (windows {shown})" if shown else "")
+
+
+def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
+    """Events in order, with neighbours of one code and attempt joined."""
+    joined: list[Streak] = []
+    for event in events:
+        code, step, attempt = str(event["code"]), int(event.get("step", 0)), int(event.get("attempt", 1))
+        before = joined[-1] if joined else None
+        if before and (before.code, before.attempt) == (code, attempt):
+            windows = before.windows + _windows(event)
+            joined[-1] = replace(before, last=step, count=before.count + 1, last_text=told(event), windows=windows)
+        else:
+            joined.append(Streak(code, step, step, 1, told(event), told(event), attempt, _windows(event)))
+    return joined
+
+
+def distinct(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
+    """Each code once, in the order of its first event."""
+    found: dict[str, Streak] = {}
+    for each in streaks(events):
+        first = found.get(each.code)
+        if first is None:
+            found[each.code] = each
+        else:
+            count = first.count + each.count
+            windows = first.windows + each.windows
+            found[each.code] = replace(first, last=each.last, count=count, last_text=each.last_text, windows=windows)
+    return list(found.values())
+
+
+def _windows(event: Mapping[str, Any]) -> tuple[int, ...]:
+    window = event.get("window")
+    return (window,) if isinstance(window, int) else ()
+
+
+def told(event: Mapping[str, Any]) -> str:
+    """An event's own words, whatever kind it is."""
+    if event["code"] == _ROLLBACK:
+        passed = ", ".join(map(str, event.get("passed_over") or ())) or "none"
+        return f"{event.get('reason', '')}; back to step {event.get('to_step')}, windows passed over: {passed}"
+    moves = ((event.get("demote"), "to BF16"), (event.get("promote"), "back to FP8"))
+    moved = "; ".join(f"{', '.join(layers)} {where}" for layers, where in moves if layers)
+    lowered = f"the whole run to {event['lowered']}" if event.get("lowered") else ""
+    return str(event.get("text") or event.get("reason") or moved or lowered or event.get("path") or "")
+
+
+def cause(history: RunHistory) -> str | None:
+    """The code to read first: the worst of the last attempt with an alert, so that healed ones do not hide it."""
+    for attempt in sorted({int(event.get("attempt", 1)) for event in history.events}, reverse=True):
+        codes = [event["code"] for event in history.events if event.get("attempt", 1) == attempt]
+        if alerts := catalogue().ranked(codes):
+            return alerts[0]
+    return None
+
+
+def learned_little(history: RunHistory) -> bool:
+    """Whether a run of some length ended no better than somebody who knows how often each byte occurs."""
+    nats, unigram = history.last("val/loss"), history.run["data"].get("unigram_bits_per_byte")
+    applied = sum(value == 1 for value in history.series.get("train/step_applied", {}).values())
+    if nats is None or not unigram or applied < _SOME_LENGTH:
+        return False
+    return not nats / math.log(2) < _LITTLE * unigram
+
+
+def flights(run_dir: Path) -> list[int]:
+    """Steps that the flight recorder kept, so that `harness replay` can run them again."""
+    found = {path.parent.name.removeprefix("step-") for path in run_dir.glob("flight/step-*/record.json")}
+    return sorted(int(step) for step in found if step.isdecimal())
+
+
+def next_steps(history: RunHistory) -> list[tuple[str, str]]:
+    """(label, command) of what to type next; empty for a run with nothing to explain."""
+    run = short(history.run_dir)
+    lines: list[tuple[str, str]] = []
+    code = cause(history)
+    if code:
+        lines += [("explain", f"{tool('harness')} explain {code}"), ("in order", f"{tool('harness')} explain {run}")]
+    if learned_little(history):
+        lines.append(("poor loss", f"{tool('harness')} explain {_PLATEAU}"))
+    kept = flights(history.run_dir)
+    if kept:
+        also = f"  (kept too: {', '.join(map(str, kept[1:]))})" if len(kept) > 1 else ""
+        lines.append(("origin", f"{tool('harness')} replay {run} --step {kept[0]}{also}"))
+    return lines
+
+
+def post_mortem(history: RunHistory) -> RenderableType:
+    """Why the guard halted the run, what led to it, what is still good, and the commands to go on with."""
+    table = Table.grid(padding=(0, 2))
+    halt = next((event for event in reversed(history.events) if event["code"] == _HALT), {})
+    reason = halt.get("reason") or history.outcome.get("reason", "")
+    lines = [("what happened", f"halted at step {halt.get('step', '?')}: {reason}")]
+    alerts = streaks([event for event in history.events if event["code"] != _HALT])[-LAST_ALERTS:]
+    lines += [
+        ("" if place else "last alerts", f"{each.steps}: {each.times}: {each.text}")
+        for place, each in enumerate(alerts)
+    ]
+    good = _good(history.run_dir)
+    unearned = "none: no checkpoint has checkpoint.healthy_steps healthy steps behind it"
+    lines.append(("good checkpoint", short(good) if good else unearned))
+    for label, text in lines:
+        table.add_row(Text(label, style="bold"), Text(text))
+    commands = [("go on" if good else "start again", go_on(history)), *next_steps(history)]
+    return Group(Text("\nPost-mortem", style="bold"), table, *(command_line(*each) for each in commands))
+
+
+def command_line(label: str, command: str) -> Text:
+    """One line however narrow the terminal, so that the command can be copied. Print it with crop=False."""
+    return Text(no_wrap=True, overflow="ignore").append(f"{label:<15}  ", style="bold").append(command)
+
+
+def go_on(history: RunHistory) -> str:
+    """The command for a new run from the good checkpoint, or from the start if there is none.
+
+    With half the learning rate, as the same settings would end the same way, unless the data or a machine is at fault.
+    If no update was ever applied, a lower rate is no help: fp32 tells whether numerics are to blame. The windows that
+    this run passed over stay passed over.
+    """
+    run_dir, run = history.run_dir, short(history.run_dir)
+    good = _good(run_dir)
+    words = [tool("harness"), "train", "--config", f"{run}/config.yaml", "--name", _free_name(run_dir)]
+    words += ["--resume", short(good)] if good else []
+    lr = history.run["params"].get("train.lr")
+    if not good and 1.0 not in history.series.get("train/step_applied", {}).values():
+        words += ["--recipe", "fp32"]
+    elif isinstance(lr, int | float) and not (cause(history) or "").startswith(_KEEP_LR):
+        words.append(f"train.lr={lr / 2:g}")
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return " ".join(words) + ("  (under this run's launcher)" if launched else "")
+
+
+def _good(run_dir: Path) -> Path | None:
+    """The newest checkpoint that earned its mark and is still there; `--resume` verifies its hashes."""
+    folders = [run_dir / "checkpoints" / step_name(step) for step in read_marks(run_dir / "checkpoints")]
+    return next((folder for folder in reversed(folders) if folder.is_dir()), None)
+
+
+def _free_name(run_dir: Path) -> str:
+    """`r` -> `r-2`, or the next number that no folder has."""
+    number = 2
+    while (run_dir.parent / f"{run_dir.name}-{number}").exists():
+        number += 1
+    return f"{run_dir.name}-{number}"
+
 
 _ITEM = re.compile(r"^(?:[-*]|\d{1,2}\.) ", re.MULTILINE)
 _HEADINGS = {"codes": "", "events": "Events of the run itself", "symptoms": "Symptoms"}
@@ -89,7 +284,6 @@ def _explain_entry(entry: Entry, console: Console) -> None:
 
 def _explain_run(run_dir: Path, console: Console) -> None:
     """Every code once, in the order in which they came up; then what to do about each, the worst first."""
-    from harness.tools.postmortem import HALTED, command_line, distinct, next_steps, post_mortem
     from harness.tracking.history import RunHistory
 
     history, known = RunHistory.read(run_dir), catalogue()

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from harness.core.errors import ExitCode
 from harness.core.files import MAX_LARGE, read_json
-from harness.tools.shell import RunFolder
+from harness.tools import RunFolder
 from harness.tools.summary import account
 from harness.tracking.history import RunHistory, bare
 

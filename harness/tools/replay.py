@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.core.errors import ConfigError, DataError, Problem
-from harness.tools.shell import RunFolder
+from harness.tools import RunFolder
 
 if TYPE_CHECKING:
     from harness.build import Place

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.files import atomic_file
+from harness.tools import RunFolder
 from harness.tools.plots import loss_plot, saturation_plot
-from harness.tools.shell import RunFolder
 from harness.tools.summary import account
 from harness.tracking.history import RunHistory
 from harness.tracking.plan_table import fold, rung_lines

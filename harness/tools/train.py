@@ -55,7 +55,7 @@ from harness.tools.start import Request
 from harness.tracking import shipper
 from harness.tracking.console import Console, plan_table
 from harness.tracking.journal import Journal
-from harness.tracking.position import JOURNAL
+from harness.tracking.rows import JOURNAL
 
 
 def train(request: Request) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.core.errors import ExitCode
-from harness.tools.shell import RunFolder
-from harness.tracking.folder import require_run
+from harness.tools import RunFolder
+from harness.tracking.rows import require_run
 
 
 def command(run: RunFolder) -> int:
