@@ -1,4 +1,4 @@
-"""What is known of a step that is to be run again: its flight record, and what the journal and the run folder tell of it.
+"""What is known of a step that is to be run again: its flight record, and what journal and run folder tell of it.
 
 `runs/<run>/flight/step-00000123/` has `record.json` and, under `base/`, hard links to a checkpoint shortly before that
 step, so that retention cannot take it. It is kept when the step is judged. Links cost no space, and steps after the

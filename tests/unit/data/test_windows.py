@@ -31,8 +31,8 @@ def test_every_epoch_reads_every_sample_once(seed: int, number: int, n: int) -> 
 )
 def test_windows_are_consecutive_cuts_of_one_order(seed: int, first: int, batch: int, windows: int, n: int) -> None:
     """Also across epoch ends: one at a time, in windows, or in one piece, the samples are the same."""
-    pieces = [sample_numbers(seed, index, batch, n) for index in range(first, first + batches)]
-    singles = [sample_numbers(seed, p, 1, n) for p in range(first * batch, (first + batches) * batch)]
+    pieces = [sample_numbers(seed, index, batch, n) for index in range(first, first + windows)]
+    singles = [sample_numbers(seed, p, 1, n) for p in range(first * batch, (first + windows) * batch)]
     assert np.concatenate(pieces).tolist() == np.concatenate(singles).tolist()
 
 
