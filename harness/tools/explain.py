@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -25,7 +25,9 @@ from harness.core.codes import Entry, catalogue, without_marks
 from harness.core.errors import ExitCode, some
 from harness.core.files import step_name
 from harness.tools import short, tool
-from harness.tracking.history import RunHistory
+
+if TYPE_CHECKING:
+    from harness.tracking.history import RunHistory
 
 LAST_ALERTS = 8
 MOST_WINDOWS = 12
