@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 HOMES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("harness/engines/deepspeed*.py",),
     "mlflow": ("harness/tracking/*.py",),
-    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim.py"),
+    "torchao": ("harness/precision/backends/torchao*.py",),
     "transformer_engine": ("harness/precision/backends/te*.py",),
     "triton": ("harness/precision/backends/native_triton*.py",),
 }
