@@ -34,8 +34,7 @@ from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Responder
 from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
 from harness.precision.compiling import check_compile, compile_blocks
-from harness.precision.convert import autocast_dtype, build_backend, build_loss_scale, check_half_weights
-from harness.precision.loss_scale import LossScale
+from harness.precision.convert import LossScale, autocast_dtype, build_backend, build_loss_scale, check_half_weights
 from harness.precision.plan import Plan, agree_on_refuge, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers

@@ -104,7 +104,7 @@ GUARD = (
     Mutation(
         14,
         "the loss scale has a floor",
-        "harness/precision/loss_scale.py",
+        "harness/precision/convert.py",
         "scale.clamp(config.floor, config.cap)",
         "scale.clamp(0.0, config.cap)",
         "tests/unit/precision/test_loss_scale.py",
@@ -112,7 +112,7 @@ GUARD = (
     Mutation(
         14,
         "the loss scale has a cap",
-        "harness/precision/loss_scale.py",
+        "harness/precision/convert.py",
         "scale.clamp(config.floor, config.cap)",
         "scale.clamp(config.floor)",
         "tests/faults/test_loss_scale_collapse.py",

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.core.protocols import Meta, TensorDict
 
 if TYPE_CHECKING:
-    from harness.precision.loss_scale import LossScale
+    from harness.precision.convert import LossScale
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 

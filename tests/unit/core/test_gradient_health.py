@@ -14,7 +14,7 @@ from harness.core.config import TrainConfig
 from harness.core.health import grad_health, grad_norm, l2_norm
 from harness.engines.torch_engine import TorchEngine
 from harness.optim import WarmupCosine, build_optimizer
-from harness.precision.loss_scale import LossScale
+from harness.precision.convert import LossScale
 from harness.precision.recipe import LossScaleConfig
 from tests.support.updates import finish
 
