@@ -23,7 +23,6 @@ ATTRIBUTES = {
 ALLOWED = {
     ("harness/core/schema.py", "yaml.load"), ("harness/core/files.py", "json.loads"),
     ("harness/tracking/rows.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
-    ("harness/engines/process_group.py", "json.loads"), ("harness/precision/shape_probe.py", "json.loads"),
     ("harness/precision/shape_probe.py", "json.loads"),
     ("harness/runs.py", "json.loads"), ("harness/checkpoint/snapshot.py", "json.loads"),
 }  # fmt: skip
