@@ -36,9 +36,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry, read_incidents
-from harness.core.atomic import write_json
 from harness.core.config import GuardConfig, RunConfig
-from harness.core.gradients import grad_health
+from harness.core.files import write_json
+from harness.core.health import grad_health
 from harness.loop import next_step
 from harness.models.gpt import build
 from harness.precision.recipe import load_recipe

@@ -13,37 +13,30 @@ from torch import nn
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
-from harness.checkpoint.incidents import load_incidents, save_incidents
-from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.policy import Goodness, Retention, load_incidents, save_incidents
 from harness.checkpoint.recovery import Recovery, finish_rollback
-from harness.checkpoint.saver import Saver
+from harness.checkpoint.saver import Saver, Staging, free_memory
 from harness.checkpoint.snapshot import Snapshots, room_for_snapshots
-from harness.checkpoint.staging import Staging, free_memory
 from harness.checkpoint.store import Store
+from harness.core.collectives import ForwardClock, RankComparison
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
-from harness.core.fingerprint import RankComparison
-from harness.core.forward_clock import ForwardClock
+from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import Incidents, RandomState, TrainState, seed_everything, state_bytes
-from harness.core.version import harness_version
 from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
 from harness.engines.registry import ENGINES, choose_engine
 from harness.guard import Guard
-from harness.models.task import Task, build_model
+from harness.models import Task, build_model
 from harness.monitors.base import MonitorContext
-from harness.monitors.judge import Judge
 from harness.monitors.registry import MonitorsPart, build_monitors
-from harness.optim.learning_rate import too_high
-from harness.optim.optimizers import MOMENTS, build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.monitors.responder import Judge
+from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
 from harness.precision.compiling import check_compile, compile_blocks
-from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale, check_half_weights
-from harness.precision.loss_scale import LossScale
-from harness.precision.plan import Plan, make_plan, pad_numbers
-from harness.precision.ranks import agree_on_refuge, agree_on_rung
+from harness.precision.convert import LossScale, autocast_dtype, build_backend, build_loss_scale, check_half_weights
+from harness.precision.plan import Plan, agree_on_refuge, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings
@@ -52,7 +45,7 @@ from harness.stop import StopRequest
 from harness.telemetry import Telemetry
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
-from harness.tracking.position import JOURNAL
+from harness.tracking.rows import JOURNAL
 
 
 @dataclass(frozen=True, slots=True)

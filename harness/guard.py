@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.snapshot import Snapshots, room_for_snapshots
-from harness.core.collectives import world_size
+from harness.core.collectives import RankComparison, world_size
 from harness.core.config import CheckpointConfig, GuardConfig
 from harness.core.errors import HaltedError, MisuseError, Problem
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
-from harness.core.fingerprint import RankComparison
 from harness.core.schema import validate
 from harness.core.state import OwnPart, TrainState, state_bytes
 from harness.core.update import InFlight
-from harness.engines.parts import ModelPart
-from harness.monitors.judge import Judge, Judgement
+from harness.engines.torch_engine import ModelPart
 from harness.monitors.registry import build_monitors
+from harness.monitors.responder import Judge, Judgement
 from harness.telemetry import Telemetry
 
 if TYPE_CHECKING:

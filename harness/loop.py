@@ -6,10 +6,8 @@ from harness.core.collectives import gather_texts
 from harness.core.errors import ExitCode
 from harness.core.facts import Halt, Outcome, Rollback, Window
 from harness.core.update import InFlight
-from harness.evaluate import evaluate
-from harness.monitors.judge import Judgement
-from harness.run import Run
-from harness.step import train_step
+from harness.monitors.responder import Judgement
+from harness.run import Run, evaluate, train_step
 
 
 def train(run: Run) -> Outcome:

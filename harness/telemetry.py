@@ -18,10 +18,10 @@ from harness.runs import forget_outcome, write_outcome, write_plan
 from harness.tracking import shipper
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
-from harness.tracking.position import JOURNAL
+from harness.tracking.rows import JOURNAL
 
 if TYPE_CHECKING:
-    from harness.monitors.judge import Judgement
+    from harness.monitors.responder import Judgement
     from harness.precision.api import Precision
 
 
@@ -179,7 +179,7 @@ class Telemetry:
         self.note("end", status=outcome.status)
 
     def _report(self, step: int) -> None:
-        from harness.tools.report import write
+        from harness.report.page import write
 
         assert self.folder is not None
         try:
@@ -193,7 +193,7 @@ class Telemetry:
         """Wait for the delivery, within tracking.drain_seconds, and say how the run went."""
         if self.folder is None:
             return
-        from harness.tools.summary import summary
+        from harness.report.summary import summary
 
         delivered = self._ship.drain(self.config.drain_seconds) if self._ship else None
         self.screen.say(summary(self.folder))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.checkpoint.staging import Staging, free_memory
+from harness.checkpoint.saver import Staging, free_memory
 from harness.core.collectives import max_over_ranks
 from harness.core.protocols import Meta, Tensors, Tracker
 

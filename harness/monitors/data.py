@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.core.batch_check import name_faults
 from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
+from harness.core.health import name_faults
 from harness.core.protocols import Batches
 from harness.monitors.base import BadData, Kept, MonitorContext
 

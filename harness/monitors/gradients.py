@@ -10,10 +10,8 @@ from itertools import islice
 from statistics import median, median_low
 from typing import Any
 
-from harness.core.calibration import is_calibration
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.monitors.base import Kept, MonitorContext
-from harness.monitors.robust import AHEAD, ARMED_AFTER, from_log, level, why_skipped
+from harness.monitors.base import AHEAD, ARMED_AFTER, Kept, MonitorContext, from_log, is_calibration, level, why_skipped
 
 SKIP_SIGMA = 6.0
 """Robust sigmas that a norm must be over the usual one, however small `skip_growth` is: for noisy gradients."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.errors import MisuseError, Problem
 from harness.core.facts import SlotStats, StepFacts, Switch
-from harness.core.gradients import l2_norm
+from harness.core.health import l2_norm
 from harness.core.update import StepClock, TorchGradients, update
 from harness.precision.misuse import misuse, parameters_of, step_problems
 from harness.precision.plan import Plan

@@ -16,24 +16,21 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import Tier, check_usable, tier_of
-from harness.core.collectives import world_rank, world_size
+from harness.core.collectives import ForwardClock, RankComparison, world_rank, world_size
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
 from harness.core.facts import CloserLook, Limits, Switch
-from harness.core.fingerprint import RankComparison
-from harness.core.forward_clock import ForwardClock
 from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import Incidents, TrainState
 from harness.core.update import InFlight, StepClock
 from harness.monitors.base import MonitorContext
 from harness.monitors.fallback import FallbackController, WholeRunFallback
-from harness.monitors.judge import Judge
 from harness.monitors.registry import MonitorsPart
-from harness.precision.engine import build_backend, build_loss_scale
+from harness.monitors.responder import Judge
+from harness.precision.convert import build_backend, build_loss_scale
 from harness.precision.misuse import OpenWindow
-from harness.precision.plan import make_plan, pad_numbers
-from harness.precision.ranks import agree_on_refuge, agree_on_rung
+from harness.precision.plan import agree_on_refuge, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.core.errors import ConfigError, DataError, Problem
-from harness.tools.shell import RunFolder
+from harness.report import RunFolder
 
 if TYPE_CHECKING:
     from harness.build import Place
     from harness.core.config import RunConfig
     from harness.core.state import Incidents
-    from harness.replay.rerun import Rerun
+    from harness.replay.investigate import Rerun
 
 REPORT = "replay.json"
 
@@ -37,11 +37,10 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
     from harness.build import find_place
-    from harness.core.atomic import write_json
     from harness.core.config import load_config
+    from harness.core.files import write_json
     from harness.replay.answer import lines, plain
-    from harness.replay.branches import Branches
-    from harness.replay.flight import record_folder
+    from harness.replay.flight import Branches, record_folder
     from harness.replay.investigate import Investigation
 
     branches = Branches(run_dir)
@@ -83,7 +82,7 @@ def rebuild(
     from harness.build import build_data, build_plan, build_run, open_store, open_telemetry
     from harness.precision.recipe import load_recipe
     from harness.replay.flight import FlightRecorder
-    from harness.replay.rerun import Rerun
+    from harness.replay.investigate import Rerun
     from harness.runs import read_plan
     from harness.tracking.console import Console
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.core.config import load_config
-from harness.tools.shell import RunFolder
-from harness.tracking.folder import require_run
+from harness.report import RunFolder
+from harness.tracking.rows import require_run
 from harness.tracking.shipper import sync
 
 

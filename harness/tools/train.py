@@ -23,18 +23,17 @@ from harness.build import (
     open_telemetry,
     read_incidents,
 )
-from harness.checkpoint.incidents import load_incidents
-from harness.checkpoint.lock import RunLock
-from harness.checkpoint.preflight import lacks_room
-from harness.checkpoint.store import Store
+from harness.checkpoint.policy import load_incidents
+from harness.checkpoint.store import Store, lacks_room
 from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
-from harness.optim.optimizers import MOMENTS
+from harness.optim import MOMENTS
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.runs import (
     RUNS,
+    RunLock,
     base_name,
     check_resumable,
     choose_folder,

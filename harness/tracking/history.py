@@ -17,10 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.facts import ROLES
-from harness.core.untrusted import MAX_LARGE, read_mapping
-from harness.tracking.folder import require_run
-from harness.tracking.position import JOURNAL
-from harness.tracking.rows import read_rows
+from harness.core.files import MAX_LARGE, read_mapping
+from harness.tracking.rows import JOURNAL, read_rows, require_run
 
 SWITCHED = "precision.switched"
 SLOT_STATES = ("native", "transformer_engine")

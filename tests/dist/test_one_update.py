@@ -27,14 +27,14 @@ from harness.build import build_data, build_plan, build_run, find_place, open_st
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
 from harness.core.state import seed_everything
-from harness.engines.parts import ModelPart, OptimizerPart
+from harness.engines.torch_engine import ModelPart, OptimizerPart
 from harness.loop import train
 from harness.models.gpt import GPT, build
-from harness.models.task import Task, build_model
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.models import Task, build_model
+from harness.optim import build_optimizer
+from harness.optim import WarmupCosine
 from harness.precision.recipe import Recipe, load_recipe
-from harness.step import seed_step
+from harness.run import seed_step
 from harness.tracking.console import Console
 
 STEPS, MICRO = 40, 2

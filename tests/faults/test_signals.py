@@ -81,8 +81,8 @@ def fire(real):
     return fired
 from harness import loop
 from harness.checkpoint.store import Store
-from harness.tools import report
-from harness.tools import summary
+from harness.report import page as report
+from harness.report import summary
 owner, member = dict(save=(Store, "save"), evaluate=(loop, "evaluate"), write=(report, "write"),
                      summary=(summary, "summary"), train_step=(loop, "train_step"))[where]
 setattr(owner, member, fire(getattr(owner, member)))

@@ -13,8 +13,7 @@ from harness.build import build_data, build_plan, build_run, find_place, open_st
 from harness.core.config import load_config
 from harness.core.state import Incidents
 from harness.precision.recipe import Recipe, load_recipe
-from harness.run import Run
-from harness.step import train_step
+from harness.run import Run, train_step
 from harness.tracking.console import Console
 
 pytestmark = pytest.mark.gpu

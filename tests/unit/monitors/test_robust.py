@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.core.facts import BAD_LABEL, SWITCH_DELAY, Limits, StepFacts
-from harness.monitors.robust import AHEAD, from_log, level, why_skipped
+from harness.monitors.base import AHEAD, from_log, level, why_skipped
 
 MakeFacts = Callable[..., StepFacts]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import Precision
-from harness.core.resources import shipped
+from harness.core.files import shipped
 from harness.models.gpt import build as build_gpt
 
 ON_CPU = {"fp8_hybrid": "native:fp8", "auto": "autocast:bf16", "bf16": "autocast:bf16"}

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.core.errors import ExitCode
-from harness.core.untrusted import MAX_LARGE, read_json
-from harness.tools.shell import RunFolder
-from harness.tools.summary import account
+from harness.core.files import MAX_LARGE, read_json
+from harness.report import RunFolder
+from harness.report.summary import account
 from harness.tracking.history import RunHistory, bare
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -1,4 +1,4 @@
-"""Commands and paths as a person types them into the shell at hand."""
+"""A file for each command. Here: commands and paths as a person types them into the shell at hand."""
 
 from __future__ import annotations
 

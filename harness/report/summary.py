@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.core.errors import some
-from harness.tools.postmortem import HALTED, command_line, learned_little, next_steps, post_mortem
-from harness.tools.shell import short, tool
+from harness.report import short, tool
+from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tracking.history import SWITCHED, RunHistory, bare
-from harness.tracking.position import POSITION, delivered, tracking_uri
+from harness.tracking.rows import POSITION, delivered, tracking_uri
 
 MAX_NAMED = 8
 
