@@ -1,8 +1,8 @@
 """The `harness` command. Starts without torch: --help and every complaint about the input come at once.
 
-A command is a line in COMMANDS and a file (in tools/, or in report/ if it reads run folders) with a function `command`: its parameters are the command's
-arguments, as Typer reads them, its result is the exit code. The file is imported when the command is called, and loads
-no torch until its arguments are known to be right.
+A command is a line in COMMANDS and a file (in tools/, or in report/ if it reads run folders) with a function
+`command`: its parameters are the command's arguments, as Typer reads them, its result is the exit code. The file is
+imported when the command is called, and loads no torch until its arguments are known to be right.
 """
 
 from __future__ import annotations

@@ -90,9 +90,7 @@ class Guard:
         parts = {f"optimizer.{number}": each for number, each in enumerate(chosen)}
         parts |= {f"kept.{number}": each for number, each in enumerate(keep)}
         problems = [
-            Problem(
-                f"{type(each).__name__} has no state_dict and load_state_dict", "Guard.for_precision", fix="wrap it"
-            )
+            Problem(f"{type(each).__name__} lacks state_dict or load_state_dict", "Guard.for_precision", fix="wrap it")
             for each in parts.values()
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
         ]

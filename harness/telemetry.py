@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from harness.core.config import TrackingConfig
 from harness.core.errors import CheckpointError, ExitCode, HaltedError, HarnessError, Problem
 from harness.core.facts import Outcome, StepFacts
 from harness.core.metrics import row
+from harness.core.schema import validate
 from harness.core.state import Incidents
 from harness.runs import forget_outcome, write_outcome, write_plan
 from harness.tracking import shipper
@@ -66,9 +68,10 @@ class Telemetry:
 
         Raises ConfigError for a folder that cannot be written or belongs to a run of `harness train`.
         """
-        config = TrackingConfig.model_validate(settings)
+        config = validate(TrackingConfig, settings, "Telemetry.for_precision")
         lead = world_rank() == 0
-        screen = Console(steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
+        spoken = sys.stderr if folder is None else sys.stdout
+        screen = Console(steps, stream=spoken if lead else open(os.devnull, "w"))  # noqa: SIM115
         path = None if folder is None or not lead else Path(folder)
         if path is not None and (path / "config.yaml").exists():
             what = "is a run of harness train, whose journal has one writer"
@@ -88,6 +91,7 @@ class Telemetry:
                 "tier": plan.tier,
                 "recipe.sha256": plan.recipe_sha256,
                 "loop": "own",
+                "experiment": config.experiment,
                 **(tags or {}),
             },
             params=dict(params or {}) | ({} if steps is None else {"steps": steps}),
@@ -213,6 +217,9 @@ class Telemetry:
         self.screen.close()
         if self._precision is not None:
             precision, self._precision = self._precision, None
+            if error is None:  # the loop is over: what is still on its way gets its row, though nobody judges it
+                for facts in (each.facts() for each in precision.prepared.pending):
+                    self.record(facts, precision.prepared.state.incidents)
             if error is None or isinstance(error, HaltedError):
                 status, code = ("done", ExitCode.DONE) if error is None else ("halted", ExitCode.HALTED)
                 reason = f"{self._last} steps" if error is None else str(error)

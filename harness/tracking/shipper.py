@@ -54,7 +54,7 @@ class ShipperHandle:
                 return delivered(self.run_dir)
             time.sleep(0.05)
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1.0)
+            self.process.wait(timeout=max(1.0, deadline - time.monotonic()))
         return True
 
 
