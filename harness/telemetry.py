@@ -19,6 +19,7 @@ from harness.core.state import Incidents
 from harness.runs import forget_outcome, write_outcome, write_plan
 from harness.tracking import shipper
 from harness.tracking.console import Console
+from harness.tracking.history import OWN_LOOP
 from harness.tracking.journal import Journal
 from harness.tracking.rows import JOURNAL
 
@@ -90,7 +91,7 @@ class Telemetry:
                 "precision.resolved": plan.resolved,
                 "tier": plan.tier,
                 "recipe.sha256": plan.recipe_sha256,
-                "loop": "own",
+                "loop": OWN_LOOP,
                 "experiment": config.experiment,
                 **(tags or {}),
             },
@@ -151,9 +152,12 @@ class Telemetry:
         self.screen.step(facts, self.layers - len(facts.demoted), self.layers, incidents.skips, incidents.rollbacks)
 
     def validation(self, step: int, loss: float) -> None:
-        """A validation after `step` steps; mean loss in nats per token."""
+        """A validation after `step` steps; the mean loss, in our own loop in nats per token."""
         self.metrics(step, {"val/loss": loss})
-        self.screen.validation(step, loss)
+        if self._precision is None:
+            self.screen.validation(step, loss)
+        else:
+            self.screen.say(f"validation after step {step}: {loss:.4g}")
 
     def failed(self, step: int, error: BaseException) -> None:
         """The run ended by an error."""

@@ -21,6 +21,8 @@ from harness.core.files import MAX_LARGE, read_mapping
 from harness.tracking.rows import JOURNAL, read_rows, require_run
 
 SWITCHED = "precision.switched"
+OWN_LOOP = "own"
+"""Value of the tag `loop` where somebody else's loop trained, whose loss may be anything."""
 SLOT_STATES = ("native", "transformer_engine")
 """Backends that keep an amax history and so can prove that FP8 ran."""
 _OF_A_LAYER = ("module", "precision", "backend")

@@ -281,7 +281,7 @@ def test_the_interface_is_at_the_top() -> None:
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler"])
 def test_a_state_from_before_guards_goes_on(name: str, guarded: bool) -> None:
-    """Written by the version before, after six steps: the fourth with a NaN loss, layer 0 demoted by hand after three."""
+    """Written by the version before, after six steps: a NaN loss in the fourth, layer 0 demoted by hand after three."""
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
     policy = recipe(name, fallback={"warmup_steps": 1, "window": 4}, loss_scale={"init": 1024.0, "growth_interval": 3})
     first, model = prepared(policy)

@@ -70,6 +70,7 @@ def test_a_run_of_ones_own_can_be_read_like_any_other(tmp_path: Path, capsys: py
     assert all(rate > 0 for rate in history.series["train/tokens_per_second"].values())
     shown = capsys.readouterr().out
     assert "rolled back to step 8" in shown
+    assert "per byte" not in shown, "nobody knows what this loss is"
     assert "6 of 6 FP8 slots saw a nonzero amax" in shown
     assert "now in BF16" in harness("inspect", str(folder))
     assert "guard.rollback" in harness("explain", str(folder))
@@ -108,7 +109,7 @@ def test_how_a_loop_ended_is_written(tmp_path: Path, poison: tuple[int, ...], st
     assert [row["status"] for row in ends if row["kind"] == "end"] == [status]
 
 
-def test_without_a_guard_steps_are_recorded_by_hand(tmp_path: Path) -> None:
+def test_without_a_guard_steps_are_recorded_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)
     with Telemetry.for_precision(tmp_path / "mine", precision, mlflow=False, fp8_every=1) as telemetry:
@@ -118,6 +119,7 @@ def test_without_a_guard_steps_are_recorded_by_hand(tmp_path: Path) -> None:
             optimizer.zero_grad()
             telemetry.record(precision.facts())  # type: ignore[arg-type]
         telemetry.validation(3, 0.5)
+    assert "validation after step 3: 0.5\n" in capsys.readouterr().out
     history = RunHistory.read(tmp_path / "mine")
     assert sorted(history.series["train/loss"]) == [1, 2, 3]
     assert history.last("val/loss") == 0.5
