@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.core.collectives import gather_texts
 from harness.core.errors import ExitCode
-from harness.core.facts import Halt, Outcome, Rollback, Window
+from harness.core.facts import Halt, Outcome, Rollback, StepFacts, Window
 from harness.core.update import InFlight
 from harness.monitors.responder import Judgement
 from harness.run import Run, evaluate, train_step
@@ -22,10 +22,7 @@ def train(run: Run) -> Outcome:
         returned = False
         while (facts := guard.arrived(lag)) is not None:
             known = {"train_loss": facts.loss}
-            judged = guard.observe(facts)
-            if judged.suspect:
-                _keep_flight(run, judged)
-            action = guard.act(judged)
+            action = guard.act(observe(run, facts))
             if isinstance(action, Halt):
                 return Outcome("halted", ExitCode.HALTED, action.reason, facts.step)
             if isinstance(action, Rollback):
@@ -51,6 +48,14 @@ def _reason(run: Run) -> str:
     reasons = gather_texts(run.stop.reason)
     rank = next((number for number, text in enumerate(reasons) if text), 0)
     return f"rank {rank}: {reasons[rank]}" if rank else reasons[rank]
+
+
+def observe(run: Run, facts: StepFacts) -> Judgement:
+    """Judge a step; of one that went bad keep what a re-run needs, before anything is rolled back."""
+    judged = run.guard.observe(facts)
+    if judged.suspect:
+        _keep_flight(run, judged)
+    return judged
 
 
 def next_step(run: Run) -> InFlight:
@@ -79,7 +84,6 @@ def _boundary(run: Run) -> bool:
 
 
 def _keep_flight(run: Run, judged: Judgement) -> None:
-    """Of a step that went bad, keep what a re-run needs."""
     if run.flight is None:
         return
     facts = judged.facts

@@ -126,7 +126,7 @@ class Prepared:
                 _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
             for _, switch in self.judge.switch_due():
                 reason = judged.action.reason if isinstance(judged.action, Switch) else ""
-                moved = Switch(switch.demote, switch.promote, reason, switch.lower)
+                moved = Switch(() if switch.lower else switch.demote, switch.promote, reason, switch.lower)
         return moved if moved and (moved.demote or moved.promote or moved.lower) else None
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:

@@ -80,7 +80,7 @@ class Rerun:
         """The run's own next step, judged at once; what the guard would do beside switches and limits is not done."""
         facts = self.take()
         self.run.state.advance()
-        self.run.guard.observe(facts)
+        loop.observe(self.run, facts)
         return facts
 
     def take(self, limits: Limits | None = None) -> StepFacts:

@@ -33,7 +33,7 @@ def texts(node: ast.AST) -> set[str]:
 
 
 def said(source: str) -> set[str]:
-    """Codes given to `Verdict(...)` or `<tracker>.event(...)`, whichever branch of an expression gives them, and those
+    """Codes given to `Verdict(...)` or `<tracker>.event(...)` (or `tell`), whichever branch of an expression gives them, and those
     of rows written as a mapping with a "code"."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -42,7 +42,7 @@ def said(source: str) -> set[str]:
                 found |= texts(value) if isinstance(key, ast.Constant) and key.value == "code" else set()
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in ("Verdict", "event"):
+            if name in ("Verdict", "event", "tell"):
                 given = [*node.args[:2], *(keyword.value for keyword in node.keywords if keyword.arg == "code")]
                 found |= {code for each in given for code in texts(each)}
     return found

@@ -71,7 +71,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
     modes: list[str] = []
     from benchmarks.proof import saves, training
     from benchmarks.proof.registry import NotHere, Task
-    from harness import build, step
+    from harness import build, run
     from harness.checkpoint.saver import Staging
 
     cuda, warm = torch.cuda, training.warm
@@ -84,7 +84,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
         (cuda, "empty_cache", lambda: None),
         (cuda, "set_sync_debug_mode", modes.append),
         (cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
-        (step, "check_batch", lambda *_: 0),
+        (run, "check_batch", lambda *_: 0),
         (InFlight, "facts", made_up),
         # Fake parameters cannot be moved and stay the same objects; they are made where they belong.
         (torch.nn.Module, "to", lambda module, *_: module),

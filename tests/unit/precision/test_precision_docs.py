@@ -108,4 +108,4 @@ def test_the_loop_runs(tmp_path: Path) -> None:
     assert names["precision"].plan.fp8_layers() == ("1",)
     assert names["outcome"].was_applied
     assert not torch.equal(model.get_parameter("1.weight"), before)
-    assert torch.load(path, weights_only=True)["meta"]["steps"] == 1
+    assert torch.load(path, weights_only=True)["meta"]["state"]["step"] == 1
