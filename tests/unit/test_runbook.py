@@ -33,8 +33,8 @@ def texts(node: ast.AST) -> set[str]:
 
 
 def said(source: str) -> set[str]:
-    """Codes given to `Verdict(...)` or `<tracker>.event(...)` (or `tell`), whichever branch of an expression gives them, and those
-    of rows written as a mapping with a "code"."""
+    """Codes given to `Verdict(...)`, `<tracker>.event(...)` or `.tell(...)`, whichever branch of an expression gives
+    them, and those of rows written as a mapping with a "code"."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Dict):

@@ -77,15 +77,13 @@ def test_the_table_of_keys_is_the_schema() -> None:
     assert written.group(1) == expected, f"put this table between the marks of {PAGE.name}:\n{expected}"
 
 
-def code(language: str) -> str:
-    """The page's one block of code in `language`."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 1
-    return blocks[0]
+def code(language: str) -> list[str]:
+    """The page's blocks of code in `language`."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_the_recipe_validates() -> None:
-    assert validate(Recipe, yaml.safe_load(code("yaml")), "docs").fp8.margin == 1
+    assert validate(Recipe, yaml.safe_load(*code("yaml")), "docs").fp8.margin == 1
 
 
 @pytest.mark.usefixtures("cpu_on_purpose")
@@ -104,8 +102,28 @@ def test_the_loop_runs(tmp_path: Path) -> None:
         "loss_function": torch.nn.functional.mse_loss,
         "path": path,
     }
-    exec(code("python"), names)
+    plain, _ = code("python")
+    exec(plain, names)
     assert names["precision"].plan.fp8_layers() == ("1",)
     assert names["outcome"].was_applied
     assert not torch.equal(model.get_parameter("1.weight"), before)
     assert torch.load(path, weights_only=True)["meta"]["state"]["step"] == 1
+
+
+@pytest.mark.usefixtures("cpu_on_purpose")
+def test_the_guarded_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+    optimizer = adamw(model)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
+        "batches": [batch(step) for step in range(6)],
+        "loss_function": torch.nn.functional.mse_loss,
+    }
+    _, guarded = code("python")
+    assert guarded.count("steps=1000") == guarded.count("< 1000") == 1
+    exec(guarded.replace("steps=1000", "steps=6, mlflow=False").replace("< 1000", "< 6"), names)
+    assert names["guard"].step == 6
+    assert (tmp_path / "runs" / "mine" / "report.html").exists()
