@@ -36,8 +36,8 @@ import numpy.typing as npt
 from benchmarks.intervals import binomial_upper
 from benchmarks.parity import RECIPE, ROOT, run_folder
 from benchmarks.traces import FIELDS, Trace, read_trace, resample
-from harness.core.atomic import write_json
 from harness.core.facts import ROLES, StepFacts, Verdict
+from harness.core.files import write_json
 from harness.monitors.evidence import STATISTICS, FallbackConfig, Statistic, limits_of
 from harness.monitors.fallback import FallbackController
 from harness.precision.recipe import load_recipe

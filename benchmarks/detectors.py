@@ -35,10 +35,9 @@ import numpy as np
 
 from benchmarks.intervals import binomial_upper
 from benchmarks.loss_traces import Trace, read_run, read_traces, synthetic, write_traces
-from harness.core.atomic import write_json
 from harness.core.config import GuardConfig, TrainConfig
-from harness.core.facts import Limits, StepFacts, Verdict
-from harness.loop import SWITCH_DELAY
+from harness.core.facts import SWITCH_DELAY, Limits, StepFacts, Verdict
+from harness.core.files import write_json
 from harness.monitors.gradients import GradientMonitor
 from harness.monitors.loss import LossMonitor
 

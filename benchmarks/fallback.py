@@ -36,8 +36,7 @@ import numpy as np
 import torch
 import yaml
 
-from harness.core.atomic import write_json
-from harness.core.resources import find
+from harness.core.files import find, write_json
 from harness.runs import read_outcome
 from harness.tracking.rows import read_rows
 

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from harness.capability.probe import probe
-from harness.core.atomic import write_json
+from harness.core.files import write_json
 from harness.core.protocols import PrecisionBackend
-from harness.precision.backends import native_kernel
-from harness.precision.engine import build_backend
+from harness.precision.backends import arena
+from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan
 from harness.precision.recipe import TIERS, Recipe, Rung
 
@@ -166,7 +166,7 @@ def machine() -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "kernel": native_kernel.load()[1],
+        "kernel": arena.load()[1],
     }
 
 

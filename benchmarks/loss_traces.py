@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.atomic import write_json
 from harness.core.errors import DataError, Problem
+from harness.core.files import write_json
 from harness.tracking.rows import read_rows
 
 SETTLED = 60

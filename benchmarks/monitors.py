@@ -35,11 +35,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from harness.build import build_data, build_plan, build_run, find_place, open_journal, open_store, read_incidents
-from harness.core.atomic import write_json
+from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry, read_incidents
 from harness.core.config import GuardConfig, RunConfig
-from harness.core.gradients import grad_health
-from harness.loop import judge, next_step
+from harness.core.files import write_json
+from harness.core.health import grad_health
+from harness.loop import next_step
 from harness.models.gpt import build
 from harness.precision.recipe import load_recipe
 from harness.run import Run
@@ -148,18 +148,18 @@ def start(
     data = build_data(config, folder, place)
     store = open_store(folder, place)
     incidents = read_incidents(folder, place, store)
-    journal = stack.enter_context(open_journal(folder, place, incidents.attempt, None))
-    console = Console(config.train.steps, stream=io.StringIO())
-    run = build_run(config, loaded, folder, place, plan, model, data, journal, incidents, store, console)
+    quiet = Console(config.train.steps, stream=io.StringIO())
+    telemetry = stack.enter_context(open_telemetry(config, folder, place, quiet, incidents.attempt))
+    run = build_run(config, loaded, folder, place, plan, model, data, telemetry, incidents, store)
     stack.callback(run.stop.uninstall)
     return run
 
 
 def step(run: Run) -> None:
     """One step of the loop, judged at once, with the snapshot that may follow it."""
-    judge(run, next_step(run).facts())
+    run.guard.observe(next_step(run).facts())
     if run.state.step % run.config.guard.snapshot_every == 0:
-        run.recovery.snapshot()
+        run.guard.snapshot()
 
 
 def reads(run: Run, steps: int) -> int:
@@ -193,7 +193,7 @@ def measure_step(millions: int, tokens: int, rounds: int, steps: int = 20) -> di
                 for name, total in totals.items():
                     times[clock][name].append(total / steps)
         counts = {name: reads(run, EVERY) for name, run in runs.items()}
-        monitors = [type(monitor).__name__ for monitor in runs["on"].monitors]
+        monitors = [type(monitor).__name__ for monitor in runs["on"].guard.judge.monitors]
     return {
         "tokens": tokens,
         "steps_per_round": steps,

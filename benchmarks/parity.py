@@ -40,8 +40,8 @@ import torch
 from torch import nn
 
 from benchmarks.intervals import Interval, samples_needed, t_interval
-from harness.core.atomic import write_json
 from harness.core.config import load_config
+from harness.core.files import write_json
 from harness.models import gpt
 from harness.runs import read_outcome
 from harness.tracking.rows import read_rows

@@ -23,7 +23,7 @@ from benchmarks.results_file import write_results
 from harness.checkpoint.snapshot import Snapshots
 from harness.core.state import TrainState
 from harness.core.update import materialise
-from harness.engines.parts import ModelPart, OptimizerPart
+from harness.engines.torch_engine import ModelPart, OptimizerPart
 
 
 def build_state(millions: int) -> TrainState:

@@ -31,12 +31,11 @@ from torch import nn
 from benchmarks.results_file import write_results
 from benchmarks.rollback import build_state, seconds
 from harness.checkpoint.policy import Retention
-from harness.checkpoint.saver import Saver
-from harness.checkpoint.staging import Staging
+from harness.checkpoint.saver import Saver, Staging
 from harness.checkpoint.store import Store
 from harness.core.state import TrainState, state_bytes
-from harness.engines.parts import ModelPart, OptimizerPart
-from harness.optim.optimizers import MOMENTS
+from harness.engines.torch_engine import ModelPart, OptimizerPart
+from harness.optim import MOMENTS
 
 
 class Training:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.core.atomic import write_json
+from harness.core.files import write_json
 from harness.precision.backends.arena import Arena
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS

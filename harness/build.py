@@ -13,43 +13,39 @@ from torch import nn
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
-from harness.checkpoint.incidents import load_incidents, save_incidents
-from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.policy import Goodness, Retention, load_incidents, save_incidents
 from harness.checkpoint.recovery import Recovery, finish_rollback
-from harness.checkpoint.saver import Saver
-from harness.checkpoint.snapshot import Snapshots
-from harness.checkpoint.staging import Staging, free_memory
+from harness.checkpoint.saver import Saver, Staging, free_memory
+from harness.checkpoint.snapshot import Snapshots, room_for_snapshots
 from harness.checkpoint.store import Store
+from harness.core.collectives import ForwardClock, RankComparison
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
-from harness.core.fingerprint import RankComparison
-from harness.core.forward_clock import ForwardClock
+from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import Incidents, RandomState, TrainState, seed_everything, state_bytes
-from harness.core.version import harness_version
 from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
 from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
 from harness.engines.registry import ENGINES, choose_engine
-from harness.models.task import Task, build_model
+from harness.guard import Guard
+from harness.models import Task, build_model
 from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
-from harness.monitors.responder import Responder
-from harness.optim.learning_rate import too_high
-from harness.optim.optimizers import MOMENTS, build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.monitors.responder import Judge
+from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
 from harness.precision.compiling import check_compile, compile_blocks
-from harness.precision.engine import autocast_dtype, build_backend, build_loss_scale, check_half_weights
-from harness.precision.loss_scale import LossScale
-from harness.precision.plan import Plan, make_plan, pad_numbers
-from harness.precision.ranks import agree_on_refuge, agree_on_rung
+from harness.precision.convert import LossScale, autocast_dtype, build_backend, build_loss_scale, check_half_weights
+from harness.precision.plan import Plan, agree_on_refuge, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings
 from harness.run import Run
 from harness.stop import StopRequest
+from harness.telemetry import Telemetry
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
+from harness.tracking.rows import JOURNAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +130,15 @@ def build_run(
     plan: Plan,
     model: nn.Module,
     data: Batches,
-    journal: Journal,
+    telemetry: Telemetry,
     incidents: Incidents,
     store: Store,
-    console: Console,
 ) -> Run:
     """Wire every room together. Parameters keep their identity from `model` to the optimizer."""
     loss_scale = build_loss_scale(plan, recipe, place.device)
     if text := too_high(model, config.train):
-        journal.event(0, "train.lr_high", text=text)
-        console.event(f"train.lr_high: {text}")
+        telemetry.event(0, "train.lr_high", text=text)
+        telemetry.screen.event(f"train.lr_high: {text}")
     backend = build_backend(plan, recipe, model, place.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = Task(model, config.model.target)
@@ -152,7 +147,10 @@ def build_run(
     refuge = (lambda: agree_on_refuge(place.facts, place.device)) if scaled else None
     monitors = build_monitors(
         MonitorContext(
-            config=config,
+            guard=config.guard,
+            max_grad_norm=config.train.max_grad_norm,
+            warmup_steps=config.train.warmup_steps,
+            bad_data=config.data.bad,
             fallback=recipe.fallback,
             data=data,
             vocab_size=task.vocab_size,
@@ -175,18 +173,19 @@ def build_run(
     saver = Saver(
         store,
         Retention(store, config.checkpoint.keep, config.checkpoint.best).prune,
-        _staging(config, engine, model, journal),
+        _staging(config, engine, model, telemetry),
     )
+    telemetry.layers = len(backend.layers)
     recovery = Recovery(
         state=state,
         engine=engine,
-        tracker=journal,
+        tracker=telemetry,
         store=store,
         good=Goodness(store, config.checkpoint.healthy_steps, saver.committed),
         saver=saver,
         keep_incidents=lambda current: save_incidents(folder, current),
-        memory=_snapshots(config, engine, model, journal),
     )
+    judge = Judge(config.guard, state, backend, monitors, comparison=_comparison(config, model, engine))
     return Run(
         config=config,
         folder=folder,
@@ -195,14 +194,11 @@ def build_run(
         task=task,
         data=data,
         state=state,
-        monitors=monitors,
-        responder=Responder(config.guard, incidents),
-        tracker=journal,
+        guard=Guard(judge, telemetry, _snapshots(config, engine, model, telemetry), recovery),
+        telemetry=telemetry,
         recovery=recovery,
-        screen=console,
         stop=StopRequest(config.train.max_minutes, launched=place.launch.launched),
         forward_clock=ForwardClock(place.device),
-        comparison=_comparison(config, model, engine),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
         flight=_flight(config, folder, place, engine, store),
@@ -232,10 +228,13 @@ def open_store(folder: Path, place: Place) -> Store:
     )
 
 
-def open_journal(folder: Path, place: Place, attempt: int, resume_step: int | None) -> Journal:
-    """The run's journal on rank 0; other ranks write into nothing."""
-    path = folder / "journal.jsonl" if place.ranks.rank == 0 else Path(os.devnull)
-    return Journal(path, attempt, resume_step if place.ranks.rank == 0 else None)
+def open_telemetry(
+    config: RunConfig, folder: Path, place: Place, screen: Console, attempt: int = 1, resume_step: int | None = None
+) -> Telemetry:
+    """The run's journal and screen on rank 0; other ranks write into nothing."""
+    lead = place.ranks.rank == 0
+    journal = Journal(folder / JOURNAL if lead else Path(os.devnull), attempt, resume_step if lead else None)
+    return Telemetry(folder if lead else None, journal, screen, config.tracking)
 
 
 def read_incidents(folder: Path, place: Place, store: Store) -> Incidents:
@@ -248,31 +247,26 @@ def read_incidents(folder: Path, place: Place, store: Store) -> Incidents:
     return incidents
 
 
-def _staging(config: RunConfig, engine: Engine, model: nn.Module, journal: Journal) -> Staging | None:
+def _staging(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry) -> Staging | None:
     """Where a save is copied to, on the rank that saves, if a quarter of the free memory holds it."""
     if engine.rank != 0 or not config.checkpoint.background:
         return None
     size = state_bytes(model, MOMENTS[config.train.optimizer])
     if size > free_memory() / 4:
         text = "a copy of the state would take over a quarter of the free memory: training waits for every save"
-        journal.event(0, "checkpoint.waits", text=text)
+        telemetry.event(0, "checkpoint.waits", text=text)
         return None
     staging = Staging(pinned=engine.device.type == "cuda")
     staging.reserve(size)
     return staging
 
 
-def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, journal: Journal) -> Snapshots | None:
-    """Snapshots in memory, if every rank has room for them."""
+def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry) -> Snapshots | None:
+    """Snapshots in memory, if the guard takes them and every rank has room for them."""
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
     size = state_bytes(model, MOMENTS[config.train.optimizer])
-    lacks = torch.tensor(float(2 * size > free_memory() / 4), device=engine.device)
-    if engine.max(lacks).item():
-        text = "two copies of the state would take over a quarter of the free memory: rollbacks use the disk"
-        journal.event(0, "snapshot.off", text=text)
-        return None
-    return Snapshots(config.checkpoint.healthy_steps, size, pinned=engine.device.type == "cuda")
+    return room_for_snapshots(size, config.checkpoint.healthy_steps, engine.device, telemetry)
 
 
 def _build_engine(

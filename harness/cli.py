@@ -1,8 +1,8 @@
 """The `harness` command. Starts without torch: --help and every complaint about the input come at once.
 
-A command is a line in COMMANDS and a file in tools/ with a function `command`: its parameters are the command's
-arguments, as Typer reads them, its result is the exit code. The file is imported when the command is called, and loads
-no torch until its arguments are known to be right.
+A command is a line in COMMANDS and a file (in tools/, or in report/ if it reads run folders) with a function
+`command`: its parameters are the command's arguments, as Typer reads them, its result is the exit code. The file is
+imported when the command is called, and loads no torch until its arguments are known to be right.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from harness.core.errors import ExitCode, HarnessError, LostRankError
-from harness.core.wrapper import tell_wrapper
+from harness.core.errors import ExitCode, HarnessError, LostRankError, tell_wrapper
 from harness.stop import StoppedEarly, end_at_a_signal
 
 # Ranks start some seconds apart on a busy machine.
 _LEAD_SPEAKS_SECONDS = 5.0
 
-# name: its file in tools/, and what it does.
+# name: its file, and what it does.
 COMMANDS = {
-    "train": ("start", "Train. Alone: one process; under torchrun: DDP; under deepspeed: DeepSpeed."),
-    "inspect": ("inspect", "Show a run's FP8 slots: amax, scale, saturation, underflow, history, switches."),
-    "explain": ("explain", "Say what a code of the guard means and what to do, or what happened in a run."),
+    "train": ("tools.start", "Train. Alone: one process; under torchrun: DDP; under deepspeed: DeepSpeed."),
+    "inspect": ("report.inspect", "Show a run's FP8 slots: amax, scale, saturation, underflow, history, switches."),
+    "explain": ("report.explain", "Say what a code of the guard means and what to do, or what happened in a run."),
     "replay": (
-        "replay",
+        "tools.replay",
         "Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too.",
     ),
-    "doctor": ("doctor", "Say what this machine can do, and why not more."),
+    "doctor": ("tools.doctor", "Say what this machine can do, and why not more."),
     "estimate": (
-        "estimate",
+        "tools.estimate",
         "Predict memory and speed of a run on a card that need not be there. Nothing runs on a GPU.",
     ),
-    "report": ("report", "Draw a run's plots and report.html again from its journal."),
-    "sync": ("sync", "Deliver what MLflow has not got of a run's journal."),
-    "verify": ("verify", "Check every byte of a run's checkpoints against their manifests."),
+    "report": ("report.page", "Draw a run's plots and report.html again from its journal."),
+    "sync": ("tools.sync", "Deliver what MLflow has not got of a run's journal."),
+    "verify": ("tools.verify", "Check every byte of a run's checkpoints against their manifests."),
 }
 
 
@@ -93,7 +92,7 @@ def _end_rank(code: int) -> NoReturn:
 def _single(name: str) -> typer.Typer:
     """The command alone, with its arguments."""
     file, text = COMMANDS[name]
-    command: Callable[..., int] = import_module(f"harness.tools.{file}").command
+    command: Callable[..., int] = import_module(f"harness.{file}").command
 
     @wraps(command)
     def run(**arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run: the pieces that `build` put together and the loop drives. Pure composition, no decisions."""
+"""A run: the pieces that `build` put together, one training step of it, and its validation."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ from typing import TYPE_CHECKING, Protocol
 
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
-from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Tracker
-from harness.monitors.responder import Responder
+from harness.core.protocols import Batches, Engine, PrecisionBackend
 from harness.stop import StopRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.checkpoint.recovery import Recovery
-    from harness.core.fingerprint import RankComparison
-    from harness.core.forward_clock import ForwardClock
+    from harness.core.collectives import ForwardClock
     from harness.core.state import Incidents, TrainState
+    from harness.guard import Guard
     from harness.precision.compiling import EagerWatch
-    from harness.tracking.console import Console
+    from harness.telemetry import Telemetry
+
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.core.facts import Limits, Window
+from harness.core.health import check_batch, harmless, l2_norm
+from harness.core.state import seed_torch
+from harness.core.update import InFlight, StepClock, to_device, update
 
 
 class Loss(Protocol):
@@ -44,7 +54,7 @@ class Flight(Protocol):
 class Run:
     """Everything `train_step` and the loop touch.
 
-    comparison: of the ranks' weights; None on one rank. stats_every: steps between samples of underflow and SQNR.
+    stats_every: steps between samples of underflow and SQNR.
     watch: None unless something was compiled. flight: None but on rank 0. replay_told: the user has seen how to find
     out what made a step bad.
     """
@@ -56,15 +66,123 @@ class Run:
     task: Loss
     data: Batches
     state: TrainState
-    monitors: Sequence[Monitor]
-    responder: Responder
-    tracker: Tracker
+    guard: Guard
+    telemetry: Telemetry
     recovery: Recovery
-    screen: Console
     stop: StopRequest
     forward_clock: ForwardClock
-    comparison: RankComparison | None = None
     stats_every: int = 10
     watch: EagerWatch | None = None
     flight: Flight | None = None
     replay_told: bool = False
+
+
+_SEED_STRIDE = 1_000_003
+
+
+class Share(NamedTuple):
+    """What one rank computes of a window: its micro-batches, with that rank's random numbers."""
+
+    rank: int
+    batches: Sequence[tuple[Tensor, Tensor]]
+
+
+def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: Limits | None = None) -> InFlight:
+    """Train on one window; the update is applied unless, on any rank, the samples are unfit to train on, or loss or
+    gradients are not finite or over the step's limits.
+
+    shares: what this process computes, one after the other, each as a rank of its own would; by default its own rank's.
+    limits: in place of those that earlier steps decided.
+
+    Nothing here reads the device (DeepSpeed, and optimizers without `found_inf`, do so inside `engine.apply`).
+    """
+    clock = StepClock(run.engine.device)
+    engine, precision = run.engine, run.precision
+    step = run.state.step + 1
+    judge = run.guard.judge
+    limits = judge.limits() if limits is None else limits
+    precision.begin_window(sample=judge.samples(run.stats_every))
+    demoted, lowered = precision.demoted, precision.lowered
+    shares = shares or [Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))]
+    own = _accumulate(run, window, shares)
+    measure = judge.measures()
+    if measure:
+        own["param_norm"] = l2_norm([param.detach() for param in engine.module.parameters() if param.requires_grad])
+    figures, slots = update(engine, precision, own, limits, measure)
+    compared, differs = judge.compared(step)
+    return InFlight.send(
+        figures,
+        slots,
+        clock,
+        differs,
+        step=step,
+        window=window.index,
+        tokens=len(window.samples) * run.data.tokens_per_sample,
+        demoted=demoted,
+        lowered=lowered,
+        limits=limits,
+        slot_names=precision.slot_names,
+        compared=compared,
+    )
+
+
+def seed_step(run: Run, window: Window, rank: int) -> None:
+    """Random numbers (dropout) are a function of the step and rank: a resume, and a replay, repeat them."""
+    seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + rank
+    seed_torch(seed % 2**63)
+
+
+def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, float | Tensor]:
+    """Forward and backward of the shares' micro-batches: what this process measured of itself, and the mean loss over
+    ranks.
+
+    Shares are of one size. Gradients become their mean, each at its full size, with its own FP8 range, before that.
+    """
+    engine, precision = run.engine, run.precision
+    total = torch.zeros((), dtype=torch.float32, device=engine.device)
+    bad = 0
+    for share in shares:
+        seed_step(run, window, share.rank)
+        for number, (inputs, targets) in enumerate(share.batches, start=1):
+            found = check_batch(inputs, targets, run.task.vocab_size)
+            bad |= found
+            if found:
+                inputs, targets = harmless(inputs, targets)
+            inputs, targets = to_device(inputs, engine.device), to_device(targets, engine.device)
+            last = share is shares[-1] and number == len(share.batches)
+            with engine.micro_batch(last):
+                with run.forward_clock.forward(), precision.context():
+                    loss = run.task.loss(engine.module, inputs, targets)
+                with precision.backward_context(last):
+                    engine.backward(loss / len(share.batches))
+            total += loss.detach().float()
+            precision.end_micro_batch(engine.max)
+    if len(shares) > 1:
+        gradients = [param.grad for param in engine.module.parameters() if param.grad is not None]
+        torch._foreach_div_(gradients, float(len(shares)))
+    forward = run.forward_clock.step()
+    return {
+        "loss": engine.mean(total / sum(len(share.batches) for share in shares)),
+        "stop": float(run.stop.requested()),
+        "bad_data": bad,
+        "forward_fastest": forward,
+        "forward_slowest": forward,
+    }
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean validation loss over all ranks, nats per token, identical on every rank."""
+    engine = run.engine
+    module = engine.module
+    was_training = module.training
+    module.eval()
+    try:
+        total = torch.zeros((), dtype=torch.float64, device=engine.device)
+        batches = run.data.validation(engine.rank, engine.world_size)
+        for inputs, targets in batches:
+            with run.precision.context():
+                total += run.task.loss(module, inputs.to(engine.device), targets.to(engine.device)).double()
+        return float(engine.mean((total / len(batches)).float()))
+    finally:
+        module.train(was_training)

@@ -1,9 +1,17 @@
-"""Run folders: which one a command means, whether it can be resumed, and what is written into it. Torch-free."""
+"""Run folders: which one a command means, whether it can be resumed, what is written into it, and by whom. Torch-free.
+
+One run has one writer: a lock on its folder, which the kernel releases with its owner, however that ends.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
+import os
 import shutil
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,14 +19,11 @@ from typing import Any
 
 import yaml
 
-from harness.core.atomic import atomic_file, write_json
 from harness.core.config import RunConfig, changed_keys
-from harness.core.errors import CheckpointError, ConfigError, Problem
+from harness.core.errors import CheckpointError, ConfigError, Problem, tell_wrapper
 from harness.core.facts import Outcome
-from harness.core.schema import validate
-from harness.core.untrusted import MAX_LARGE, read_json, read_mapping
-from harness.core.wrapper import tell_wrapper
-from harness.core.yamlfile import read_yaml
+from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, write_json
+from harness.core.schema import read_yaml, validate
 
 RUNS = Path("runs")
 _SOURCE = "started_from.json"
@@ -183,3 +188,69 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+_FILE = "lock"
+
+
+class RunLock:
+    """The exclusive right to write into `run_dir`, as a context manager or by `acquire` and `release`.
+
+    A killed owner's lock is free at once; the file that stays behind means nothing by itself.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / _FILE
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock. Raises CheckpointError naming the owner if another process has it, or if nobody could."""
+        descriptor: int | None = None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Not through a link: what it leads to would be cut off.
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, dump_json(_self()), 0)
+        except OSError as error:
+            owner = _owner(descriptor) if isinstance(error, BlockingIOError) else ""
+            if descriptor is not None:
+                os.close(descriptor)
+            raise CheckpointError(self._refusal(error, owner)) from error
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the lock back; safe to call twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> RunLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _refusal(self, error: OSError, owner: str) -> Problem:
+        where = str(self._path.parent)
+        if isinstance(error, BlockingIOError):
+            fix = "wait for it, stop it, or give this run another --name"
+            return Problem(f"another process is writing this run: {owner}", where, fix=fix)
+        fix = "choose a folder on a writable disk that supports file locks"
+        return Problem("the run folder cannot be locked", where, why=error.strerror or str(error), fix=fix)
+
+
+def _self() -> dict[str, int | str]:
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+
+
+def _owner(descriptor: int | None) -> str:
+    """Who has the lock, from what the owner wrote; it may still be writing."""
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0)) if descriptor is not None else {}
+        return f"process {owner['pid']} on {owner['host']} since {owner['started']}"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return "owner not known"

@@ -19,11 +19,11 @@ import pytest
 from harness.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 450
+MAX_LINES = 500
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
-LOOP = ("stop", "runs", "run", "step", "evaluate", "loop")
+LOOP = ("stop", "runs", "report", "telemetry", "guard", "run", "loop")
 # room -> rooms it may import from, itself always included
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
@@ -32,22 +32,23 @@ LAYERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ("core",)),
     "stop": ("core",),
     "runs": ("core",),
-    "run": ("core", "checkpoint", "monitors", "precision", "stop", "tracking"),
-    "step": ("core", "run"),
-    "evaluate": ("core", "run"),
-    "loop": ("core", *(name for name in LOOP if name != "loop")),
+    "report": ("core", "checkpoint", "tracking"),
+    "telemetry": ("core", "monitors", "precision", "runs", "tracking", "report"),
+    "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
+    "run": ("core", "checkpoint", "precision", "stop", "telemetry", "guard"),
+    "loop": ("core", "monitors", "run"),
     "replay": ("core", "checkpoint", "tracking", *LOOP),
     "build": (*CORES, *LOOP, "replay"),
     "estimate": (*CORES, *LOOP, "build"),
     "tools": (*CORES, *LOOP, "build", "estimate", "replay"),
-    "cli": (*CORES, *LOOP, "build", "estimate", "tools"),
-    "__init__": ("core", "precision"),
+    "cli": ("core", "stop", "report", "tools"),
+    "__init__": ("guard", "precision", "telemetry"),
 }
 # vendor -> files that may import it
 HOMES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("harness/engines/deepspeed*.py",),
     "mlflow": ("harness/tracking/*.py",),
-    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim/*.py"),
+    "torchao": ("harness/precision/backends/torchao*.py",),
     "transformer_engine": ("harness/precision/backends/te*.py",),
     "triton": ("harness/precision/backends/native_triton*.py",),
 }
@@ -59,7 +60,7 @@ TORCH_FREE = (
     "harness.core.errors",
     "harness.core.facts",
     "harness.core.protocols",
-    "harness.core.resources",
+    "harness.core.files",
     "harness.core.schema",
     "harness.monitors.fallback",
     "harness.monitors.responder",
@@ -215,7 +216,7 @@ def test_short_files() -> None:
     assert long_files(ROOT) == []
 
 
-@pytest.mark.parametrize("module", [*TORCH_FREE, *(f"harness.tools.{file}" for file, _ in COMMANDS.values())])
+@pytest.mark.parametrize("module", [*TORCH_FREE, *(f"harness.{file}" for file, _ in COMMANDS.values())])
 def test_torch_free(module: str) -> None:
     assert not torch_loaded_by(module, ROOT)
 
@@ -281,8 +282,8 @@ def test_a_cycle_is_found_and_a_lazy_one_is_none(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_found(tmp_path: Path) -> None:
-    root = tree(tmp_path, {"harness/a.py": "x = 1\n" * 450, "tests/b.py": "x = 1\n" * 451})
-    assert long_files(root) == ["tests/b.py: 451 lines, at most 450"]
+    root = tree(tmp_path, {"harness/a.py": "x = 1\n" * 500, "tests/b.py": "x = 1\n" * 501})
+    assert long_files(root) == ["tests/b.py: 501 lines, at most 500"]
 
 
 def test_an_indirect_torch_import_is_found(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def tests(task: Task) -> Answer:
 def golden(task: Task) -> Answer:
     """A record of Transformer Engine's rolls and casts on this card, kept, and compared bit for bit."""
     from benchmarks import te_golden
-    from harness.core.atomic import write_json
+    from harness.core.files import write_json
 
     record = te_golden.record()
     write_json(task.keep / "te_golden.json", record)

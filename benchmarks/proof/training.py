@@ -22,13 +22,13 @@ import torch
 from benchmarks.proof.child import describe
 from benchmarks.proof.registry import Answer, NotHere, Task
 from benchmarks.proof.timing import spread, wait
-from harness.build import build_data, build_plan, build_run, find_place, open_journal, open_store
+from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
-from harness.core.facts import Continue, StepFacts
+from harness.core.facts import Halt, Rollback, StepFacts
 from harness.core.state import Incidents
 from harness.core.update import InFlight
-from harness.loop import judge, next_step
+from harness.loop import next_step
 from harness.precision.recipe import TIERS, Recipe, load_recipe
 from harness.run import Run
 from harness.tracking.console import Console
@@ -117,8 +117,8 @@ class Contender:
 
     def _judge(self) -> None:
         facts = self.pending.popleft().facts()
-        action = judge(self.run, facts)
-        if not isinstance(action, Continue):
+        action = self.run.guard.observe(facts).action
+        if isinstance(action, Rollback | Halt):
             raise RuntimeError(f"{self.rung}, step {facts.step}: the guard wants {type(action).__name__}")
         self.last = facts
         self.demoted |= set(facts.demoted)
@@ -172,9 +172,9 @@ def start(
         with torch.device(task.device):
             plan, model = build_plan(config, recipe, place)
         data = build_data(config, folder, place)
-        journal = stack.enter_context(open_journal(folder, place, 1, None))
-        console, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, place)
-        run = build_run(config, recipe, folder, place, plan, model, data, journal, Incidents(), store, console)
+        screen, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, place)
+        telemetry = stack.enter_context(open_telemetry(config, folder, place, screen))
+        run = build_run(config, recipe, folder, place, plan, model, data, telemetry, Incidents(), store)
     except (ConfigError, MachineError) as error:
         raise NotHere("; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)) from error
     stack.callback(run.stop.uninstall)

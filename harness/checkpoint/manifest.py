@@ -1,7 +1,11 @@
-"""The manifest: what a checkpoint holds, byte for byte, and how a folder is checked against it.
+"""What is written down of checkpoints: the manifest of each, and which of them are good. Torch-free.
 
-Neither safetensors nor JSON notices a flipped bit, so the manifest has the size and SHA-256 of every file, and of
-itself: it is accepted only if it is exactly the bytes that its own content serialises to.
+The manifest says what a checkpoint holds, byte for byte. Neither safetensors nor JSON notices a flipped bit, so it has
+the size and SHA-256 of every file, and of itself: it is accepted only if it is exactly the bytes that its own content
+serialises to.
+
+`good.json` is a list of steps, kept apart from the checkpoints, which are never changed once committed. One that cannot
+be read is taken for an empty list: goodness is earned again within a few steps.
 """
 
 from __future__ import annotations
@@ -14,9 +18,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.core.atomic import dump_json
-from harness.core.errors import Problem
-from harness.core.untrusted import MAX_LARGE, parse_json, read_bounded, read_json
+from harness.core.errors import CheckpointError, Problem
+from harness.core.files import MAX_LARGE, dump_json, parse_json, read_bounded, read_json, write_json
+
+
+def failed(what: str, path: Path, error: Exception) -> CheckpointError:
+    """The error for something under `path` that could not be written or read."""
+    why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return CheckpointError(Problem(what, str(path), why, fix="check free space and permissions of the folder"))
+
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -153,3 +163,28 @@ def _problem(path: Path, error: OSError | ValueError) -> Problem:
 def _seal(content: Mapping[str, Any]) -> bytes:
     digest = hashlib.sha256(dump_json(content)).hexdigest()
     return dump_json({**content, "sha256": digest})
+
+
+_FILE = "good.json"
+_KEPT = 64
+
+
+def read_marks(root: Path) -> list[int]:
+    """Steps marked good, oldest first; checkpoints deleted since may be among them."""
+    try:
+        good = read_json(root / _FILE)["good"]
+        return sorted({step for step in good if type(step) is int and step >= 0})
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def add_mark(root: Path, step: int) -> None:
+    """Mark `step` good. Raises OSError."""
+    write_json(root / _FILE, {"good": sorted({*read_marks(root), step})[-_KEPT:]})
+
+
+def forget_after(root: Path, step: int) -> None:
+    """Take the marks of steps after `step` away: other checkpoints may get those numbers. Raises OSError."""
+    marked = read_marks(root)
+    if any(good > step for good in marked):
+        write_json(root / _FILE, {"good": [good for good in marked if good <= step]})

@@ -1,13 +1,22 @@
-"""Which checkpoints to keep, and which have earned to be rolled back to."""
+"""Which checkpoints to keep, which have earned to be rolled back to, and what a rollback must not undo.
+
+The last is `incidents.json`, which therefore lives beside the checkpoints and not in them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
 
-from harness.checkpoint import marks
-from harness.checkpoint.failures import failed
+from harness.checkpoint import manifest
+from harness.checkpoint.manifest import failed
 from harness.checkpoint.store import Store
+from harness.core.errors import CheckpointError, Problem
+from harness.core.files import read_json, write_json
+from harness.core.state import Incidents
 
 _AT_LEAST = 2
 
@@ -28,7 +37,7 @@ class Goodness:
 
     def saved(self, step: int) -> list[int]:
         """The checkpoint of `step` (taken before that step ran) is on its way and waits to be earned; see `observe`."""
-        if step in marks.read_marks(self._store.root):
+        if step in manifest.read_marks(self._store.root):
             return []
         self._waiting[step] = 0
         return self._promote()
@@ -49,7 +58,7 @@ class Goodness:
 
     def resumed(self, step: int, waiting: Mapping[str, int]) -> list[int]:
         """The run goes on from the checkpoint of `step`, at whose save `waiting` was as given. Else as `saved`."""
-        marked = marks.read_marks(self._store.root)
+        marked = manifest.read_marks(self._store.root)
         counts = {int(each): count for each, count in waiting.items() if each.isdecimal() and type(count) is int}
         there = self._store.steps()
         self._waiting = {each: count for each, count in counts.items() if each in there and each not in marked}
@@ -71,7 +80,7 @@ class Goodness:
         earned = [step for step in earned if step not in lost]
         for step in earned:
             try:
-                marks.add_mark(self._store.root, step)
+                manifest.add_mark(self._store.root, step)
             except OSError as error:
                 raise failed("a checkpoint cannot be marked good", self._store.root, error) from error
             del self._waiting[step]
@@ -96,7 +105,7 @@ class Retention:
         old, kept = steps[: -self._keep], steps[-self._keep :]
         if not old or not self._store.is_whole(steps[-1]):
             return []
-        marked = marks.read_marks(self._store.root) if good_steps is None else good_steps
+        marked = manifest.read_marks(self._store.root) if good_steps is None else good_steps
         spared = {self._newest_good(steps, marked), best(self._store, self._metric)}
         missing = _AT_LEAST - sum(self._store.is_whole(step) for step in kept)
         removed: list[int] = []
@@ -125,7 +134,53 @@ def best(store: Store, metric: str) -> int | None:
 def newest_good(store: Store) -> int | None:
     """Step of the newest checkpoint of `store` that is marked good and verifies."""
     present = set(store.steps())
-    for step in reversed(marks.read_marks(store.root)):
+    for step in reversed(manifest.read_marks(store.root)):
         if step in present and store.is_whole(step, settled=True):
             return step
     return None
+
+
+_FILE = "incidents.json"
+_LISTS = ("skipped_windows", "returned_to")
+_PRECISIONS = ("", "bf16", "fp32")
+
+
+def save_incidents(run_dir: Path, incidents: Incidents) -> None:
+    """Replace the run's incidents. Raises CheckpointError if they cannot be written."""
+    try:
+        write_json(run_dir / _FILE, asdict(incidents))
+    except OSError as error:
+        raise failed("cannot be written", run_dir / _FILE, error) from error
+
+
+def load_incidents(run_dir: Path) -> Incidents:
+    """The run's incidents; new ones if it has none. Raises CheckpointError if they cannot be read as such."""
+    path = run_dir / _FILE
+    try:
+        return incidents_from(read_json(path))
+    except FileNotFoundError:
+        return Incidents()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(_damaged(path, str(error))) from error
+
+
+def incidents_from(raw: Any) -> Incidents:
+    """Incidents from what JSON says of them. Raises ValueError saying why they cannot be."""
+    lists = [raw.get(key) for key in _LISTS] if isinstance(raw, dict) else [None]
+    if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(Incidents)}:
+        raise ValueError("its keys are not those of this version")
+    if raw["lowered"] not in _PRECISIONS:
+        raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
+    counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered")]
+    if not all(_is_count(value) for value in [*raw["skipped_windows"], *raw["returned_to"], *counts]):
+        raise ValueError("a value is not a whole number from 0 to 2^63")
+    return Incidents(**raw)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _damaged(path: Path, why: str) -> Problem:
+    fix = "restore it from another copy of the run; without it, skipped data would be trained on and budgets forgotten"
+    return Problem("cannot be read", str(path), why=why, fix=fix)

@@ -10,10 +10,8 @@ import torch
 
 from harness.checkpoint.policy import Goodness
 from harness.checkpoint.saver import Saver
-from harness.checkpoint.snapshot import Snapshots
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, Problem
-from harness.core.facts import Rollback
 from harness.core.protocols import Engine, Meta, Tensors, Tracker
 from harness.core.state import Incidents, TrainState, state_hash
 
@@ -22,7 +20,7 @@ from harness.core.state import Incidents, TrainState, state_hash
 class Recovery:
     """Rank 0 decides and writes; every rank saves and loads together.
 
-    keep_incidents writes what a rollback must not undo. memory: None where no snapshots are taken.
+    keep_incidents writes what a rollback must not undo.
     """
 
     state: TrainState
@@ -32,22 +30,11 @@ class Recovery:
     good: Goodness
     saver: Saver
     keep_incidents: Callable[[Incidents], None]
-    memory: Snapshots | None = None
 
     def load(self, step: int) -> Meta:
-        """Restore the TrainState of `step`, as a resume. Collective.
-
-        Steps after the checkpoint run again and spend their budgets again, so those are taken from the checkpoint,
-        unless a rollback came in between: what it wrote stands.
-        """
-        tensors, meta = self._read(step)
-        self.state.load_state_dict(tensors, meta)
-        incidents, budgets = self.state.incidents, meta["budgets"]
-        if budgets["attempt"] == incidents.attempt:
-            incidents.skips, incidents.switches = budgets["skips"], budgets["switches"]
-            incidents.lowered = budgets["lowered"]
-        else:
-            self._fall_at_once()
+        """Restore the TrainState of `step`, as a resume (see `TrainState.resume`). Collective."""
+        tensors, meta = self.read(step)
+        self.state.resume(tensors, meta)
         if self.engine.rank == 0:
             waiting = meta.get("waiting")
             self._mark(step, lambda: self.good.resumed(step, waiting if isinstance(waiting, dict) else {}))
@@ -74,41 +61,24 @@ class Recovery:
             self.saver.wait()
             self._tell_saves()
 
-    def snapshot(self) -> None:
-        """Keep the state in memory. Collective."""
-        if self.memory is not None:
-            self.memory.take(self.state.step, *self.state.state_dict())
-
     def observe(self, step: int, healthy: bool) -> None:
-        """One judged step: checkpoints and snapshots before it come closer to being good, or start again."""
-        if self.memory is not None:
-            self.memory.observe(step, healthy)
+        """One judged step: checkpoints before it come closer to being good, or start again."""
         if self.engine.rank == 0:
             self._mark(step, lambda: self.good.observe(step, healthy))
 
-    def rollback(self, step: int, action: Rollback) -> int | None:
-        """Go back to the newest good state, in memory or on disk, and pass over the bad windows; its step, or None.
-
-        Collective. incidents.json is the commit point: killed before it, the run decides again; killed after it,
-        `finish_rollback` completes the rest at the next start, and the steps from the checkpoint to a snapshot run
-        once more. The event comes first, as saying it twice is harmless.
-        """
+    def newest_good(self) -> int | None:
+        """Step of the newest checkpoint that may be gone back to, after what is being saved. Collective."""
         self.settle()
+        return self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
+
+    def commit(self, target: int) -> None:
+        """Write that the run goes back to `target`, and delete what comes after it. Collective.
+
+        incidents.json is the commit point: killed before it, the run decides again; killed after it,
+        `finish_rollback` completes the rest at the next start, and the steps from the checkpoint to a snapshot run
+        once more.
+        """
         incidents = self.state.incidents
-        on_disk = self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
-        in_memory = self.memory.good if self.memory is not None and not action.from_disk else None
-        target = max((each for each in (on_disk, in_memory) if each is not None), default=None)
-        if target is None:
-            return None
-        from_memory = self.memory is not None and target == in_memory
-        bad = list(action.bad)
-        self.tracker.event(
-            step, "guard.rollback", reason=action.reason, to_step=target, passed_over=bad,
-            source="memory" if from_memory else "disk",
-        )  # fmt: skip
-        incidents.attempt += 1
-        incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})
-        incidents.returned_to = [*(min(earlier, target) for earlier in incidents.returned_to), target]
         incidents.return_to = target
         if self.engine.rank == 0:
             self.tracker.flush()
@@ -119,16 +89,8 @@ class Recovery:
         incidents.return_to = 0
         self.good.rolled_back(target)
         self.engine.barrier()
-        if self.memory is not None and from_memory:
-            self.state.load_state_dict(*self.memory.load())
-        else:
-            self.state.load_state_dict(*self._read(target))
-            if self.memory is not None:
-                self.memory.clear()
-        self._fall_at_once()
-        return target
 
-    def _read(self, step: int) -> tuple[Tensors, Meta]:
+    def read(self, step: int) -> tuple[Tensors, Meta]:
         """The checkpoint of `step`, the same on every rank. Raises CheckpointError on every rank if one cannot."""
         tensors: Tensors = {}
         meta: Meta = {}
@@ -179,20 +141,6 @@ class Recovery:
         """For the tracker: what became of the checkpoints of `steps`."""
         for step in steps:
             self.tracker.note("checkpoint", step=step, state=state, **fields)
-
-    def _fall_at_once(self) -> None:
-        """A fall of the whole run that was on its way when the checkpoint was written has been decided long since."""
-        self.state.switches = [switch for switch in self.state.switches if not switch[3]]
-
-    @staticmethod
-    def nothing_to_return_to(step: int, reason: str) -> Problem:
-        """Why a rollback could not be done, for the post-mortem."""
-        return Problem(
-            f"step {step}: {reason}; and no checkpoint is good yet",
-            "guard",
-            why="a checkpoint is good once checkpoint.healthy_steps healthy steps followed it",
-            fix="lower train.lr, lengthen train.warmup_steps, or save more often (checkpoint.every)",
-        )
 
 
 def finish_rollback(incidents: Incidents, store: Store, keep_incidents: Callable[[Incidents], None]) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from harness.checkpoint.staging import Staging
-from harness.core.protocols import Meta, Tensors
+import torch
+
+from harness.checkpoint.saver import Staging, free_memory
+from harness.core.collectives import max_over_ranks
+from harness.core.protocols import Meta, Tensors, Tracker
 
 
 @dataclass
@@ -69,3 +72,13 @@ class Snapshots:
         """Nothing here is to be gone back to (the run went back further); the memory is kept."""
         self._good = _Snapshot(self._good.memory)
         self._next = _Snapshot(self._next.memory)
+
+
+def room_for_snapshots(size: int, healthy_steps: int, device: torch.device, tracker: Tracker) -> Snapshots | None:
+    """Snapshots of a state of `size` bytes on `device`, if every rank has room for them. Collective."""
+    lacks = torch.tensor(float(2 * size > free_memory() / 4), device=device)
+    if max_over_ranks(lacks).item():
+        text = "two copies of the state would take over a quarter of the free memory: rollbacks use the disk"
+        tracker.event(0, "snapshot.off", text=text)
+        return None
+    return Snapshots(healthy_steps, size, pinned=device.type == "cuda")

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from harness.core.errors import ConfigError, Problem
-from harness.core.resources import find
-from harness.core.schema import Strict, validate
-from harness.core.yamlfile import parse_yaml, read_yaml
+from harness.core.files import find
+from harness.core.schema import Strict, parse_yaml, read_yaml, validate
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]

@@ -1,12 +1,17 @@
-"""Errors that say what is wrong, where, why, and how to fix it; and the exit codes of a rank."""
+"""Errors that say what is wrong, where, why, and how to fix it; the exit codes of a rank, and their way past a launcher
+that swallows them: a file that the wrapper in launch/ names and reads.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
+from pathlib import Path
 
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Characters that have no place in text. Terminals obey some of them, C libraries end a name at others, and half of a
@@ -90,6 +95,12 @@ class MisuseError(HarnessError, RuntimeError):
     exit_code = ExitCode.USAGE
 
 
+class HaltedError(HarnessError, RuntimeError):
+    """The guard ended a loop: it would only get worse."""
+
+    exit_code = ExitCode.HALTED
+
+
 def some(items: Sequence[object], most: int) -> str:
     """The first `most` of `items`, and how many more there are: `a, b and 3 more`."""
     rest = len(items) - most
@@ -102,3 +113,21 @@ def near_match(name: str, known: Sequence[str]) -> str:
     if close:
         return f'did you mean "{close[0]}"?'
     return "known: " + ", ".join(sorted(known)) if known else ""
+
+
+EXIT_CODE_FILE = "HARNESS_EXIT_CODE_FILE"
+
+
+def tell_wrapper(exit_code: int, *, overrule: bool = False) -> None:
+    """Leave `exit_code` for the wrapper that started the launcher, if there is one.
+
+    Every rank may tell and the first one counts; `overrule`: the run's outcome, which counts more than what a rank
+    that fails because of it ends with.
+    """
+    name = os.environ.get(EXIT_CODE_FILE)
+    if not name:
+        return
+    with suppress(OSError):  # the wrapper then has the launcher's code
+        path = Path(name)
+        if overrule or path.stat().st_size == 0:
+            path.write_text(f"{int(exit_code)}\n")

@@ -25,11 +25,10 @@ a run that was stopped and resumed must switch at the same step as one that was 
 class Window:
     """The samples of one optimizer step, over all ranks.
 
-    step: the step that consumes it. index: its place in the data order (differs from step once windows were
-    skipped). samples: int64 [global_batch], sample numbers in reading order.
+    index: its place in the data order, from 0 (one less than the number of its step until windows are passed over).
+    samples: int64 [global_batch], sample numbers in reading order.
     """
 
-    step: int
     index: int
     samples: npt.NDArray[np.int64]
 

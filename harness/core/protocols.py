@@ -157,7 +157,7 @@ class Batches(Protocol):
     name: str
     tokens_per_sample: int
 
-    def window(self, step: int, index: int) -> Window:
+    def window(self, index: int) -> Window:
         """The window at place `index` of the data order: a pure function of (seed, index)."""
         ...
 
@@ -171,9 +171,7 @@ class Batches(Protocol):
 
 
 class Tracker(Protocol):
-    """The record of a run. On ranks other than 0 it does nothing. attempt: raised by a rollback, part of every row."""
-
-    attempt: int
+    """The record of a run. On ranks other than 0 it does nothing."""
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.core.errors import CheckpointError, HarnessError, Problem
+from harness.core.errors import CheckpointError, HarnessError, MisuseError, Problem
 from harness.core.facts import CloserLook, Limits
 from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
@@ -122,6 +122,58 @@ class RandomState:
         random.setstate((version, tuple(words), gauss_next))
 
 
+class OwnPart:
+    """Anything with torch's `state_dict` and `load_state_dict`, such as an optimizer or a scheduler, as a part.
+
+    Its state may nest dicts, lists and tuples of tensors, numbers and text.
+    """
+
+    def __init__(self, name: str, owner: Any) -> None:
+        self.name, self.owner = name, owner
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """tensors: by their place; meta: {"tree": the rest}. Raises MisuseError naming what is neither."""
+        tensors: TensorDict = {}
+        return tensors, {"tree": self._taken_apart(self.owner.state_dict(), "", tensors)}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Give the owner copies: some keep what they are given. A learning rate that is a tensor stays that tensor."""
+        groups = self.owner.param_groups if isinstance(self.owner, torch.optim.Optimizer) else []
+        held = [{key: value for key, value in group.items() if isinstance(value, Tensor)} for group in groups]
+        self.owner.load_state_dict(_put_together(meta["tree"], tensors))
+        for group, before in zip(groups and self.owner.param_groups, held, strict=True):
+            for key, tensor in before.items():
+                group[key] = tensor.copy_(group[key])
+
+    def _taken_apart(self, value: Any, place: str, tensors: TensorDict) -> Any:
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            return {"dict": [[key, self._taken_apart(each, f"{place}.{key}", tensors)] for key, each in items]}
+        if isinstance(value, list | tuple):
+            kind = "list" if isinstance(value, list) else "tuple"
+            items = enumerate(cast("Sequence[Any]", value))
+            return {kind: [self._taken_apart(each, f"{place}.{number}", tensors) for number, each in items]}
+        if type(value) in (Tensor, nn.Parameter):
+            tensors[place] = value.detach()
+            return {"tensor": [place, str(value.device)]}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        what = f"{type(self.owner).__name__} keeps a {type(value).__name__} at {place.strip('.')}, which is not copied"
+        raise MisuseError(Problem(what, self.name, fix="leave it out, or switch snapshots off: snapshot_every=0"))
+
+
+def _put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = cast("dict[str, Any]", tree).items()
+    if kind == "tensor":
+        place, device = value
+        return tensors[place].to(device, copy=True)
+    if kind == "dict":
+        return {key: _put_together(each, tensors) for key, each in value}
+    return {"list": list, "tuple": tuple}[kind](_put_together(each, tensors) for each in value)
+
+
 def state_hash(tensors: Tensors, meta: Meta) -> str:
     """SHA-256, in hex, of names, dtypes, shapes and bytes of `tensors`, in any order, and of `meta` as JSON."""
     digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
@@ -153,8 +205,15 @@ class TrainState:
         self.step += 1
         self.limits.pop(self.step, None)
 
-    def state_dict(self) -> tuple[Tensors, Meta]:
-        """(tensors by part and name, JSON-able meta). Collective: every rank must call it."""
+    def drop_lowering(self) -> None:
+        """A fall of the whole run that was on its way when this state was saved has been decided long since."""
+        self.switches = [switch for switch in self.switches if not switch[3]]
+
+    def state_dict(self, parts: Iterable[str] | None = None) -> tuple[Tensors, Meta]:
+        """(tensors by part and name, JSON-able meta). parts: names of those wanted, None for all.
+
+        Collective: every rank must call it.
+        """
         tensors: Tensors = {}
         budgets = {key: getattr(self.incidents, key) for key in sorted(_BUDGETS)}
         meta: Meta = {
@@ -165,22 +224,24 @@ class TrainState:
             "limits": {str(step): limits.as_json() for step, limits in self.limits.items()},
             "parts": {},
         }
-        for name, part in self.parts.items():
-            tensors[name], meta["parts"][name] = part.state_dict()
+        for name in self.parts if parts is None else parts:
+            tensors[name], meta["parts"][name] = self.parts[name].state_dict()
         return tensors, meta
 
     def hash(self) -> str:
         """SHA-256 of everything that `state_dict` gives. Collective: every rank must call it."""
         return state_hash(*self.state_dict())
 
-    def load_state_dict(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any]) -> None:
-        """Restore every part. Raises CheckpointError naming parts that are missing on either side, or if a part's
-        contents are of another shape.
+    def load_state_dict(
+        self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], parts: Iterable[str] | None = None
+    ) -> None:
+        """Restore every part (or those named). Raises CheckpointError naming parts that are missing on either side, or
+        if a part's contents are of another shape.
 
         A loss scale is not learned: a run that leaves fp16 drops it, one that comes to fp16 starts with its own.
         """
         try:
-            self._load(tensors, meta)
+            self._load(tensors, meta, set(self.parts if parts is None else parts))
         except (HarnessError, torch.OutOfMemoryError):
             raise
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -188,8 +249,22 @@ class TrainState:
             fix = "resume with the model, recipe and version that wrote it"
             raise CheckpointError(Problem("does not fit this run", "the checkpoint", why, fix)) from error
 
-    def _load(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any]) -> None:
-        saved, here = set(meta["parts"]), set(self.parts)
+    def resume(
+        self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], parts: Iterable[str] | None = None
+    ) -> None:
+        """`load_state_dict`, to run the steps after it again: they spend their budgets again, so those are taken from
+        the state, unless a rollback came in between: what it wrote stands.
+        """
+        self.load_state_dict(tensors, meta, parts)
+        incidents, budgets = self.incidents, meta["budgets"]
+        if budgets["attempt"] == incidents.attempt:
+            incidents.skips, incidents.switches = budgets["skips"], budgets["switches"]
+            incidents.lowered = budgets["lowered"]
+        else:
+            self.drop_lowering()
+
+    def _load(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], here: set[str]) -> None:
+        saved = set(meta["parts"])
         if (saved ^ here) - {_LOSS_SCALE}:
             raise CheckpointError(
                 Problem(
@@ -200,7 +275,7 @@ class TrainState:
                 )
             )
         for name, part in self.parts.items():
-            if name in saved:
+            if name in saved & here:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
         if meta["budgets"].keys() != _BUDGETS:
             raise ValueError("its budgets are not those of this version")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.facts import Limits, SlotStats, StepFacts
-from harness.core.gradients import by_device_and_dtype, grad_health
+from harness.core.health import by_device_and_dtype, grad_health
 from harness.core.metrics import AGREED, SCALARS, SLOT_ROWS, read
 from harness.core.protocols import NO_LIMITS, PrecisionBackend
 

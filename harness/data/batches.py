@@ -1,8 +1,16 @@
-"""Batches of token ids by sample number: the data source of the loop."""
+"""Batches of token ids by sample number: the data source of the loop, and its order.
+
+Counter-based: which samples a window holds is a pure function of (seed, index). Nothing is shuffled and nothing is
+remembered. Every epoch reads every sample once, in the order of a keyed permutation of [0, n): a balanced Feistel
+network (Luby & Rackoff, 1988) over the next even number of bits, whose outputs beyond n are fed back in until they
+fall inside (cycle walking: Black & Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no memory and
+does not know how many ranks there are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,9 +20,73 @@ from torch import Tensor
 
 from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.facts import Window
-from harness.data.token_file import TokenFile
-from harness.data.tokens import TokenData
-from harness.data.windows import sample_numbers
+from harness.data.tokens import TokenData, TokenFile
+
+Words = npt.NDArray[np.uint64]
+
+_ROUNDS = 8
+_BLOCK = 1024
+_MASK64 = (1 << 64) - 1
+
+
+def sample_numbers(seed: int, index: int, global_batch: int, n_samples: int) -> npt.NDArray[np.int64]:
+    """The samples of window `index`: int64 [global_batch], each in [0, n_samples).
+
+    Position p = index * global_batch + j of the endless order is sample permutation(seed, p // n_samples) at
+    p % n_samples: a window may end one epoch and begin the next.
+    """
+    begin, end = index * global_batch, (index + 1) * global_batch
+    numbers = range(begin // _BLOCK, (end - 1) // _BLOCK + 1)
+    blocks = [_block(seed & _MASK64, number, n_samples) for number in numbers]
+    order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    start = begin - numbers[0] * _BLOCK
+    return order[start : start + global_batch].copy()
+
+
+@lru_cache(maxsize=2)  # a window may lie across two
+def _block(seed: int, number: int, n_samples: int) -> npt.NDArray[np.int64]:
+    """Samples at positions [number * _BLOCK, (number + 1) * _BLOCK) of the order, int64; read only.
+
+    The network takes hundreds of small operations, however few positions go through it: many windows share one pass.
+    """
+    positions = np.uint64(number * _BLOCK) + np.arange(_BLOCK, dtype=np.uint64)
+    epochs, places = np.divmod(positions, np.uint64(n_samples))
+    return _permute(places, n_samples, _round_keys(seed, epochs)).astype(np.int64)
+
+
+def _permute(places: Words, n: int, keys: Words) -> Words:
+    """places: uint64 [k] in [0, n); keys: uint64 [rounds, k]. A permutation of [0, n) for each column of keys."""
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    places = places.copy()
+    outside = np.arange(len(places))
+    while len(outside):
+        places[outside] = _feistel(places[outside], half, keys[:, outside])
+        outside = outside[places[outside] >= n]
+    return places
+
+
+def _feistel(values: Words, half: int, keys: Words) -> Words:
+    """A bijection of 2 * `half` bits: each round swaps the halves and masks one with a hash of the other."""
+    bits, low = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> bits, values & low
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & low)
+    return (left << bits) | right
+
+
+def _round_keys(seed: int, epochs: Words) -> Words:
+    """uint64 [rounds, k]: keys of the rounds, for each of k positions, from the seed and its epoch."""
+    base = _mix(_mix(np.full_like(epochs, seed)) ^ epochs)
+    return np.stack([_mix(base + np.uint64(number)) for number in range(_ROUNDS)])
+
+
+def _mix(words: Words) -> Words:
+    """The splitmix64 generator's output for state `words` (Steele, Lea & Flood, 2014): every bit moves every bit."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
 
 Batch = tuple[Tensor, Tensor]
 
@@ -60,9 +132,9 @@ class TokenBatches:
                 Problem("too short for one sample", self.name, fix=f"give more text, or lower data.context ({context})")
             )
 
-    def window(self, step: int, index: int) -> Window:
-        """The window at place `index` of the data order, for `step`: samples int64 [global_batch]."""
-        return Window(step, index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
+    def window(self, index: int) -> Window:
+        """The window at place `index` of the data order: samples int64 [global_batch]."""
+        return Window(index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
         """This rank's (inputs, targets), each int64 [micro_batch, context] on the CPU: micro-batches `rank`,

@@ -2,13 +2,16 @@
 
 A token is a byte, so the vocabulary has 256 entries and the losses of any two texts compare in bits per byte. The
 run keeps `data/train.bin` and `data/val.bin` (uint8) and `data/corpus.json`, which is written last: without it there
-is no snapshot.
+is no snapshot. Each file is read where it lies on disk.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
+import stat
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +20,75 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.atomic import atomic_file, dump_json
 from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
-from harness.core.untrusted import MAX_LARGE, read_json
-from harness.data.corpus import standard_library
-from harness.data.split import split_documents
-from harness.data.text import Document, Text, read_text
-from harness.data.token_file import FIX, TokenFile
+from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json
+from harness.data.text import Document, Text, read_text, split_documents, standard_library
+
+_CHUNK = 1 << 22
+FIX = "restore the data folder from another copy of this run, or start a new run with another --name"
+"""What helps when the snapshot is damaged."""
+
+
+class TokenFile:
+    """A file of uint8 tokens, read by place; keeps the file open, so that renaming or deleting it does no harm.
+
+    Not a memory map: if the file shrank, or its disk failed, the kernel would kill the process (SIGBUS) without a word.
+    Raises OSError, and ValueError for anything but a regular file of `size` bytes.
+    """
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, path: Path, size: int) -> None:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError("it is not a regular file")
+        self._path, self._size = path, size
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        actual = os.fstat(self._descriptor).st_size
+        if actual != size:
+            raise ValueError(f"{actual} bytes, {size} expected")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """Tokens at `places`, int64 [rows, width]: places of a row in a sequence. Raises DataError."""
+        width = places.shape[1]
+        rows = [self._read(start, width) for start in places[:, 0].tolist()]
+        return np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(places.shape)
+
+    def chunks(self) -> Iterator[bytes]:
+        """All of it, in pieces of bounded size. Raises DataError."""
+        for start in range(0, self._size, _CHUNK):
+            yield self._read(start, min(_CHUNK, self._size - start))
+
+    def tobytes(self) -> bytes:
+        """All of it at once. Raises DataError."""
+        return b"".join(self.chunks())
+
+    def _read(self, start: int, count: int) -> bytes:
+        try:
+            data = os.pread(self._descriptor, count, start)
+            while len(data) < count and (more := os.pread(self._descriptor, count - len(data), start + len(data))):
+                data += more
+        except OSError as error:
+            raise self._lost(f"bytes {start} to {start + count}: {error.strerror}") from error
+        if len(data) < count:
+            raise self._lost(f"it ends at byte {os.fstat(self._descriptor).st_size}; it had {self._size}")
+        return data
+
+    def _lost(self, why: str) -> DataError:
+        return DataError(
+            Problem("the run's copy of its text cannot be read any longer", str(self._path), why=why, fix=FIX)
+        )
+
 
 VOCAB = 256
 """Number of token ids: one per byte value."""
 
 _FORMAT = 1
 _SEPARATOR = b"\n"
-_CHUNK = 1 << 22
 _LISTED = {"files": "split", "skipped": "reason"}
 
 

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from harness.core.config import merge
 from harness.core.errors import ConfigError, Problem
-from harness.core.resources import resource_dir
-from harness.core.untrusted import read_json
+from harness.core.files import read_json, resource_dir
 
 Precision = Literal["fp8", "bf16", "fp16", "fp32"]
 _MAX_BYTES = 256 * 1024

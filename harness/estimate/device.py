@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from harness.core.errors import MachineError, MisuseError, Problem
-from harness.core.user_cache import cache_dir
+from harness.core.files import cache_dir
 
 _SOURCE = Path(__file__).with_name("paper_device.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")

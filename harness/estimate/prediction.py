@@ -19,10 +19,9 @@ from harness.core.errors import ConfigError, Problem
 from harness.core.facts import RungVerdict
 from harness.data.batches import check_world
 from harness.engines.process_group import read_launch
-from harness.estimate.calibration import Calibration
-from harness.estimate.roofline import GIB, Card, Op, Rates, device_seconds, seconds_of, step_seconds
+from harness.estimate.roofline import GIB, Calibration, Card, Op, Rates, device_seconds, seconds_of, step_seconds
 from harness.estimate.trace import SAMPLED, USUAL, Trace, facts_of, trace
-from harness.precision.ranks import agree_on_rung
+from harness.precision.plan import agree_on_rung
 from harness.precision.recipe import Fp8Config, Recipe, Rung
 
 _BF16 = "autocast:bf16"

@@ -1,33 +1,45 @@
-"""What monitors share: what they may ask of a run before it begins, and how they keep their windows. Torch-free."""
+"""What monitors share: what they may ask of a run before it begins, how they keep their windows, and what is usual in a
+noisy, drifting series. Torch-free.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from statistics import median
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.config import RunConfig
+from harness.core.config import GuardConfig
+from harness.core.facts import SWITCH_DELAY, StepFacts
 from harness.core.protocols import Batches, Meta
 from harness.monitors.evidence import FallbackConfig
+
+BadData = Literal["auto", "skip", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorContext:
     """The run, as its monitors are built for it.
 
-    fallback: the recipe's. vocab_size: tokens are in [0, vocab_size); None: unknown. layers: FP8 layers, padded names,
-    in the order of the plan. amax_history: updates that delayed scales look back on, None if scales are not delayed;
-    margin: their powers of two of headroom. scales_loss: there is an fp16 loss scale. refuge: what a run with a loss
-    scale of ours may fall to ("bf16" | "fp32"; collective), None if there is nothing.
+    guard: its thresholds. fallback: the recipe's. max_grad_norm: what gradients are clipped to. warmup_steps: of the
+    learning rate. data: what the run reads, None in a loop that is not ours. bad_data: what bad samples lead to.
+    vocab_size: tokens are in [0, vocab_size); None: unknown. layers: FP8 layers, padded names, in the plan's order.
+    amax_history: updates that delayed scales look back on, None if scales are not delayed; margin: their powers of two
+    of headroom. scales_loss: there is an fp16 loss scale. refuge: what a run with a loss scale of ours may fall to
+    ("bf16" | "fp32"; collective), None if there is nothing.
     """
 
-    config: RunConfig
+    guard: GuardConfig
     fallback: FallbackConfig
-    data: Batches
+    max_grad_norm: float = math.inf
+    warmup_steps: int = 0
+    data: Batches | None = None
+    bad_data: BadData = "auto"
     vocab_size: int | None = None
     layers: tuple[str, ...] = ()
     amax_history: int | None = None
@@ -74,3 +86,77 @@ def _restored(old: Any, value: Any) -> Any:
     if isinstance(old, dict):
         return {key: _restored(each, value[key]) for key, each in cast("dict[str, Any]", old).items()}
     return value if old is None or value is None else type(old)(value)
+
+
+ARMED_AFTER = 32
+"""Applied steps before a limit is given. Earlier, loss and norm move too fast for their own past to say anything."""
+AHEAD = SWITCH_DELAY
+"""Steps between the last value known and the step that its limit is for."""
+MAD_TO_SIGMA = 1.4826
+"""1 / Phi^-1(3/4): makes the median absolute deviation of a normal sample an estimate of its standard deviation."""
+RECENT = 8
+"""Newest values that say whether a fall has ended."""
+_LOG_MAX = 80.0
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The usual value of a series of logarithms, and the standard deviation about it."""
+
+    centre: float
+    sigma: float
+
+
+def level(logs: Sequence[float], ahead: int) -> Level:
+    """The level to expect `ahead` steps after the last of `logs` (one or more), deaf to a minority of outliers.
+
+    The trend is the line through the medians of the two halves (the first step of Tukey's resistant line, Exploratory
+    Data Analysis, 1977, with halves for thirds), and sigma is the MAD about it. The centre follows a fall, since a
+    plain median lags behind one so far that tenfold spikes stay under it; but only down to the second lowest of the
+    last 8, so that a fall that ends is not continued. A rise is not followed and counts as spread: it is no sign of
+    health that should make a detector keener, and a slow one must not be cut off either.
+    """
+    size, half = len(logs), len(logs) // 2
+    usual = median(logs)
+    slope = min(0.0, (median(logs[half:]) - median(logs[:half])) / (size / 2)) if half else 0.0
+    flat = [value - slope * place for place, value in enumerate(logs)]
+    middle = median(flat)
+    sigma = MAD_TO_SIGMA * median(abs(value - middle) for value in flat)
+    second_lowest = sorted(logs[-RECENT:])[min(1, size - 1)]
+    return Level(max(middle + slope * (size - 1 + ahead), min(second_lowest, usual)), sigma)
+
+
+def from_log(value: float) -> float:
+    """exp, infinite where float32 could not hold it."""
+    return math.exp(value) if value < _LOG_MAX else math.inf
+
+
+def why_skipped(facts: StepFacts) -> Literal["", "data", "nonfinite", "loss", "norm"]:
+    """The one cause to name, so that an update that was skipped for several is told once. Empty if it was applied.
+
+    An update that was skipped although loss and norm are finite and within their limits counts as not finite: some
+    engines look at single gradients and report a finite norm.
+    """
+    if facts.bad_data:
+        return "data"
+    if facts.applied:
+        return ""
+    if facts.over_limits:
+        return "loss" if facts.loss > facts.limits.loss else "norm"
+    return "nonfinite"
+
+
+CALIBRATION_FLOOR = 1024.0
+"""Below this a falling loss scale is no longer a scaler finding its range: it has halved six times from the usual
+65536, so the gradients themselves are at fault."""
+
+
+def is_calibration(loss: float, loss_scale: float, last_skipped_at: float | None) -> bool:
+    """Whether a skipped step is a loss scaler lowering its scale.
+
+    loss: of the step, nats. loss_scale: in use at it. last_skipped_at: the scale of the skipped step right before it,
+    None if that one was applied. Lowering the scale cannot cure a loss that is itself not finite: forward never sees
+    the scale.
+    """
+    falling = last_skipped_at is None or loss_scale < last_skipped_at
+    return loss_scale >= CALIBRATION_FLOOR and falling and math.isfinite(loss)

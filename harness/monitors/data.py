@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from harness.core.batch_check import name_faults
 from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
+from harness.core.health import name_faults
 from harness.core.protocols import Batches
-from harness.monitors.base import Kept, MonitorContext
+from harness.monitors.base import BadData, Kept, MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
-Policy = Literal["auto", "skip", "fail"]
 # From the worst to the least: code and words.
 _KINDS = {
     BAD_LABEL: ("data.label", "labels or tokens out of range"),
@@ -43,15 +42,15 @@ class DataMonitor(Kept):
 
     key = "data"
 
-    def __init__(self, batches: Batches, vocab_size: int | None, policy: Policy) -> None:
+    def __init__(self, batches: Batches, vocab_size: int | None, policy: BadData) -> None:
         self.batches = batches
         self.vocab_size = vocab_size
-        self.policy: Policy = policy
+        self.policy: BadData = policy
 
     @classmethod
-    def build(cls, context: MonitorContext) -> DataMonitor:
-        """For every run."""
-        return cls(context.data, context.vocab_size, context.config.data.bad)
+    def build(cls, context: MonitorContext) -> DataMonitor | None:
+        """For every run whose data is known."""
+        return None if context.data is None else cls(context.data, context.vocab_size, context.bad_data)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic, as the data source is."""
@@ -78,7 +77,7 @@ class DataMonitor(Kept):
         return Verdict(code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence, skip=True)
 
     def _read_again(self, facts: StepFacts) -> _Found:
-        window = self.batches.window(facts.step - 1, facts.window)
+        window = self.batches.window(facts.window)
         numbers = [int(number) for number in window.samples]
         found = _Found([], [])
         first = 0

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.calibration import is_calibration
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
-from harness.monitors.base import Kept, MonitorContext
+from harness.monitors.base import Kept, MonitorContext, is_calibration
 from harness.monitors.evidence import Bools, Evidence, FallbackConfig, unknown_names
 
 _NEVER = -1

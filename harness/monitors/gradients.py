@@ -10,10 +10,8 @@ from itertools import islice
 from statistics import median, median_low
 from typing import Any
 
-from harness.core.calibration import is_calibration
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.monitors.base import Kept, MonitorContext
-from harness.monitors.robust import AHEAD, ARMED_AFTER, from_log, level, why_skipped
+from harness.monitors.base import AHEAD, ARMED_AFTER, Kept, MonitorContext, from_log, is_calibration, level, why_skipped
 
 SKIP_SIGMA = 6.0
 """Robust sigmas that a norm must be over the usual one, however small `skip_growth` is: for noisy gradients."""
@@ -62,7 +60,7 @@ class GradientMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> GradientMonitor:
         """For every run."""
-        guard = context.config.guard
+        guard = context.guard
         return cls(guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window)
 
     def observe(self, facts: StepFacts) -> Verdict:
@@ -181,8 +179,7 @@ class ClippingMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> ClippingMonitor:
         """For every run."""
-        train, guard = context.config.train, context.config.guard
-        return cls(train.max_grad_norm, train.warmup_steps, guard.clipping_share)
+        return cls(context.max_grad_norm, context.warmup_steps, context.guard.clipping_share)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic; a skipped step does not count."""
@@ -235,7 +232,7 @@ class UnderflowMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> UnderflowMonitor:
         """For every run."""
-        guard = context.config.guard
+        guard = context.guard
         return cls(guard.underflow_rise, guard.overflow_share)
 
     def observe(self, facts: StepFacts) -> Verdict:
@@ -308,7 +305,7 @@ class ParameterMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> ParameterMonitor:
         """For every run."""
-        return cls(context.config.guard.parameter_growth)
+        return cls(context.guard.parameter_growth)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic; between measurements it stays what it was."""

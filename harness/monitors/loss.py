@@ -8,8 +8,7 @@ from itertools import islice
 from statistics import median
 
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.monitors.base import Kept, MonitorContext
-from harness.monitors.robust import AHEAD, ARMED_AFTER, Level, from_log, level, why_skipped
+from harness.monitors.base import AHEAD, ARMED_AFTER, Kept, Level, MonitorContext, from_log, level, why_skipped
 
 JUDGED_AFTER = 16
 """Losses until spikes are told; a limit, which acts by itself, needs twice as many."""
@@ -50,7 +49,7 @@ class LossMonitor(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> LossMonitor:
         """For every run."""
-        guard = context.config.guard
+        guard = context.guard
         return cls(guard.spike_window, guard.spike_sigma, guard.spike_steps)
 
     def observe(self, facts: StepFacts) -> Verdict:

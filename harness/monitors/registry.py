@@ -57,7 +57,7 @@ _FORMER_KEYS = {
 
 def build_monitors(context: MonitorContext) -> list[Monitor]:
     """Every monitor that this run needs, in order; none if the guard is off. Collective."""
-    if not context.config.guard.enabled:
+    if not context.guard.enabled:
         return []
     return [built for monitor in MONITORS if (built := monitor.build(context)) is not None]
 

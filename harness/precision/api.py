@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks
-from harness.core.errors import MisuseError
+from harness.core.errors import MisuseError, Problem
 from harness.core.facts import SlotStats, StepFacts, Switch
+from harness.core.health import l2_norm
 from harness.core.update import StepClock, TorchGradients, update
 from harness.precision.misuse import misuse, parameters_of, step_problems
 from harness.precision.plan import Plan
@@ -93,6 +94,15 @@ class Precision:
         return model
 
     @property
+    def prepared(self) -> Prepared:
+        """What stands behind the interface, for `harness.Guard` and `harness.Telemetry`; raises as `plan`."""
+        return self._ready("prepared")
+
+    def drop_window(self) -> None:
+        """Forget a window that was begun: the state was put back from elsewhere."""
+        self._end_window(self._ready("drop_window()"))
+
+    @property
     def plan(self) -> Plan:
         """What runs where and why, per module. Raises MisuseError before `prepare`."""
         return self._ready("plan").plan
@@ -111,14 +121,14 @@ class Precision:
             what = f"the model was prepared on {ready.device} and is on {moved} now"
             raise misuse("context()", what, fix="move the model first, then call prepare()")
         if torch.is_grad_enabled() and self._clock is None:
-            usual = (ready.steps + 1) % self.recipe.fp8.stats_every == 0
-            ready.backend.begin_window(sample=usual or ready.steps + 1 in ready.closer_look)
+            ready.backend.begin_window(sample=ready.judge.samples(self.recipe.fp8.stats_every))
             self._clock = StepClock(ready.device)
         # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.
         torch.clear_autocast_cache()
         self._inside = True
         try:
-            with ready.backend.context():
+            timed = ready.forward_clock.forward() if ready.forward_clock and torch.is_grad_enabled() else nullcontext()
+            with timed, ready.backend.context():
                 yield
         finally:
             self._inside = False
@@ -146,11 +156,14 @@ class Precision:
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
     @torch.no_grad()
-    def step(self, optimizers: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None) -> StepOutcome:
+    def step(
+        self, optimizers: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None, tokens: int = 0
+    ) -> StepOutcome:
         """Gate, unscale, clip, apply, then roll the FP8 scales.
 
         optimizers: one, or all of them when several share the model: a window has one verdict and one norm.
-        max_grad_norm: clip to this global L2 norm over all their parameters; None does not clip.
+        max_grad_norm: clip to this global L2 norm over all their parameters; None does not clip. tokens: of the window
+        over all ranks, for the speed in the telemetry; 0: not known.
 
         If a loss or gradient of the window is not finite on any rank, weights, optimizer state and FP8 state stay bit
         for bit as they were (an fp16 loss scale backs off) and `applied` is False. With fused Adam, AdamW, SGD or
@@ -158,33 +171,41 @@ class Precision:
         overwritten. Under a process group amax and verdict travel in one MAX reduction.
 
         The recipe's fallback judges the step before this one, whose figures have arrived by now, and moves layers at
-        the end of this step: the window after the next is the first that can react to a window.
+        the end of this step: the window after the next is the first that can react to a window. Under a
+        `harness.Guard`, whose limits the update keeps to, all of that is done by `guard.end_step()`.
 
         Raises MisuseError naming everything that is wrong with the call.
         """
         ready = self._outside("step()")
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         problems = step_problems(chosen, max_grad_norm, ready.window.backwards, ready.owns_any)
+        if ready.guarded and len(ready.pending) > 1:
+            fix = "call guard.end_step() once in every step, after optimizer.zero_grad()"
+            problems.append(Problem("the guard has not judged the last step", "step()", fix=fix))
         if problems:
             raise MisuseError(problems)
         ready.window.check_gradients("step()")
         ready.window.step_begins()
         limit = math.inf if max_grad_norm is None else max_grad_norm
         owner = TorchGradients(chosen, parameters_of(chosen), limit, ready.loss_scale, ready.device)
-        ran = {"demoted": ready.backend.demoted, "lowered": ready.backend.lowered}
-        figures, slots = update(owner, ready.backend, {"loss": mean_over_ranks(self._loss)})
+        measure = ready.guarded and ready.judge.measures()
+        own: dict[str, float | Tensor] = {"loss": mean_over_ranks(self._loss)}
+        if ready.forward_clock is not None:
+            own["forward_fastest"] = own["forward_slowest"] = ready.forward_clock.step()
+        if measure:
+            own["param_norm"] = l2_norm([p.detach() for p in ready.model.parameters() if p.requires_grad])
+        with _lr_times(chosen, ready.judge.lr_factor):
+            figures, slots = update(owner, ready.backend, own, ready.judge.limits(), measure)
         ready.applied += figures["applied"]
-        ready.steps += 1
         clock = self._clock or StepClock(ready.device)
         self._end_window(ready)
-        switch = ready.fall_back()
-        ready.remember({**figures, "applied_steps": ready.applied}, slots, clock, ran)
+        switch = ready.end_step({**figures, "applied_steps": ready.applied}, slots, clock, tokens)
         return StepOutcome(figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch)
 
     def facts(self) -> StepFacts | None:
         """What the last step did, read to the host now; None before the first.
 
-        tokens and limits are not known here, seconds go from the window's first `context()` to the end of `step()`.
+        seconds go from the window's first `context()` to the end of `step()`.
         """
         last = self._ready("facts()").last
         return None if last is None else last.facts()
@@ -206,7 +227,7 @@ class Precision:
         """
         ready = self._between_steps("demote()")
         names = ready.select("demote()", layers)
-        ready.held |= set(names)
+        ready.judge.held |= set(names)
         moved = tuple(name for name in names if name not in ready.backend.demoted)
         ready.backend.switch(moved, ())
         return moved
@@ -218,7 +239,7 @@ class Precision:
             what = f"the whole run went to {ready.backend.lowered}, for good"
             raise misuse("promote()", what, fix="raise fallback.max_demoted_share, or load an earlier state")
         names = ready.select("promote()", layers)
-        ready.held -= set(names)
+        ready.judge.held -= set(names)
         moved = tuple(name for name in names if name in ready.backend.demoted)
         ready.backend.switch((), moved)
         return moved
@@ -229,7 +250,10 @@ class Precision:
         {"tensors": {name: Tensor}, "meta": JSON-able}: torch.save and torch.load(weights_only=True) take all of it,
         safetensors the first half. Raises MisuseError between `backward` and `step`.
         """
-        return self._between_steps("state_dict()").state_dict()
+        ready = self._between_steps("state_dict()")
+        if ready.guarded and len(ready.pending) > 1:
+            raise misuse("state_dict()", "the guard has not judged the last step", fix="call guard.end_step() first")
+        return ready.save()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Continue from `state`, after `prepare` or to roll back; a window already begun is dropped.
@@ -238,7 +262,7 @@ class Precision:
         other FP8 layers.
         """
         ready = self._outside("load_state_dict()")
-        ready.load_state_dict(state)
+        ready.load(state)
         self._end_window(ready)
 
     def _ready(self, call: str) -> Prepared:
@@ -264,6 +288,20 @@ class Precision:
         self._clock = None
         ready.window.close()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
+
+
+@contextmanager
+def _lr_times(optimizers: Iterable[Optimizer], factor: float) -> Iterator[None]:
+    """The optimizers' learning rates times `factor`, for one update."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1 else []
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,22 +1,91 @@
-"""The plan: recipe + capabilities + model -> for every module its precision, backend and the reason."""
+"""The plan: recipe + capabilities + model -> for every module its precision, backend and the reason. Torch-free.
+
+First the rung: what each machine can do with each rung of the recipe's ladder, and what all ranks can do together.
+Then the modules; and as a run ends, what each of them really ran in.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.capability.tier import Tier, tier_of
-from harness.core.errors import ConfigError, Problem
+from harness.capability.tier import Tier, can_run, tier_of
+from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import ROLES, LayerPlan, RungVerdict
-from harness.precision.ladder import first_taken, judge, verdicts
 from harness.precision.recipe import Recipe, Rung
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from harness.capability.probe import MachineFacts
+    from harness.core.protocols import PrecisionBackend
+
+
+class Judgement(NamedTuple):
+    """One machine on one rung. able: hardware and libraries can. listed: the recipe names its tier. reason: of both."""
+
+    able: bool
+    listed: bool
+    reason: str
+
+    @property
+    def takes(self) -> bool:
+        """Alone this machine may take the rung."""
+        return self.able and self.listed
+
+
+def judge(recipe: Recipe, facts: MachineFacts) -> list[Judgement]:
+    """This machine on every rung of `recipe`, in the ladder's order."""
+    tier, _ = tier_of(facts)
+    judged: list[Judgement] = []
+    for rung in recipe.ladder:
+        able, reason = can_run(rung.backend, rung.precision, facts, tier, recipe.fp8.scaling)
+        listed = tier.name in rung.tiers
+        if not listed:
+            reason = f"not for tier {tier.name} (for {', '.join(rung.tiers)})"
+        judged.append(Judgement(able, listed, reason))
+    return judged
+
+
+def first_taken(judged: Sequence[Judgement]) -> int | None:
+    """Index of the rung that one machine takes alone, None if it can take none."""
+    return next((index for index, judgement in enumerate(judged) if judgement.takes), None)
+
+
+def common_rung(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]]) -> int | None:
+    """Index of the rung that several machines take together; [rank][rung] each.
+
+    The weakest decide: the ranks whose own first rung is furthest down the ladder. It is the first rung that they take
+    by the recipe and that every other rank is able to run, whether or not the recipe lists its tier: on an H100 beside
+    a T4 the T4's fp16 is right, though no recipe would give fp16 to an H100. None if there is none.
+    """
+    takes = [[a and b for a, b in zip(*rows, strict=True)] for rows in zip(able, listed, strict=True)]
+    if not all(map(any, takes)):
+        return None
+    firsts = [row.index(True) for row in takes]
+    weakest = [row for row, first in zip(takes, firsts, strict=True) if first == max(firsts)]
+    return next((index for index in range(len(takes[0])) if all(row[index] for row in (*able, *weakest))), None)
+
+
+def verdicts(ladder: Sequence[Rung], judged: Sequence[Judgement], chosen: int | None) -> list[RungVerdict]:
+    """What this machine has to say to every rung, once rung `chosen` (None: none) is taken by all ranks."""
+    own = first_taken(judged)
+    told: list[RungVerdict] = []
+    for index, (rung, judgement) in enumerate(zip(ladder, judged, strict=True)):
+        reason = judgement.reason
+        if index == chosen and index != own:
+            reason = "the best that every rank can take"
+        elif chosen is not None and index < chosen and judgement.takes:
+            reason = "another rank cannot take it"
+        elif chosen is not None and index > chosen and judgement.listed:
+            reason = f"not needed: {ladder[chosen].name} runs"
+        told.append(RungVerdict(rung.name, index == chosen, reason))
+    return told
+
 
 _TF32_TIERS = (Tier.BLACKWELL, Tier.HOPPER, Tier.ADA, Tier.AMPERE)
 
@@ -73,6 +142,30 @@ class Plan:
             "notes": list(self.notes),
         }
 
+    def as_it_ran(self, backend: PrecisionBackend) -> dict[str, Any]:
+        """`as_dict` with what every module really ran in, as a run ends: an FP8 layer counts only if its slots saw a
+        nonzero amax.
+        """
+        used: set[str] = set()
+        if backend.slot_names:
+            tensors, _ = backend.state_dict()
+            nonzero = (tensors["history"].amax(dim=0) > 0).tolist()
+            slots = zip(backend.slot_names, nonzero, strict=True)
+            used = {slot.rpartition(".")[0] for slot, saw_amax in slots if saw_amax}
+        layers: dict[str, str] = {}
+        for layer in self.layers:
+            name, precision = pad_numbers(layer.module), layer.precision
+            if backend.lowered and precision in ("fp8", "fp16"):
+                precision = backend.lowered
+            elif precision == "fp8" and name in backend.demoted:
+                precision = "bf16"
+            elif precision == "fp8" and name not in used:
+                precision = "unused"
+            layers[layer.module] = precision
+        counts = sorted(Counter(layers.values()).items())
+        told = ", ".join(f"{precision}: {count} modules" for precision, count in counts)
+        return {**self.as_dict(), "effective": told, "effective_layers": layers}
+
 
 def pad_numbers(name: str, width: int = 2) -> str:
     """Zero-pad the numeric parts of a dotted name, so that charts sort: blocks.3.mlp -> blocks.03.mlp."""
@@ -94,9 +187,7 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     """
     from torch import nn
 
-    from harness.precision.filters import LayerFilter, names_of
-    from harness.precision.fuse import plan_fusion
-    from harness.precision.keep_fp32 import enclosing, find_kept
+    from harness.precision.layers import LayerFilter, enclosing, find_kept, names_of, plan_fusion
 
     section = f"recipe {recipe.name}: layers"
     fp8 = rung.precision == "fp8"
@@ -167,3 +258,48 @@ def _notes(recipe: Recipe, rung: Rung, tier: Tier) -> tuple[str, ...]:
             f"within {scale.floor:g} and {scale.cap:g}"
         )
     return tuple(notes)
+
+
+def agree_on_rung(recipe: Recipe, facts: MachineFacts, device: torch.device) -> tuple[Rung, list[RungVerdict]]:
+    """The rung that every rank can take (the weakest ranks decide) and this rank's verdict on each.
+
+    Collective. Raises the same MachineError on every rank if there is none, with what each kind of machine lacks.
+    """
+    import torch
+
+    from harness.core.collectives import gather_over_ranks
+
+    judged = judge(recipe, facts)
+    mine = [[judgement.able for judgement in judged], [judgement.listed for judgement in judged]]
+    everyone = gather_over_ranks(torch.tensor(mine, dtype=torch.float32, device=device)) > 0
+    chosen = common_rung(everyone[:, 0].tolist(), everyone[:, 1].tolist())
+    if chosen is None:
+        raise _no_common_rung(recipe, facts, judged)
+    return recipe.ladder[chosen], verdicts(recipe.ladder, judged, chosen)
+
+
+def _no_common_rung(recipe: Recipe, facts: MachineFacts, judged: Sequence[Judgement]) -> MachineError:
+    from harness.core.collectives import gather_texts
+
+    tier, why = tier_of(facts)
+    lacks = "; ".join(f"{rung.name}: {own.reason}" for rung, own in zip(recipe.ladder, judged, strict=True))
+    ranks_of: dict[str, list[str]] = {}
+    for rank, told in enumerate(gather_texts(f"tier {tier.name} ({why}): {lacks}")):
+        ranks_of.setdefault(told, []).append(str(rank))
+    where, what = f"recipe {recipe.name}: ladder", f"no rung of recipe {recipe.name} runs on"
+    if len(ranks_of) == 1:
+        fix = 'use the recipe "auto", or add a rung for this tier to the recipe'
+        return MachineError(Problem(f"{what} tier {tier.name} ({why})", where, lacks, fix))
+    each = "; ".join(f"rank {', '.join(ranks)} is {told}" for told, ranks in ranks_of.items())
+    fix = "use ranks of one kind, or add a rung that all of them can run to the recipe"
+    return MachineError(Problem(f"{what} every rank", where, each, fix))
+
+
+def agree_on_refuge(facts: MachineFacts, device: torch.device) -> str:
+    """Where a run goes that must leave fp16: "bf16" if every rank's card has it, else "fp32"."""
+    import torch
+
+    from harness.core.collectives import max_over_ranks
+
+    lacking = not can_run("autocast", "bf16", facts, tier_of(facts)[0])[0]
+    return "fp32" if max_over_ranks(torch.tensor([float(lacking)], device=device)).item() else "bf16"

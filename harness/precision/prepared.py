@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,16 +16,21 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import Tier, check_usable, tier_of
-from harness.core.collectives import world_rank
+from harness.core.collectives import ForwardClock, RankComparison, world_rank, world_size
+from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
-from harness.core.facts import CloserLook, Switch
+from harness.core.facts import CloserLook, Limits, Switch
 from harness.core.metrics import SCALARS
+from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
+from harness.core.state import Incidents, TrainState
 from harness.core.update import InFlight, StepClock
+from harness.monitors.base import MonitorContext
 from harness.monitors.fallback import FallbackController, WholeRunFallback
-from harness.precision.engine import build_backend, build_loss_scale
+from harness.monitors.registry import MonitorsPart
+from harness.monitors.responder import Judge
+from harness.precision.convert import build_backend, build_loss_scale
 from harness.precision.misuse import OpenWindow
-from harness.precision.plan import make_plan, pad_numbers
-from harness.precision.ranks import agree_on_refuge, agree_on_rung
+from harness.precision.plan import agree_on_refuge, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 
@@ -34,10 +41,12 @@ _FIGURES_BEFORE = ("applied", "applied_steps", "grad_norm", "loss_scale", "scrub
 
 
 class Prepared:
-    """Plan, backend, loss scale and fallback of one converted model.
+    """Plan, backend, loss scale and judge of one converted model.
 
-    applied: updates applied so far, float32 0-d on the device. steps: windows so far, skipped ones included. held:
-    layers (padded names) that the user demoted, which the fallback leaves alone. last: facts of the last step.
+    A part of its own state (`held` and `applied`). applied: updates applied so far, float32 0-d on the device. pending:
+    steps that are not judged yet. last: facts of the last step. guarded: a `harness.Guard` judges; context: what its
+    monitors are built from. forward_clock: where ranks are compared. state: what a continuation needs; parts: what is
+    ours of it, as a guard adds model and optimizers.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
@@ -50,21 +59,39 @@ class Prepared:
         self.plan = probe_layers(make_plan(recipe, facts, rung, verdicts, model), recipe, facts, self.device)
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
-        self._fp8 = [pad_numbers(layer) for layer in self.backend.layers]
-        policy = recipe.fallback
-        self.controller: FallbackController | WholeRunFallback | None = None
-        if self._fp8 and policy.enabled:
-            self.controller = FallbackController(policy, self._fp8)
-        elif self.loss_scale is not None and policy.enabled:
-            self.controller = WholeRunFallback(policy.failed_steps, agree_on_refuge(facts, self.device))
+        self.context = MonitorContext(
+            guard=GuardConfig(),
+            fallback=recipe.fallback,
+            layers=tuple(pad_numbers(layer) for layer in self.backend.layers),
+            amax_history=recipe.fp8.amax_history_len if recipe.fp8.scaling == "delayed" else None,
+            margin=recipe.fp8.margin,
+            scales_loss=self.loss_scale is not None,
+            refuge=None if self.loss_scale is None else lambda: agree_on_refuge(facts, self.device),
+        )
         self.model = model
         self._owned: dict[int, nn.Parameter] = {}
         self.window = OpenWindow(self.owns_any)
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
-        self.steps = 0
-        self.held: set[str] = set()
-        self.closer_look = CloserLook()
+        self.forward_clock: ForwardClock | None = None
+        self.pending: deque[InFlight] = deque()
         self.last: InFlight | None = None
+        self.guarded = False
+        built = (kind.build(self.context) for kind in (FallbackController, WholeRunFallback))
+        monitors = [monitor for monitor in built if monitor is not None]
+        parts: dict[str, Stateful] = {"fp8": self.backend, "monitors": MonitorsPart(monitors), "own": self}
+        if self.loss_scale is not None:
+            parts["loss_scale"] = self.loss_scale
+        self.parts = tuple(parts)
+        self.state = TrainState(parts)
+        self.judge = Judge(self.context.guard, self.state, self.backend, monitors)
+
+    def watch(self, config: GuardConfig, monitors: Sequence[Monitor], comparison: RankComparison | None) -> Judge:
+        """Have these monitors judge from now on, when a guard asks for it; before the first step."""
+        self.guarded = True
+        self.forward_clock = ForwardClock(self.device) if world_size() > 1 else None
+        self.state.parts["monitors"] = MonitorsPart(monitors)
+        self.judge = Judge(config, self.state, self.backend, monitors, self.judge.held, comparison)
+        return self.judge
 
     def moved(self) -> torch.device | None:
         """The device that the model went to after it was prepared, None if it stayed."""
@@ -78,35 +105,29 @@ class Prepared:
             self._owned = {id(own): own for own in self.model.parameters()}
         return not asked.isdisjoint(self._owned)
 
-    def fall_back(self) -> Switch | None:
-        """Judge the last step's facts and switch as the recipe's fallback says; every rank does the same."""
-        if self.controller is None or self.last is None:
-            return None
-        verdict = self.controller.observe(self.last.facts())
-        if verdict.look_closer:
-            self.closer_look = self.closer_look.extended(self.steps + 1, verdict.look_closer)
-        if not verdict.ok and world_rank() == 0:
-            _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
-        if not isinstance(verdict.proposal, Switch):
-            return None
-        if verdict.proposal.lower:
-            self.backend.lower(verdict.proposal.lower)
-            return verdict.proposal
-        promote = tuple(layer for layer in verdict.proposal.promote if layer not in self.held)
-        switch = Switch(verdict.proposal.demote, promote, verdict.proposal.reason)
-        self.backend.switch(switch.demote, switch.promote)
-        return switch if switch.demote or switch.promote else None
-
-    def remember(self, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, ran: Mapping[str, Any]) -> None:
-        """Send the facts of the step that just ended to the host.
-
-        figures, slots: what `core.update.update` gave. ran: which layers were demoted in it, what the run was lowered
-        to.
+    def end_step(self, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, tokens: int) -> Switch | None:
+        """The step that `core.update.update` ended: its facts are sent to the host. Without a guard the step before is
+        judged, and what the recipe's fallback moved is returned; every rank does the same.
         """
+        limits, step = self.judge.limits(), self.state.step + 1
+        ran = {"demoted": self.backend.demoted, "lowered": self.backend.lowered, "limits": limits, "tokens": tokens}
+        window = self.state.incidents.window_index(self.state.step)
+        compared, differs = self.judge.compared(step)
         names = self.backend.slot_names
         self.last = InFlight.send(
-            figures, slots, clock, step=self.steps, window=self.steps - 1, slot_names=names, **ran
+            figures, slots, clock, differs, step=step, window=window, slot_names=names, compared=compared, **ran
         )
+        self.pending.append(self.last)
+        self.state.advance()
+        moved: Switch | None = None
+        while len(self.pending) > 1 and not self.guarded:
+            judged = self.judge.observe(self.pending.popleft().facts())
+            for verdict in judged.told if world_rank() == 0 else ():
+                _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
+            for _, switch in self.judge.switch_due():
+                reason = judged.action.reason if isinstance(judged.action, Switch) else ""
+                moved = Switch(switch.demote, switch.promote, reason, switch.lower)
+        return moved if moved and (moved.demote or moved.promote or moved.lower) else None
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
         """FP8 layers (padded names) that the patterns mean: names as in the model come before padded ones.
@@ -127,50 +148,57 @@ class Prepared:
         if problems:
             raise MisuseError(problems)
         chosen = {pad_numbers(name) for names in found.values() for name in names}
-        return [layer for layer in self._fp8 if layer in chosen]
+        return [layer for layer in self.context.layers if layer in chosen]
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """Our own part: {"applied": fp32 0-d} and what the user holds in BF16."""
+        return {"applied": self.applied}, {"held": sorted(self.judge.held)}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """What `state_dict` gave; steps on their way are dropped."""
+        self.applied.copy_(tensors["applied"])
+        self.judge.held.clear()
+        self.judge.held.update(meta["held"])
+        self.pending.clear()
+        self.last = None
+
+    def save(self) -> dict[str, dict[str, Any]]:
         """As `Precision.state_dict`."""
-        parts = {"fp8": self.backend.state_dict()}
-        if self.loss_scale is not None:
-            parts["loss_scale"] = self.loss_scale.state_dict()
-        tensors = {f"{part}.{name}": value for part, (values, _) in parts.items() for name, value in values.items()}
-        tensors["applied"] = self.applied
+        tensors, meta = self.state.state_dict(self.parts)
+        flat = {f"{part}.{name}": tensor for part, named in tensors.items() for name, tensor in named.items()}
         if self.last is not None:
-            tensors["last"] = self.last.arrived()
-        meta = {
+            flat["last"] = self.last.arrived()
+        own = {
             "resolved": self.plan.resolved,
-            "steps": self.steps,
-            "held": sorted(self.held),
-            "closer_look": [self.closer_look.first, self.closer_look.last],
-            "fp8": parts["fp8"][1],
-            "loss_scale": parts["loss_scale"][1] if "loss_scale" in parts else None,
-            "fallback": None if self.controller is None else self.controller.state_dict(),
-            "last": None if self.last is None else _last(self.last),
+            "state": meta,
+            "incidents": asdict(self.state.incidents),
+            "last": None if self.last is None else _last(self.last, bool(self.pending)),
         }
-        return {"tensors": {name: value.detach().clone() for name, value in tensors.items()}, "meta": meta}
+        return {"tensors": {name: value.detach().clone() for name, value in flat.items()}, "meta": own}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """As `Precision.load_state_dict`."""
         tensors, meta = state.get("tensors", {}), state.get("meta", {})
         if meta.get("resolved", self.plan.resolved) != self.plan.resolved:
             what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
             raise _bad_state(what, "load it on a machine of the same tier, or train on without it")
-        mine = self.state_dict()
+        if "fallback" in meta:
+            tensors, meta = _of_0_9(tensors, meta)
+        mine = self.save()
         missing = sorted((mine["meta"].keys() - meta.keys()) | (mine["tensors"].keys() - {"last"} - tensors.keys()))
         if missing:
             raise _bad_state(f"{', '.join(missing)} missing", "give what state_dict() returned, both halves of it")
-        self.backend.load_state_dict(_part(tensors, "fp8"), meta["fp8"])
-        if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(_part(tensors, "loss_scale"), meta["loss_scale"])
-        if self.controller is not None and meta["fallback"] is not None:
-            self.controller.load_state_dict(meta["fallback"])
-        self.applied.copy_(tensors["applied"])
-        self.steps, self.held = int(meta["steps"]), set(meta["held"])
-        self.closer_look = CloserLook(*meta["closer_look"])
-        self.last = None
-        if meta["last"] is not None:
-            self.last = _restored(meta["last"], tensors["last"], self.backend.slot_names)
+        incidents, saved = self.state.incidents, meta["incidents"]
+        if saved["attempt"] >= incidents.attempt:  # a rollback since then must not be undone
+            for name, value in saved.items():
+                setattr(incidents, name, value)
+        by_part: dict[str, TensorDict] = {part: _part(tensors, part) for part in self.parts}
+        self.state.resume(by_part, meta["state"], self.parts)
+        last = meta["last"]
+        if last is not None:
+            self.last = _restored(last, tensors["last"], self.backend.slot_names)
+            if last.get("judged") is not True:
+                self.pending.append(self.last)
 
 
 def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
@@ -200,10 +228,13 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
     return devices[0]
 
 
-def _last(facts: InFlight) -> dict[str, Any]:
+def _last(facts: InFlight, pending: bool) -> dict[str, Any]:
     """JSON-able; `_restored` wants it beside the packed copy."""
     return {
         "step": facts.step,
+        "window": facts.window,
+        "limits": facts.limits.as_json(),
+        "judged": not pending,
         "demoted": list(facts.demoted),
         "lowered": facts.lowered,
         "figures": list(SCALARS),
@@ -219,7 +250,27 @@ def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ..
     scalars = torch.tensor([found.get(name, math.nan) for name in SCALARS])
     packed = torch.cat([scalars, packed[len(names) :].detach().cpu()])
     step, demoted = meta["step"], tuple(meta["demoted"])
-    return InFlight(step, step - 1, packed, None, slot_names, demoted=demoted, lowered=meta["lowered"])
+    limits, window = Limits.from_json(meta.get("limits", (None, None, None))), meta.get("window", step - 1)
+    return InFlight(step, window, packed, None, slot_names, demoted=demoted, lowered=meta["lowered"], limits=limits)
+
+
+def _of_0_9(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """A state from before guards, in today's form: nothing was rolled back then, so windows were numbered as steps."""
+    keys = {FallbackController.key: "evidence", WholeRunFallback.key: "failures"}
+    found = meta["fallback"] or {}
+    parts = {
+        "fp8": meta["fp8"],
+        "monitors": {key: found for key, mark in keys.items() if mark in found},
+        "own": {"held": meta["held"]},
+    }
+    if meta["loss_scale"] is not None:
+        parts["loss_scale"] = meta["loss_scale"]
+    lowered = meta["fp8"].get("lowered", "")
+    state = TrainState({}, Incidents(lowered=lowered), meta["steps"], CloserLook(*meta["closer_look"])).state_dict()[1]
+    tensors = {"own.applied" if name == "applied" else name: tensor for name, tensor in tensors.items()}
+    incidents = asdict(Incidents(lowered=lowered))
+    return tensors, {"state": {**state, "parts": parts}, "incidents": incidents, "last": meta["last"],
+                     "resolved": meta["resolved"]}  # fmt: skip
 
 
 def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from harness.core.resources import find
-from harness.core.schema import Strict, validate
-from harness.core.yamlfile import read_yaml
+from harness.core.files import find
+from harness.core.schema import Strict, read_yaml, validate
 from harness.monitors.evidence import FallbackConfig
 
 TIERS = ("BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU")

@@ -9,9 +9,8 @@ from typing import Any
 
 from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, StepFacts, jsonable
-from harness.replay.branches import Difference, same
-from harness.replay.operations import LOSS
-from harness.replay.origin import Finding
+from harness.replay.flight import Difference, same
+from harness.replay.origin import LOSS, Finding
 
 SHOWN = 8
 """Parameters, and samples, that the terminal lists."""

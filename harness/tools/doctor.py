@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import Tier, check_usable, tier_of
 from harness.core.errors import ExitCode
-from harness.core.resources import shipped
+from harness.core.files import shipped
 
 if TYPE_CHECKING:
     from rich.console import Console

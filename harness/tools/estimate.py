@@ -13,8 +13,7 @@ import typer
 
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
-from harness.estimate.calibration import Calibration, read_calibration, uncalibrated
-from harness.estimate.roofline import GIB, Card, find_card
+from harness.estimate.roofline import GIB, Calibration, Card, find_card, read_calibration, uncalibrated
 from harness.precision.recipe import Recipe
 from harness.tools.start import ConfigName, Overrides, RecipeName, read_policies
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.core.errors import ConfigError, DataError, Problem
-from harness.tools.shell import RunFolder
+from harness.report import RunFolder
 
 if TYPE_CHECKING:
     from harness.build import Place
     from harness.core.config import RunConfig
     from harness.core.state import Incidents
-    from harness.replay.rerun import Rerun
+    from harness.replay.investigate import Rerun
 
 REPORT = "replay.json"
 
@@ -37,11 +37,10 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
     from harness.build import find_place
-    from harness.core.atomic import write_json
     from harness.core.config import load_config
+    from harness.core.files import write_json
     from harness.replay.answer import lines, plain
-    from harness.replay.branches import Branches
-    from harness.replay.flight import record_folder
+    from harness.replay.flight import Branches, record_folder
     from harness.replay.investigate import Investigation
 
     branches = Branches(run_dir)
@@ -80,10 +79,10 @@ def rebuild(
     folder: Path, scratch: Path, place: Place, config: RunConfig, recipe_name: str, incidents: Incidents, ranks: int
 ) -> Rerun:
     """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
-    from harness.build import build_data, build_plan, build_run, open_journal, open_store
+    from harness.build import build_data, build_plan, build_run, open_store, open_telemetry
     from harness.precision.recipe import load_recipe
     from harness.replay.flight import FlightRecorder
-    from harness.replay.rerun import Rerun
+    from harness.replay.investigate import Rerun
     from harness.runs import read_plan
     from harness.tracking.console import Console
 
@@ -95,7 +94,7 @@ def rebuild(
         raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
     data = build_data(config, folder, place)
     quiet = Console(config.train.steps, stream=io.StringIO())
-    journal = open_journal(scratch, place, incidents.attempt, None)
+    telemetry = open_telemetry(config, scratch, place, quiet, incidents.attempt)
     # Nothing is saved, so no memory for copies of the state is wanted.
     spare = {
         "checkpoint": config.checkpoint.model_copy(update={"background": False}),
@@ -103,7 +102,7 @@ def rebuild(
     }
     config = config.model_copy(update=spare)
     store = open_store(scratch, place)
-    run = build_run(config, recipe, scratch, place, plan, model, data, journal, incidents, store, quiet)
+    run = build_run(config, recipe, scratch, place, plan, model, data, telemetry, incidents, store)
     assert isinstance(run.flight, FlightRecorder)
     surroundings, run.flight = run.flight.surroundings, None
-    return Rerun(run, model, ranks, plan.resolved, surroundings, journal)
+    return Rerun(run, model, ranks, plan.resolved, surroundings)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from harness.core.config import load_config
-from harness.tools.shell import RunFolder
-from harness.tracking.folder import require_run
+from harness.core.config import TrackingConfig, load_config
+from harness.report import RunFolder
+from harness.tracking.history import RunHistory
+from harness.tracking.rows import require_run
 from harness.tracking.shipper import sync
 
 
 def command(run: RunFolder) -> int:
-    config = load_config(str(require_run(run) / "config.yaml"))
-    done = sync(run, config.tracking.experiment)
+    config = require_run(run) / "config.yaml"
+    if config.exists():
+        experiment = load_config(str(config)).tracking.experiment
+    else:  # of a loop that is not ours, which says it in its journal
+        experiment = str(RunHistory.read(run).run["tags"].get("experiment", TrackingConfig().experiment))
+    done = sync(run, experiment)
     print("delivered" if done else f"not delivered; see {run / 'shipper.log'}")
     return 0 if done else 1

@@ -19,23 +19,21 @@ from harness.build import (
     build_plan,
     build_run,
     find_place,
-    open_journal,
     open_store,
+    open_telemetry,
     read_incidents,
 )
-from harness.checkpoint.incidents import load_incidents
-from harness.checkpoint.lock import RunLock
-from harness.checkpoint.preflight import lacks_room
-from harness.checkpoint.store import Store
-from harness.core.config import RunConfig
-from harness.core.errors import CheckpointError, ExitCode, HarnessError, MachineError, Problem
+from harness.checkpoint.policy import load_incidents
+from harness.checkpoint.store import Store, lacks_room
+from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
-from harness.optim.optimizers import MOMENTS
+from harness.optim import MOMENTS
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.runs import (
     RUNS,
+    RunLock,
     base_name,
     check_resumable,
     choose_folder,
@@ -48,16 +46,11 @@ from harness.runs import (
     read_source,
     same_data_order,
     write_config,
-    write_outcome,
     write_plan,
     write_source,
 )
-from harness.tools.effective import describe, effective_layers
 from harness.tools.start import Request
-from harness.tracking import shipper
 from harness.tracking.console import Console, plan_table
-from harness.tracking.journal import Journal
-from harness.tracking.position import JOURNAL
 
 
 def train(request: Request) -> int:
@@ -107,32 +100,26 @@ def train(request: Request) -> int:
         start = place.ranks.broadcast(store.newest_valid() if lead else None) if resuming else None
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
-        journal = open_journal(folder, place, incidents.attempt, (start or 0) + 1 if resuming else None)
-        with journal:
-            journal.note(
-                "run", tags=_tags(plan, place), params=_flat(config.model_dump(mode="json")), data=data.facts()
-            )
-            ship = None
-            run = build_run(
-                config, request.recipe, folder, place, plan, model, data, journal, incidents, store, console
-            )
+        telemetry = open_telemetry(
+            config, folder, place, console, incidents.attempt, (start or 0) + 1 if resuming else None
+        )
+        with telemetry:
+            telemetry.begin(_tags(plan, place), _flat(config.model_dump(mode="json")), data.facts())
+            run = build_run(config, request.recipe, folder, place, plan, model, data, telemetry, incidents, store)
             try:
                 try:
-                    _restore(run, source, start, journal)
+                    _restore(run, source, start)
                 except CheckpointError:
                     if lead and not resuming:
                         forget_run(folder)
                     raise
-                if lead and config.tracking.mlflow:
-                    ship = shipper.start(folder, config.tracking.experiment)
-                outcome = _drive(run, journal)
-                if lead:
-                    _finish(run, plan, outcome, journal)
+                telemetry.ship()
+                outcome = _drive(run)
+                _finish(run, plan, outcome)
             finally:
                 run.engine.close()
         run.stop.uninstall(outcome.exit_code)
-        if lead:
-            _farewell(folder, ship, config, console, journal.dropped)
+        telemetry.farewell()
         return int(outcome.exit_code)
 
 
@@ -200,11 +187,12 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
 
 
-def _restore(run: Run, source: Path | None, start: int | None, journal: Journal) -> None:
+def _restore(run: Run, source: Path | None, start: int | None) -> None:
     """Load the newest valid checkpoint of this run, or the one that --resume PATH named."""
-    for problem in getattr(run.recovery.store, "quarantined", []):
-        journal.event(start or 0, "checkpoint.quarantined", text=str(problem))
-        run.screen.event(f"set aside: {problem}")
+    telemetry = run.telemetry
+    for problem in run.recovery.store.quarantined:
+        telemetry.event(start or 0, "checkpoint.quarantined", text=str(problem))
+        telemetry.screen.event(f"set aside: {problem}")
     if source is not None:
         step = int(source.name.removeprefix("step-"))
         run.state.load_state_dict(*Store(source.parent, readonly=True).load(step))
@@ -214,82 +202,42 @@ def _restore(run: Run, source: Path | None, start: int | None, journal: Journal)
             incidents.skipped_windows = list(load_incidents(theirs).skipped_windows)
             if run.engine.rank == 0:
                 run.recovery.keep_incidents(incidents)
-        journal.event(step, "run.started_from", path=str(source))
-        run.screen.event(f"started from {source}")
+        telemetry.event(step, "run.started_from", path=str(source))
+        telemetry.screen.event(f"started from {source}")
         run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
         run.recovery.load(start)
-        journal.event(start, "run.resumed")
-        run.screen.event(f"resumed at step {start}")
+        telemetry.event(start, "run.resumed")
+        telemetry.screen.event(f"resumed at step {start}")
 
 
-def _drive(run: Run, journal: Journal) -> Outcome:
+def _drive(run: Run) -> Outcome:
     """The loop under signal handlers; whatever ends it becomes an outcome."""
     run.stop.install()
     try:
-        return loop.run(run)
+        return loop.train(run)
     except BaseException as error:
-        code = error.exit_code if isinstance(error, HarnessError) else ExitCode.FAILED
-        reason = f"{type(error).__name__}: {error}"
-        _settle(run, error, journal)
-        journal.event(run.state.step, "run.failed", text=reason)
-        if run.engine.rank == 0:
-            write_outcome(run.folder, Outcome("failed", code, reason, run.state.step))
-        journal.note("end", status="failed")
+        _settle(run, error)
+        run.telemetry.failed(run.state.step, error)
         raise
     finally:
-        run.screen.close()
+        run.telemetry.screen.close()
 
 
-def _settle(run: Run, error: BaseException, journal: Journal) -> None:
+def _settle(run: Run, error: BaseException) -> None:
     """Let what is being saved come to its end; a forced interrupt does not wait for the disk."""
     if not isinstance(error, Exception):
         return
     try:
         run.recovery.settle()
     except Exception as also:  # the same fault may have met both: the first is the one to tell
-        journal.event(run.state.step, "checkpoint.failed", text=f"{type(also).__name__}: {also}")
+        run.telemetry.event(run.state.step, "checkpoint.failed", text=f"{type(also).__name__}: {also}")
 
 
-def _finish(run: Run, plan: Plan, outcome: Outcome, journal: Journal) -> None:
-    """Outcome, effective precision, plots and report; told to MLflow through the journal."""
-    write_outcome(run.folder, outcome)
-    layers = effective_layers(run, plan)
-    described = describe(layers)
-    write_plan(run.folder, {**plan.as_dict(), "effective": described, "effective_layers": layers})
-    journal.note("run", tags={"precision.effective": described, "outcome": outcome.status}, params={}, data={})
-    journal.flush()
-    if run.config.tracking.report:
-        _report(run, journal)
-    for name in ("config.yaml", "plan.json", "outcome.json"):
-        journal.note("artifact", path=name)
-    journal.note("end", status=outcome.status)
-
-
-def _report(run: Run, journal: Journal) -> None:
-    from harness.tools import report
-
-    try:
-        for path in report.write(run.folder):
-            journal.note("artifact", path=str(path.relative_to(run.folder)))
-    except (OSError, ValueError) as error:  # the training is done and saved: a picture must not fail it
-        journal.event(run.state.step, "report.failed", text=str(error))
-        run.screen.event(f"no report: {error}; try again with harness report {run.folder}")
-
-
-def _farewell(
-    folder: Path, ship: shipper.ShipperHandle | None, config: RunConfig, console: Console, dropped: int
-) -> None:
-    from harness.tools.summary import summary
-
-    delivered = ship.drain(config.tracking.drain_seconds) if ship else None
-    console.say(summary(folder))
-    if dropped:
-        console.event(
-            f"journal.dropped: the disk refused {dropped} rows of {folder / JOURNAL}; training was not affected"
-        )
-    if delivered is False:
-        console.event(f"MLflow has not got everything yet; deliver the rest with: harness sync {folder}")
+def _finish(run: Run, plan: Plan, outcome: Outcome) -> None:
+    """Outcome, effective precision, plots and report."""
+    if run.engine.rank == 0:
+        run.telemetry.end(outcome, plan.as_it_ran(run.precision), ("config.yaml",))
 
 
 def _tags(plan: Plan, place: Place) -> dict[str, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.core.errors import ExitCode
-from harness.tools.shell import RunFolder
-from harness.tracking.folder import require_run
+from harness.report import RunFolder
+from harness.tracking.rows import require_run
 
 
 def command(run: RunFolder) -> int:
@@ -13,7 +13,7 @@ def command(run: RunFolder) -> int:
     Nothing is changed: the next start of the run moves damaged ones aside. Raises ConfigError if `run` is no run.
     """
     folder = require_run(run)
-    from harness.checkpoint.marks import read_marks
+    from harness.checkpoint.manifest import read_marks
     from harness.checkpoint.policy import best
     from harness.checkpoint.store import Store
 

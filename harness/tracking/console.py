@@ -9,16 +9,17 @@ import math
 import re
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from rich.console import Console as RichConsole
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 from harness.core.facts import StepFacts
-from harness.tracking.plan_table import plan_table
 
 __all__ = ["Console", "clock", "plan_table", "rate"]
 
@@ -32,12 +33,14 @@ _ALERT = re.compile(r"(?:step \d+: )?([a-z0-9]+\.[a-z_]+): ")
 class Console:
     """One run's output.
 
+    total_steps: None for a run whose length is not known, whose steps get no lines.
+
     Nothing raises into training: a stream that went away (a closed pipe, a lost connection) is written to no more.
     """
 
-    def __init__(self, total_steps: int, *, stream: IO[str] | None = None) -> None:
-        self._total = total_steps
-        self._every = max(1, math.ceil(total_steps / LINES_PER_RUN))
+    def __init__(self, total_steps: int | None, *, stream: IO[str] | None = None) -> None:
+        self._total = total_steps or 0
+        self._every = max(1, math.ceil(self._total / LINES_PER_RUN))
         self._stream = _Forgiving(stream or sys.stdout)
         self._first = True
         self._pace: float | None = None
@@ -46,7 +49,7 @@ class Console:
         self._told: set[str] = set()
         self._rich = RichConsole(file=cast("IO[str]", self._stream), highlight=False, markup=False)
         self._progress: Progress | None = None
-        if self._rich.is_terminal:
+        if self._rich.is_terminal and total_steps:
             self._task, self._progress = _live(self._rich, total_steps)
         else:
             self._rich.width = PLAIN_WIDTH
@@ -54,6 +57,8 @@ class Console:
     def step(self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int) -> None:
         """Report one step. fp8_layers of fp8_total ran in FP8; skipped updates and rollbacks so far."""
         done = facts.step
+        if not self._total:
+            return
         if not self._first:
             old = facts.seconds if self._pace is None else self._pace
             self._pace = old + SMOOTHING * (facts.seconds - old)
@@ -190,3 +195,73 @@ def _live(console: RichConsole, total: int) -> tuple[TaskID, Progress]:
     task = progress.add_task("", total=total, now=blank)
     progress.start()
     return task, progress
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Layers that differ only in their block number. name: `blocks.00-03.mlp.down`."""
+
+    name: str
+    count: int
+    kind: str
+    precision: str
+    backend: str
+    reason: str
+    shape: tuple[int, ...]
+
+
+def fold(layers: Iterable[Mapping[str, Any]]) -> list[Fold]:
+    """Rows of plan.json's `layers`, those alike but for the first number in their name put together, in plan order."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for layer in layers:
+        before, number, after = _split(layer["module"])
+        alike = (layer["kind"], layer["precision"], layer["backend"], layer["reason"], tuple(layer["shape"]))
+        groups.setdefault((before, after, *alike), []).append(number)
+    return [
+        Fold(f"{before}{_ranges(numbers)}{after}", len(numbers), *alike)
+        for (before, after, *alike), numbers in groups.items()
+    ]
+
+
+def rung_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Requested, resolved and effective precision, why each better rung was not taken, and the plan's notes."""
+    lines = [f"recipe {plan['recipe']} on {plan['tier']}: requested {plan['requested']}, resolved {plan['resolved']}"]
+    if plan.get("effective"):
+        lines[0] += f", effective {plan['effective']}"
+    for rung in plan["rungs"]:
+        lines.append(f"  {rung['rung']}: {'taken' if rung['taken'] else 'not taken'}: {rung['reason']}")
+        if rung["taken"]:
+            break
+    return lines + [f"  note: {note}" for note in plan.get("notes", ())]
+
+
+def plan_table(plan: Mapping[str, Any]) -> RenderableType:
+    """plan.json's content for the terminal."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("layers", "precision", "backend", "shape"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("why")
+    for row in fold(plan["layers"]):
+        style = "" if row.precision.startswith("fp8") else "dim"
+        shape = str(list(row.shape)) if row.shape else ""
+        # Text: a shape in brackets is not rich's markup.
+        table.add_row(*(Text(cell) for cell in (row.name, row.precision, row.backend, shape, row.reason)), style=style)
+    return Group(*(Text(line) for line in rung_lines(plan)), Text(), table)
+
+
+def _split(module: str) -> tuple[str, str, str]:
+    match = re.search(r"(?:^|(?<=\.))\d+(?=\.|$)", module)
+    return (module[: match.start()], match.group(), module[match.end() :]) if match else (module, "", "")
+
+
+def _ranges(numbers: Sequence[str]) -> str:
+    """`["00", "01", "03"]` as `00-01,03`."""
+    if numbers == [""]:
+        return ""
+    spans: list[list[str]] = []
+    for number in sorted(numbers, key=int):
+        if spans and int(number) == int(spans[-1][-1]) + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(span) for span in spans)

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.facts import ROLES
-from harness.core.untrusted import MAX_LARGE, read_mapping
-from harness.tracking.folder import require_run
-from harness.tracking.position import JOURNAL
-from harness.tracking.rows import read_rows
+from harness.core.files import MAX_LARGE, read_mapping
+from harness.tracking.rows import JOURNAL, read_rows, require_run
 
 SWITCHED = "precision.switched"
+OWN_LOOP = "own"
+"""Value of the tag `loop` where somebody else's loop trained, whose loss may be anything."""
 SLOT_STATES = ("native", "transformer_engine")
 """Backends that keep an amax history and so can prove that FP8 ran."""
 _OF_A_LAYER = ("module", "precision", "backend")

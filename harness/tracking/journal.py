@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from harness.core.errors import ConfigError, Problem
-from harness.tracking.clock import RowClock
-from harness.tracking.rows import encode, finished_size, read_rows
+from harness.tracking.rows import RowClock, encode, finished_size, read_rows
 
 Metrics = dict[str, float]
 _NOT_OF_THE_STEP = ("run.", "checkpoint.", "flight.", "report.", "journal.")

@@ -2,6 +2,13 @@
 
 Every row carries the journal's own timestamp, so MLflow's SQL store recognises a row that is sent again and drops it:
 delivery is at least once, the result exactly once.
+
+Checkpoints are MLflow models of type "checkpoint", kept outside of MLflow: to be found by metric, tag or step.
+
+    mlflow.set_experiment("hopper-harness")
+    mlflow.search_logged_models(filter_string="metrics.`checkpoint/train_loss` < 2 AND tags.good = 'true'")
+
+Their tags say where the files are and whether they may be gone back to; the files themselves stay in the run folder.
 """
 
 from __future__ import annotations
@@ -14,12 +21,74 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import LoggedModelStatus, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
-from harness.tracking.checkpoint_models import CheckpointModels
-from harness.tracking.position import JOURNAL, Position
-from harness.tracking.rows import read_rows
+from harness.core.files import step_name
+from harness.tracking.rows import JOURNAL, Position, read_rows
+
+# A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
+_UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
+
+
+class CheckpointModels:
+    """The checkpoints of one MLflow run. Sending a row twice changes nothing."""
+
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self._client = client
+        self._run = run.info
+        self._ids: dict[int, str] = {}
+        self._unknown = False
+
+    def note(self, row: Mapping[str, Any], milliseconds: int) -> None:
+        """Carry out one "checkpoint" row of the journal. Raises what mlflow raises."""
+        if self._unknown:
+            return
+        try:
+            self._note(row, milliseconds)
+        except MlflowException as error:
+            if error.error_code not in _UNKNOWN_THERE:
+                raise
+            self._unknown = True
+            print(f"checkpoints: the server has no external models ({error.error_code}), passed over", flush=True)
+
+    def _note(self, row: Mapping[str, Any], milliseconds: int) -> None:
+        step, state = int(row["step"]), str(row["state"])
+        if state == "saved":
+            model = self._find(step) or self._create(step)
+            tags = {"path": row["path"], "step": step, "attempt": row["attempt"], "state": "saved", "good": "false"}
+            self._client.set_logged_model_tags(model, {name: str(value) for name, value in tags.items()})
+            metrics = [
+                Metric(f"checkpoint/{name}", value, milliseconds, step, model_id=model)
+                for name, value in row["metrics"].items()
+            ]
+            self._client.log_batch(self._run.run_id, metrics=metrics, synchronous=True)
+        elif model := self._find(step):
+            tags = {"good": "true"} if state == "good" else {"state": state, "good": "false"}
+            self._client.set_logged_model_tags(model, tags)
+
+    def _create(self, step: int) -> str:
+        model = self._client.create_logged_model(
+            self._run.experiment_id,
+            name=step_name(step),
+            source_run_id=self._run.run_id,
+            tags={MLFLOW_MODEL_IS_EXTERNAL: "true"},
+            model_type="checkpoint",
+        )
+        self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+        self._ids[step] = model.model_id
+        return model.model_id
+
+    def _find(self, step: int) -> str | None:
+        if step not in self._ids:
+            mine = f"name = '{step_name(step)}' AND source_run_id = '{self._run.run_id}'"
+            found = self._client.search_logged_models([self._run.experiment_id], filter_string=mine, max_results=1)
+            if not found:
+                return None
+            self._ids[step] = found[0].model_id
+        return self._ids[step]
+
 
 MAX_METRICS = 1000
 MAX_ENTRIES = 100

@@ -1,13 +1,44 @@
-"""Rows of the journal as bytes and back: strict JSON, floats in full precision, non-finite ones as strings."""
+"""Rows of the journal as bytes and back, their time, and how far MLflow has them. Torch-free.
+
+Strict JSON, floats in full precision, non-finite ones as strings. A row's time is the wall clock's, read once, and from
+then on of a clock that nobody can set. `shipper.json` says what has been delivered; others ask of it here, without
+importing mlflow. A run folder is told from any other by its journal.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from harness.core.errors import ConfigError, Problem, near_match
+from harness.core.files import read_json, write_json
+
+
+class RowClock:
+    """Seconds since 1970 that never go back, because MLflow orders a history by them and not by step.
+
+    The machine's clock may be set, by NTP or by hand, in mid-run: rows then keep the time they would have had. The
+    time that a machine sleeps is counted. not_before: the last row of an earlier process; where the clock is behind
+    it, rows go on from there.
+    """
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._offset = max(time.time(), not_before) - _elapsed()
+
+    def __call__(self) -> float:
+        return self._offset + _elapsed()
+
+
+def _elapsed() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TAIL = 64 * 1024
@@ -103,3 +134,69 @@ def _restored(value: Any) -> Any:
     if isinstance(value, list):
         return [_restored(item) for item in value]
     return value
+
+
+JOURNAL = "journal.jsonl"
+POSITION = "shipper.json"
+
+
+@dataclass
+class Position:
+    """run_id: MLflow's, None until it exists. offset: journal bytes delivered. key: finds a run created just before a
+    kill, whose id was never written down."""
+
+    run_id: str | None = None
+    offset: int = 0
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Position:
+        """The stored position; the beginning if there is none, it is damaged, or the journal does not reach it."""
+        try:
+            stored = read_json(run_dir / POSITION)
+            position = cls(stored["run_id"], stored["offset"], stored["key"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return cls()
+        texts = isinstance(position.key, str) and isinstance(position.run_id, str | None)
+        if not texts or type(position.offset) is not int or position.offset < 0:
+            return cls()
+        # After a power cut the journal may be shorter than what was delivered of it. To send a row again is harmless.
+        if not _ends_a_row(run_dir / JOURNAL, position.offset):
+            position.offset = 0
+        return position
+
+    def save(self, run_dir: Path) -> None:
+        """Write atomically: a reader sees the old position or this one."""
+        write_json(run_dir / POSITION, asdict(self))
+
+
+def delivered(run_dir: Path) -> bool:
+    """Whether MLflow has every finished row of this run's journal."""
+    journal = run_dir / JOURNAL
+    return not journal.exists() or Position.load(run_dir).offset == finished_size(journal)
+
+
+def tracking_uri(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
+    """MLFLOW_TRACKING_URI where it is set, else an SQLite file in `folder` (default: the working folder)."""
+    return environment.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder or Path.cwd()).resolve() / 'mlflow.db'}"
+
+
+def _ends_a_row(journal: Path, offset: int) -> bool:
+    if offset == 0:
+        return True
+    try:
+        with journal.open("rb") as file:
+            file.seek(offset - 1)
+            return file.read(1) == b"\n"
+    except (OSError, ValueError):
+        return False
+
+
+def require_run(run_dir: Path) -> Path:
+    """`run_dir`, resolved, if it is a run's folder. Raises ConfigError with the near match among its neighbours."""
+    if (run_dir / JOURNAL).is_file():
+        return run_dir.resolve()
+    runs = [path.parent.name for path in run_dir.absolute().parent.glob(f"*/{JOURNAL}")]
+    what = f"has no {JOURNAL}" if run_dir.is_dir() else "no such folder"
+    hint = near_match(run_dir.name, runs) or "start one with: harness train --recipe fp8_hybrid"
+    raise ConfigError(Problem(f"not a run: {what}", str(run_dir), fix=hint))

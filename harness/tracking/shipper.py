@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from harness.tracking.folder import require_run
-from harness.tracking.position import JOURNAL, Position, delivered, tracking_uri
-from harness.tracking.rows import decode
+from harness.tracking.rows import JOURNAL, Position, decode, delivered, require_run, tracking_uri
 
 if TYPE_CHECKING:
     from harness.tracking.mlflow import Sink
@@ -56,7 +54,7 @@ class ShipperHandle:
                 return delivered(self.run_dir)
             time.sleep(0.05)
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1.0)
+            self.process.wait(timeout=max(1.0, deadline - time.monotonic()))
         return True
 
 

@@ -167,7 +167,7 @@ class Operands(Recorder):
 @contextmanager
 def watched(config: RunConfig, recipe: Recipe, card: str, rung: str, batches: int) -> Iterator[PaperRun]:
     """As `on_card`, with `Operands` for a recorder."""
-    from harness.estimate.paper import on_paper
+    from harness.estimate.trace import on_paper
 
     place, recorder = find_card(card), Operands()
     cuda = torch.device("cuda", 0)

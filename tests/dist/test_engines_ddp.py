@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.optim import build_optimizer
+from harness.optim import WarmupCosine
 
 CPU = torch.device("cpu")
 

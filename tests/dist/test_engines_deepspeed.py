@@ -24,8 +24,8 @@ from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.torch_engine import TorchEngine
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.optim import build_optimizer
+from harness.optim import WarmupCosine
 
 CPU = torch.device("cpu")
 SCHEDULE = WarmupCosine(0.02, 2, 20, 0.1)

@@ -1,7 +1,8 @@
 """The trainer and a loop of ten lines on the public API: the same weights, moments, FP8 state, loss scale and facts.
 
-40 steps, two micro-batches each, clipping on; a loss is NaN, gradients are infinite, a loss is 50 times as large. Run
-as a script, this file is one rank.
+40 steps, two micro-batches each, clipping and guard on; a loss is NaN, gradients are infinite, a loss is 50 times as
+large, and three losses in a row are NaN, for which both roll back to a snapshot in memory, at a lower learning rate.
+Run as a script, this file is one rank.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,25 @@ from dist_support import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import Precision
-from harness.build import build_data, build_plan, build_run, find_place, open_journal, open_store, read_incidents
+from harness import Guard, Precision
+from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry, read_incidents
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
 from harness.core.state import seed_everything
-from harness.engines.parts import ModelPart, OptimizerPart
-from harness.loop import next_step
+from harness.engines.torch_engine import ModelPart, OptimizerPart
+from harness.loop import train
 from harness.models.gpt import GPT, build
-from harness.models.task import Task, build_model
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.models import Task, build_model
+from harness.optim import build_optimizer
+from harness.optim import WarmupCosine
 from harness.precision.recipe import Recipe, load_recipe
-from harness.step import seed_step
+from harness.run import seed_step
 from harness.tracking.console import Console
 
 STEPS, MICRO = 40, 2
-NAN_LOSS, INF_GRADIENT, SPIKE = 7, 13, 20
+NAN_LOSS, INF_GRADIENT, SPIKE, STREAK = 7, 13, 26, (32, 33, 34)
 RECIPES = {"fp32": {}, "bf16": {}, "fp16_scaler": {"loss_scale": {"init": 1024.0, "growth_interval": 5}}, "fp8_hybrid": {}}
+GUARD = {"max_consecutive_skips": 3, "snapshot_every": 5, "rollback_lr_factor": 0.5, "compare_ranks_every": 10}
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.dist
@@ -56,7 +59,7 @@ class Restless(nn.Module):
         loss = self.gpt(inputs, targets)
         step, micro = divmod(self.forwards, MICRO)
         self.forwards += 1
-        if micro == 1 and step == NAN_LOSS:
+        if micro == 1 and step in (NAN_LOSS, *STREAK):
             return loss + math.nan  # no gradient feels it
         if micro == 1 and step == INF_GRADIENT:
             return loss * math.inf
@@ -76,17 +79,17 @@ def settings(folder: Path, ranks: int) -> RunConfig:
             "train": {"steps": STEPS, "global_batch": 4 * MICRO, "micro_batch": 4 // ranks, "max_grad_norm": 0.5},
             "data": {"path": str(text), "context": 32, "val_samples": 1},
             "model": {"target": "test_one_update:restless"},
-            "checkpoint": {"every": 0},
-            "guard": {"enabled": False},
+            "checkpoint": {"every": 0, "healthy_steps": 3},
+            "guard": GUARD,
             "tracking": {"mlflow": False},
         }
     )
 
 
 def policy(name: str) -> Recipe:
-    """Small layers are converted; the fallback, which belongs to the guard in one and to the recipe in the other, is off."""
+    """Small layers are converted."""
     base = load_recipe(name).model_dump()
-    for section, keys in {"layers": {"min_features": 16}, "fallback": {"enabled": False}, **RECIPES[name]}.items():
+    for section, keys in {"layers": {"min_features": 16}, **RECIPES[name]}.items():
         base[section].update(keys)
     return Recipe.model_validate(base)
 
@@ -106,6 +109,27 @@ def state(parts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def judged_by(guard: Guard) -> list[Any]:
+    """What the guard will have judged, step by step."""
+    facts: list[Any] = []
+    observe = guard.observe
+    guard.observe = lambda each: (facts.append(told(each)), observe(each))[1]  # type: ignore[method-assign]
+    return facts
+
+
+class Applied:
+    """Updates applied so far, which the schedule goes by."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"count": self.count}
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        self.count.copy_(saved["count"])
+
+
 def trainer(folder: Path, name: str, ranks: int) -> dict[str, Any]:
     config, recipe = settings(folder, ranks), policy(name)
     run_dir = folder / f"trainer-{name}"
@@ -115,13 +139,14 @@ def trainer(folder: Path, name: str, ranks: int) -> dict[str, Any]:
     data = build_data(config, run_dir, place)
     store = open_store(run_dir, place)
     incidents = read_incidents(run_dir, place, store)
-    with open_journal(run_dir, place, incidents.attempt, None) as journal:
-        console = Console(STEPS, stream=io.StringIO())
-        run = build_run(config, recipe, run_dir, place, plan, model, data, journal, incidents, store, console)
-        facts = [told(next_step(run).facts()) for _ in range(STEPS)]
+    with open_telemetry(config, run_dir, place, Console(STEPS, stream=io.StringIO())) as telemetry:
+        run = build_run(config, recipe, run_dir, place, plan, model, data, telemetry, incidents, store)
+        facts = judged_by(run.guard)
+        assert train(run).status == "done"
         run.stop.uninstall()
     parts = {each: part for each, part in run.state.parts.items() if each in ("model", "optimizer", "fp8", "loss_scale")}
-    return {"facts": facts, "state": state(parts), "run": run, "data": data}
+    incidents = asdict(run.state.incidents)
+    return {"facts": facts, "state": state(parts), "incidents": incidents, "run": run, "data": data}
 
 
 def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dict[str, Any]:
@@ -134,28 +159,29 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
     schedule = WarmupCosine(config.train.lr, config.train.warmup_steps, STEPS, config.train.min_lr_ratio)
     task = Task(model, config.model.target)
     wrapped = DistributedDataParallel(model) if ranks > 1 else None
-    lr, applied, facts = torch.zeros(()), torch.zeros(()), []
+    lr, applied = torch.zeros(()), Applied()
     for group in optimizer.param_groups:
         group["lr"] = lr
-    for step in range(STEPS):
-        window = data.window(step, step)
+    clip = config.train.max_grad_norm
+    guard = Guard.for_precision(precision, optimizer, keep=[applied], max_grad_norm=clip, healthy_steps=3, **GUARD)
+    facts = judged_by(guard)
+    while guard.step < STEPS:
+        window = data.window(guard.window)
         seed_step(other["run"], window, rank)
         for number, (inputs, targets) in enumerate(data.micro_batches(window, rank, ranks), start=1):
             with wrapped.no_sync() if wrapped is not None and number < MICRO else nullcontext():
                 with precision.context():
                     loss = task.loss(wrapped or model, inputs, targets)
                 precision.backward(loss / MICRO)
-        lr.copy_(schedule(applied))
-        outcome = precision.step(optimizer, max_grad_norm=config.train.max_grad_norm)
-        applied += outcome.applied
+        lr.copy_(schedule(applied.count))
+        outcome = precision.step(optimizer, max_grad_norm=clip)
+        applied.count += outcome.applied
         optimizer.zero_grad()
-        last = precision.facts()
-        assert last is not None
-        facts.append(told(last))
+        guard.end_step()
     own = precision.state_dict()["tensors"]
-    parts = state({"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied)})
-    parts |= {each.replace(".", "/", 1): tensor.tolist() for each, tensor in own.items() if "." in each}
-    return {"facts": facts, "state": parts}
+    parts = state({"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied.count)})
+    parts |= {each.replace(".", "/", 1): tensor.tolist() for each, tensor in own.items() if each.startswith(("fp8.", "loss_"))}
+    return {"facts": facts, "state": parts, "incidents": asdict(guard.state.incidents)}
 
 
 def session(folder: Path, ranks: int) -> dict[str, Any]:
@@ -163,11 +189,13 @@ def session(folder: Path, ranks: int) -> dict[str, Any]:
     for name in RECIPES:
         ours = trainer(folder, name, ranks)
         theirs = ten_lines(folder, name, ranks, ours)
-        ours = {key: ours[key] for key in ("facts", "state")}
+        ours = {key: ours[key] for key in ("facts", "state", "incidents")}
         differ = [key for key in ours["state"].keys() | theirs["state"].keys()
                   if repr(ours["state"].get(key)) != repr(theirs["state"].get(key))]  # fmt: skip
-        steps = [step for step in range(STEPS) if ours["facts"][step] != theirs["facts"][step]]
+        pairs = zip(ours["facts"], theirs["facts"], strict=True)
+        steps = [step for step, (mine, other) in enumerate(pairs) if mine != other]
         found[name] = {"state": sorted(differ), "steps": steps, "tensors": len(ours["state"]), "facts": ours["facts"]}
+        found[name]["incidents"] = [ours["incidents"], theirs["incidents"]]
     return found
 
 
@@ -177,7 +205,12 @@ def check(found: dict[str, Any]) -> None:
         assert each["tensors"] > 40
         scales = [float(figures.split(",")[3]) for figures, _ in each["facts"]]
         skipped = [step for step, (figures, _) in enumerate(each["facts"]) if "False" in figures]
-        assert skipped == [NAN_LOSS, INF_GRADIENT], "both faults fired, and nothing else was skipped"
+        assert skipped == [NAN_LOSS, INF_GRADIENT, *STREAK], "the faults fired, and nothing else was skipped"
+        incidents = each["incidents"]
+        assert incidents[0] == incidents[1]
+        assert incidents[0]["returned_to"] == [25], "both rolled back, to a snapshot"
+        rates = [float(figures.split(",")[2]) for figures, _ in each["facts"]]
+        assert rates[-1] < 0.6 * rates[SPIKE], "and went on at half the learning rate"
         if name == "fp16_scaler":
             assert scales[NAN_LOSS + 1] == scales[NAN_LOSS], "a loss that alone is NaN is not the scale's fault"
             assert scales[INF_GRADIENT + 1] == scales[INF_GRADIENT] / 2

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import Precision
 from harness.capability.probe import Device, MachineFacts
 from harness.core.errors import MachineError
-from harness.precision.ranks import agree_on_rung
+from harness.precision.plan import agree_on_rung
 from harness.precision.recipe import Recipe, load_recipe
 
 ROWS = 16

@@ -23,7 +23,7 @@ from benchmarks import outliers
 from benchmarks.fallback import KINDS, ROOT, SCENARIOS, Scenario, prepare, read, settings
 from harness import Precision
 from harness.core.config import load_config
-from harness.loop import SWITCH_DELAY
+from harness.core.facts import SWITCH_DELAY
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tools.start import Request
 from harness.tools.train import train

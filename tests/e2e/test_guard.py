@@ -14,7 +14,7 @@ import yaml
 from e2e_support import ROOT, events, metrics, train
 from safetensors.numpy import load_file
 
-from harness.core.resources import find
+from harness.core.files import find
 
 pytestmark = pytest.mark.faults(11, 13)
 

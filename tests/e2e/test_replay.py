@@ -22,7 +22,7 @@ from harness.checkpoint.store import Store
 from harness.core.config import load_config
 from harness.core.errors import ConfigError
 from harness.core.facts import StepFacts
-from harness.core.resources import find
+from harness.core.files import find
 from harness.core.state import Incidents
 from harness.tools.replay import rebuild, replay
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from e2e_support import ROOT, events, metrics, train
 
-from harness.core.resources import find
+from harness.core.files import find
 
 pytestmark = pytest.mark.faults(16)
 

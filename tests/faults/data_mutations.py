@@ -8,7 +8,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "tags of YAML are refused",
-        "harness/core/yamlfile.py",
+        "harness/core/schema.py",
         'if getattr(event, "tag", None) is not None:',
         "if False:",
         "tests/faults/test_hostile_files.py -k set",
@@ -16,7 +16,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "aliases of YAML are refused",
-        "harness/core/yamlfile.py",
+        "harness/core/schema.py",
         "if isinstance(event, yaml.AliasEvent):",
         "if False:",
         "tests/faults/test_hostile_files.py -k endless",
@@ -24,7 +24,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "YAML is nested no deeper than a limit",
-        "harness/core/yamlfile.py",
+        "harness/core/schema.py",
         "if self._depth > MAX_DEPTH:",
         "if False:",
         "tests/faults/test_hostile_files.py -k deep",
@@ -32,7 +32,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "keys of YAML are words",
-        "harness/core/yamlfile.py",
+        "harness/core/schema.py",
         "if not isinstance(key, yaml.ScalarNode):",
         "if False:",
         "tests/faults/test_hostile_files.py -k list",
@@ -40,7 +40,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "numbers are no longer than a number",
-        "harness/core/yamlfile.py",
+        "harness/core/schema.py",
         " and len(node.value) > _MAX_DIGITS:",
         " and False:",
         "tests/faults/test_hostile_files.py -k decimal",
@@ -48,7 +48,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "control characters are refused",
-        "harness/core/yamlfile.py",
+        "harness/core/schema.py",
         "found = CONTROL.search(node.value) if isinstance(node, yaml.ScalarNode) else None",
         "found = None",
         "tests/faults/test_hostile_files.py -k escape",
@@ -64,7 +64,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a JSON key given twice is refused",
-        "harness/core/untrusted.py",
+        "harness/core/files.py",
         "object_pairs_hook=_unique, ",
         "",
         "tests/faults/test_hostile_files.py::test_hostile_deepspeed_json_is_refused[twice]",
@@ -72,7 +72,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "JSON is bounded in depth and numbers",
-        "harness/core/untrusted.py",
+        "harness/core/files.py",
         "    check_plain(value, _STATE_BITS, finite=True)\n",
         "",
         "tests/faults/test_hostile_files.py -k infinite",
@@ -80,7 +80,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "files are read up to a limit",
-        "harness/core/untrusted.py",
+        "harness/core/files.py",
         "if max(len(data), status.st_size) > limit:",
         "if False:",
         "tests/faults/test_hostile_files.py -k sparse",
@@ -128,7 +128,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "planted files are taken away first",
-        "harness/core/atomic.py",
+        "harness/core/files.py",
         "        path.unlink()\n",
         "",
         "tests/faults/test_planted_files.py -k planted",
@@ -144,7 +144,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "marks are whole numbers",
-        "harness/checkpoint/marks.py",
+        "harness/checkpoint/manifest.py",
         "{step for step in good if type(step) is int and step >= 0}",
         "{int(step) for step in good}",
         "tests/faults/test_hostile_runs.py::test_hostile_advice_is_passed_over[checkpoints/good.json-odd]",
@@ -152,7 +152,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a text that shrank under a run is named",
-        "harness/data/token_file.py",
+        "harness/data/tokens.py",
         "if len(data) < count:",
         "if False:",
         "tests/faults/test_data_faults.py -k shrinks_under",
@@ -160,7 +160,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "the text stays open under a run",
-        "harness/data/token_file.py",
+        "harness/data/tokens.py",
         "data += more",
         "data += open(self._path, 'rb').read()[start : start + count]",
         "tests/faults/test_data_faults.py -k goes_away",
@@ -200,7 +200,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a lock is not taken through a link",
-        "harness/checkpoint/lock.py",
+        "harness/runs.py",
         " | os.O_NOFOLLOW",
         "",
         "tests/faults/test_planted_files.py -k lock",
@@ -216,7 +216,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "model.target is none of Python's own functions",
-        "harness/models/task.py",
+        "harness/models/__init__.py",
         'if module_name.partition(".")[0] in sys.stdlib_module_names:',
         "if False:",
         "tests/faults/test_planted_files.py -k pythons_own",
@@ -224,7 +224,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "the owner of a lock is read with care",
-        "harness/checkpoint/lock.py",
+        "harness/runs.py",
         "KeyError, RecursionError):",
         "KeyError):",
         "tests/faults/test_planted_files.py -k hostile_owner",

@@ -16,7 +16,7 @@ GUARD = (
     Mutation(
         9,
         "samples are checked before the forward pass",
-        "harness/step.py",
+        "harness/run.py",
         "found = check_batch(inputs, targets, run.task.vocab_size)",
         "found = 0",
         "tests/faults/test_bad_data.py -k label_out_of_range",
@@ -33,14 +33,14 @@ GUARD = (
         10,
         "a step is run again after what was due before it",
         "harness/loop.py",
-        "    _switch_due(r)\n    # Every",
-        "    # Every",
+        "    run.guard.begin()\n",
+        "",
         "tests/e2e/test_replay.py -k what_is_due",
     ),
     Mutation(
         10,
         "gradients of several ranks in one process become their mean",
-        "harness/step.py",
+        "harness/run.py",
         "torch._foreach_div_(gradients, float(len(shares)))",
         "pass",
         "tests/e2e/test_replay.py -k two_ranks",
@@ -72,7 +72,7 @@ GUARD = (
     Mutation(
         12,
         "what was skipped stays out of the detector's window",
-        "harness/monitors/robust.py",
+        "harness/monitors/base.py",
         '    if facts.applied:\n        return ""\n',
         '    return ""\n',
         "tests/unit/monitors/test_gradient_monitor.py",
@@ -80,7 +80,7 @@ GUARD = (
     Mutation(
         13,
         "a rollback passes over the windows that did it",
-        "harness/checkpoint/recovery.py",
+        "harness/guard.py",
         "incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})",
         "bad = []",
         "tests/faults/test_ladder.py -k from_memory",
@@ -104,7 +104,7 @@ GUARD = (
     Mutation(
         14,
         "the loss scale has a floor",
-        "harness/precision/loss_scale.py",
+        "harness/precision/convert.py",
         "scale.clamp(config.floor, config.cap)",
         "scale.clamp(0.0, config.cap)",
         "tests/unit/precision/test_loss_scale.py",
@@ -112,7 +112,7 @@ GUARD = (
     Mutation(
         14,
         "the loss scale has a cap",
-        "harness/precision/loss_scale.py",
+        "harness/precision/convert.py",
         "scale.clamp(config.floor, config.cap)",
         "scale.clamp(config.floor)",
         "tests/faults/test_loss_scale_collapse.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from e2e_support import TEXT
 
-from harness.checkpoint.incidents import save_incidents
+from harness.checkpoint.policy import save_incidents
 from harness.checkpoint.store import Store
 from harness.core.config import DataConfig
 from harness.core.state import Incidents, RandomState, TrainState

@@ -56,7 +56,7 @@ NATIVE = (
     Mutation(
         16,
         "compiled gradients are cast to their own format",
-        "harness/precision/backends/native_traced.py",
+        "harness/precision/backends/native_fp8.py",
         "scales[_SCALE + 2 : _SCALE + 3], ctx.gradient, needs[1]",
         'scales[_SCALE + 2 : _SCALE + 3], "e4m3", needs[1]',
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
@@ -64,7 +64,7 @@ NATIVE = (
     Mutation(
         16,
         "a demoted layer's gradient is measured in every window",
-        "harness/precision/backends/native_linear.py",
+        "harness/precision/backends/native.py",
         "            if record:\n                arena.observe(grad, slot)",
         "            if record and arena.sampling:\n                arena.observe(grad, slot)",
         "tests/unit/precision/test_native_fp8.py -k plain_bf16",
@@ -72,7 +72,7 @@ NATIVE = (
     Mutation(
         16,
         "a demoted layer's input and weight are measured in every window",
-        "harness/precision/backends/native_linear.py",
+        "harness/precision/backends/native.py",
         "            if record:\n                arena.observe(left.values, slot)",
         "            if record and arena.sampling:\n                arena.observe(left.values, slot)",
         "tests/unit/precision/test_native_fp8.py -k plain_bf16",
@@ -80,7 +80,7 @@ NATIVE = (
     Mutation(
         16,
         "a compiled forward's amax reaches the arena",
-        "harness/precision/backends/native_traced.py",
+        "harness/precision/backends/native_fp8.py",
         "        layer.arena.stage(layer.slot, amax)\n",
         "        pass\n",
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
@@ -88,7 +88,7 @@ NATIVE = (
     Mutation(
         16,
         "a compiled backward's amax reaches the arena",
-        "harness/precision/backends/native_traced.py",
+        "harness/precision/backends/native_fp8.py",
         "        layer.arena.stage(layer.slot + 2, amax)\n",
         "        pass\n",
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
@@ -96,7 +96,7 @@ NATIVE = (
     Mutation(
         16,
         "a compiled cast rounds to bfloat16 first",
-        "harness/precision/backends/native_traced.py",
+        "harness/precision/backends/native_fp8.py",
         "torch.where(wide.isnan(), wide, even.view(torch.float32))",
         "wide",
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
@@ -104,7 +104,7 @@ NATIVE = (
     Mutation(
         16,
         "a block with a demoted layer is not compiled as one without",
-        "harness/precision/backends/operators.py",
+        "harness/precision/compiling.py",
         "block.switching = sampling or not",
         "block.switching = False and not",
         "tests/unit/precision/test_native_compile.py -k demoted_block",
@@ -112,7 +112,7 @@ NATIVE = (
     Mutation(
         16,
         "an output is no view",
-        "harness/precision/backends/native_linear.py",
+        "harness/precision/backends/native.py",
         "torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])",
         "out.reshape([*x.shape[:-1], weight.shape[0]])",
         "tests/unit/precision/test_native_fp8.py -k in_place",
@@ -120,7 +120,7 @@ NATIVE = (
     Mutation(
         16,
         "x is dequantised with the scale that it was cast under",
-        "harness/precision/backends/native_traced.py",
+        "harness/precision/backends/native_fp8.py",
         "Fp8Pair(None, columns, then[_INVERSE : _INVERSE + 1])",
         "Fp8Pair(None, columns, scales[_INVERSE : _INVERSE + 1])",
         "tests/unit/precision/test_native_compile.py -k between_a_forward",

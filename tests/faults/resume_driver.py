@@ -88,14 +88,13 @@ def in_child(request: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from harness import cli, loop
-    from harness.capability import libraries
-    from harness.tools import train
+    from harness import cli, loop, telemetry
+    from harness.capability import probe
 
     if request["at_end"]:
-        train.write_outcome = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    find = libraries.find_spec
-    libraries.find_spec = lambda name: None if name == request["without"] else find(name)
+        telemetry.write_outcome = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    find = probe.find_spec
+    probe.find_spec = lambda name: None if name == request["without"] else find(name)
     if request["at"]:
         original = loop.next_step
 

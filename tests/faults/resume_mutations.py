@@ -48,7 +48,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "applied updates are restored",
-        "harness/engines/parts.py",
+        "harness/engines/torch_engine.py",
         'self.applied.copy_(tensors["applied"])',
         "pass",
         "tests/faults/test_resume_sweep.py -k killed_fp8",
@@ -176,7 +176,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "shapes are compared",
-        "harness/engines/parts.py",
+        "harness/engines/torch_engine.py",
         "if a.shape != b.shape or a.dtype != b.dtype:",
         "if False:",
         "tests/faults/test_resume_elsewhere.py -k other_sizes",

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from resume_models import CONTEXT, NAME
 from safetensors.numpy import load_file
 
-from harness.data.split import split_documents
-from harness.data.text import Document
-from harness.data.windows import sample_numbers
+from harness.data.batches import sample_numbers
+from harness.data.text import Document, split_documents
 from harness.tracking.rows import read_rows
 
 BATCH = 4

@@ -72,7 +72,7 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         5,
         "room for three checkpoints",
-        "harness/checkpoint/preflight.py",
+        "harness/checkpoint/store.py",
         "if free < count * bytes_each:",
         "if False:",
         "tests/unit/checkpoint/test_preflight.py",

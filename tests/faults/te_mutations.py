@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-_TE, _LINEAR, _SCALES, _LIBRARY, _RECOMPUTE = (
-    f"harness/precision/backends/{name}.py" for name in ("te", "te_linear", "te_scales", "te_library", "te_recompute")
-)
+_TE, _LINEAR, _LIBRARY = (f"harness/precision/backends/{name}.py" for name in ("te", "te_linear", "te_library"))
 _RULE = "harness/precision/scaling.py"
 _FUSED = "harness/precision/backends/te_fused.py"
 _SAME = "tests/te_cpu/test_te_scenarios.py -k same_bits"
@@ -34,7 +32,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         15,
         "TE's quantizers use the state that rolls",
-        _SCALES,
+        _LIBRARY,
         "                module.quantizers[key] = state.make_quantizers()\n",
         "",
         _SAME,
@@ -240,7 +238,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "te.checkpoint's queues are emptied of what nobody took",
-        _RECOMPUTE,
+        _LIBRARY,
         "            queue.clear()\n        self._noted.clear()\n",
         "            pass\n        self._noted.clear()\n",
         "tests/te_cpu/test_te_recompute.py -k dropped_last",
@@ -248,7 +246,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint computes again has the scales of its own forward",
-        _RECOMPUTE,
+        _LIBRARY,
         "        if time < len(self._rolls):\n",
         "        if False:\n",
         "tests/te_cpu/test_te_recompute.py -k interleaved",
@@ -256,7 +254,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint keeps for a dropped loss is not taken for another",
-        _RECOMPUTE,
+        _LIBRARY,
         "            queue.clear()\n\n    def moved",
         "            pass\n\n    def moved",
         "tests/te_cpu/test_te_recompute.py -k dropped_first",
@@ -272,7 +270,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "nodes of several threads are not compared by their numbers",
-        _RECOMPUTE,
+        _LIBRARY,
         "        self._one_thread &= threading.get_ident() == self._thread\n\n    def note",
         "        pass\n\n    def note",
         "tests/te_cpu/test_te_recompute.py -k beside_the_training",

@@ -126,7 +126,7 @@ def second_micro_batch(folder: Path, window: int) -> list[int]:
         prepare(config.data, folder, sizes.global_batch), sizes.seed, config.data.context, sizes.global_batch,
         sizes.micro_batch, config.data.val_samples,
     )  # fmt: skip
-    return [int(number) for number in source.window(window, window).samples[2:4]]
+    return [int(number) for number in source.window(window).samples[2:4]]
 
 
 def test_bad_batches_are_named_and_skipped_and_leave_no_trace(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

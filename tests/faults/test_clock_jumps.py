@@ -16,8 +16,7 @@ from tracking_trainer import check_delivered
 from harness.core.errors import ExitCode
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import Journal
-from harness.tracking.position import JOURNAL
-from harness.tracking.rows import read_rows
+from harness.tracking.rows import JOURNAL, read_rows
 
 pytestmark = pytest.mark.faults(26)
 
@@ -93,7 +92,7 @@ def test_only_the_rows_clock_reads_the_wall_clock() -> None:
         and node.attr in reading.get(node.value.id, ())
     ]
     places = {place.partition(":")[0] for place in found}
-    assert places == {"harness/checkpoint/store.py", "harness/tracking/clock.py"}, found
+    assert places == {"harness/checkpoint/store.py", "harness/tracking/rows.py"}, found
 
 
 def test_rows_keep_their_order_when_the_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def batches(folder: Path) -> TokenBatches:
 
 def everything(source: TokenBatches) -> list[Batch]:
     """One epoch and the validation samples."""
-    windows = [source.window(step, step) for step in range(-(-source.n_samples // 8))]
+    windows = [source.window(step) for step in range(-(-source.n_samples // 8))]
     return [batch for window in windows for batch in source.micro_batches(window, 0, 1)] + source.validation(0, 1)
 
 
@@ -57,7 +57,7 @@ def test_batches_are_the_bytes_of_the_snapshot(tmp_path: Path) -> None:
     source = batches(tmp_path)
     text = np.fromfile(tmp_path / "data" / "train.bin", dtype=np.uint8)
     for index in range(5):
-        window = source.window(index, index)
+        window = source.window(index)
         for number, (inputs, targets) in enumerate(source.micro_batches(window, 0, 1)):
             for row, sample in enumerate(window.samples[2 * number : 2 * number + 2]):
                 wanted = text[sample * 32 : sample * 32 + 33]

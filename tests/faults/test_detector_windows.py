@@ -27,7 +27,7 @@ from harness.models.gpt import build
 from harness.monitors.base import MonitorContext
 from harness.monitors.fallback import FallbackController
 from harness.monitors.registry import MonitorsPart, build_monitors
-from harness.precision.engine import build_backend, build_loss_scale
+from harness.precision.convert import build_backend, build_loss_scale
 from harness.precision.plan import make_plan, pad_numbers, resolve
 from harness.precision.recipe import load_recipe
 
@@ -54,10 +54,13 @@ def build_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     loss_scale = build_loss_scale(plan, recipe, cpu)
     backend = build_backend(plan, recipe, model, cpu, loss_scale)
     context = MonitorContext(
-        config,
+        config.guard,
         recipe.fallback,
-        data,
-        model.vocab_size,
+        max_grad_norm=config.train.max_grad_norm,
+        warmup_steps=config.train.warmup_steps,
+        data=data,
+        bad_data=config.data.bad,
+        vocab_size=model.vocab_size,
         layers=tuple(pad_numbers(layer) for layer in backend.layers),
         amax_history=recipe.fp8.amax_history_len,
         margin=recipe.fp8.margin,

@@ -16,8 +16,8 @@ from e2e_support import TEXT, events, metrics
 from torch import Tensor
 
 from harness.core.config import load_config
-from harness.core.resources import find
-from harness.loop import SWITCH_DELAY
+from harness.core.facts import SWITCH_DELAY
+from harness.core.files import find
 from harness.precision import scaling
 from harness.precision.backends.arena import Arena
 from harness.precision.backends.native import NativeBackend

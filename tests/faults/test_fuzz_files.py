@@ -20,23 +20,20 @@ from e2e_support import ROOT, TEXT
 from fuzzing import PIECES, Damage, damage, damaged, fuzz, one_screen
 from hypothesis import strategies as st
 
-from harness.checkpoint.incidents import load_incidents, save_incidents
-from harness.checkpoint.manifest import check_folder
-from harness.checkpoint.marks import add_mark, read_marks
+from harness.checkpoint.manifest import add_mark, check_folder, read_marks
+from harness.checkpoint.policy import load_incidents, save_incidents
 from harness.checkpoint.store import Store
 from harness.core.config import DataConfig, RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, DataError
-from harness.core.schema import validate
+from harness.core.files import parse_json
+from harness.core.schema import parse_yaml, read_yaml, validate
 from harness.core.state import Incidents, RandomState, TrainState
-from harness.core.untrusted import parse_json
-from harness.core.yamlfile import parse_yaml, read_yaml
 from harness.data.text import read_text
 from harness.data.tokens import prepare
 from harness.precision.recipe import Recipe, load_recipe
 from harness.replay.flight import read_records
 from harness.runs import read_outcome, read_plan
-from harness.tracking.position import Position
-from harness.tracking.rows import decode, encode, read_rows
+from harness.tracking.rows import Position, decode, encode, read_rows
 
 pytestmark = pytest.mark.faults(24)
 

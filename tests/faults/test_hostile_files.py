@@ -14,7 +14,7 @@ from hostile import JSON, SCREEN, SECONDS, YAML, Trap
 
 from harness.core.config import load_config, parse_overrides
 from harness.core.errors import ConfigError
-from harness.core.yamlfile import read_yaml
+from harness.core.schema import read_yaml
 from harness.engines.deepspeed_config import build_config
 from harness.precision.recipe import load_recipe
 from harness.runs import choose_folder

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from hostile import JSON, SCREEN, SECONDS, Trap, data_config, make_run, state
 
-from harness.checkpoint.incidents import load_incidents
-from harness.checkpoint.marks import read_marks
+from harness.checkpoint.manifest import read_marks
+from harness.checkpoint.policy import load_incidents
 from harness.checkpoint.store import Store
-from harness.core.atomic import dump_json
 from harness.core.errors import CheckpointError, ConfigError, DataError, HarnessError
+from harness.core.files import dump_json
 from harness.data.tokens import prepare
 from harness.replay.flight import read_records
 from harness.runs import read_outcome, read_plan, same_data_order
 from harness.tracking.history import RunHistory
-from harness.tracking.position import Position
+from harness.tracking.rows import Position
 
 pytestmark = pytest.mark.faults(24)
 

@@ -16,7 +16,7 @@ import pytest
 from e2e_support import ROOT, events, metrics, train
 
 from harness.tracking.journal import Journal
-from harness.tracking.position import JOURNAL
+from harness.tracking.rows import JOURNAL
 
 HERE = Path(__file__).parent
 Tell = Callable[..., None]

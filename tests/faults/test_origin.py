@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from harness.models.gpt import build
-from harness.precision.engine import build_backend
+from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import load_recipe
 from harness.replay.origin import tensors, watch

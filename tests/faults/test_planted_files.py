@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 from hostile import make_run
 
-from harness.checkpoint.lock import RunLock
 from harness.checkpoint.store import Store
-from harness.core.atomic import write_json
 from harness.core.config import ModelConfig
 from harness.core.errors import CheckpointError, ConfigError
 from harness.core.facts import StepFacts
-from harness.core.naming import step_name
+from harness.core.files import step_name, write_json
 from harness.core.state import Incidents
-from harness.models.task import build_model
+from harness.models import build_model
 from harness.replay.flight import FlightRecorder, Surroundings, read_records
-from harness.runs import read_outcome
-from harness.tools import report
+from harness.report import page as report
+from harness.runs import RunLock, read_outcome
 from harness.tracking.journal import Journal
 
 pytestmark = pytest.mark.faults(24)

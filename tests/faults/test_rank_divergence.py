@@ -20,7 +20,7 @@ FLIPPER = """
 import os, sys
 sys.path.insert(0, {root!r})
 import torch
-from harness.core.fingerprint import Fingerprint
+from harness.core.collectives import Fingerprint
 from harness.engines import torch_engine
 engines, real = [], torch_engine.TorchEngine.apply
 def apply(self, *given):

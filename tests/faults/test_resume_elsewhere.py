@@ -23,7 +23,7 @@ from resume_runs import BATCH, arguments, checkpoint, codes, consumed, differenc
 
 from harness.checkpoint.manifest import MANIFEST, read_manifest
 from harness.checkpoint.store import Store
-from harness.core.atomic import dump_json
+from harness.core.files import dump_json
 from harness.tracking.rows import read_rows
 
 STEPS = 12

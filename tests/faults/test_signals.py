@@ -66,7 +66,7 @@ def sleepy():
     model.register_forward_pre_hook(sleep)
     return model
 """
-STAGES = ("find_place", "build_plan", "build_data", "write_plan", "open_store", "open_journal", "build_run")
+STAGES = ("find_place", "build_plan", "build_data", "write_plan", "open_store", "open_telemetry", "build_run")
 # The same, with signals from within: WHERE is what is going on when they come, "<signal> <how often>".
 WITHIN = """
 import os, signal, sys
@@ -81,8 +81,8 @@ def fire(real):
     return fired
 from harness import loop
 from harness.checkpoint.store import Store
-from harness.tools import report
-from harness.tools import summary
+from harness.report import page as report
+from harness.report import summary
 owner, member = dict(save=(Store, "save"), evaluate=(loop, "evaluate"), write=(report, "write"),
                      summary=(summary, "summary"), train_step=(loop, "train_step"))[where]
 setattr(owner, member, fire(getattr(owner, member)))

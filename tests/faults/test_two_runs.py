@@ -28,8 +28,8 @@ from launch_support import (
     wait_until,
 )
 
-from harness.checkpoint.lock import RunLock
 from harness.core.errors import CheckpointError
+from harness.runs import RunLock
 
 pytestmark = pytest.mark.faults(7)
 
@@ -39,7 +39,7 @@ CONTENDERS = 4
 CONTENDER = """
 import sys
 from pathlib import Path
-from harness.checkpoint.lock import RunLock
+from harness.runs import RunLock
 from harness.core.errors import CheckpointError
 print("ready", flush=True)
 for line in sys.stdin:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-_LINEAR = "harness/precision/backends/torchao_linear.py"
+_LINEAR = "harness/precision/backends/torchao.py"
 _COMPILED = "tests/unit/precision/test_torchao_compile.py"
 
 TORCHAO = (

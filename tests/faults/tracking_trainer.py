@@ -21,8 +21,7 @@ from typing import Any
 
 from harness.tracking import shipper
 from harness.tracking.journal import Journal
-from harness.tracking.position import JOURNAL, delivered
-from harness.tracking.rows import read_rows
+from harness.tracking.rows import JOURNAL, delivered, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PACE = 0.001

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from harness.capability.probe import probe
 from harness.core.protocols import PrecisionBackend
-from harness.precision.engine import build_backend
+from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan
 from harness.precision.recipe import TIERS, Recipe, Rung
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from harness import Precision
 from harness.capability.probe import probe
 from harness.precision.recipe import TIERS, Recipe
-from harness.precision.shape_probe import times_of
-from harness.precision.shape_timing import measure
+from harness.precision.shape_probe import measure, times_of
 
 pytestmark = pytest.mark.gpu
 

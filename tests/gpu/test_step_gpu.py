@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.build import build_data, build_plan, build_run, find_place, open_journal, open_store
+from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry
 from harness.core.config import load_config
 from harness.core.state import Incidents
 from harness.precision.recipe import Recipe, load_recipe
-from harness.run import Run
-from harness.step import train_step
+from harness.run import Run, train_step
 from harness.tracking.console import Console
 
 pytestmark = pytest.mark.gpu
@@ -35,26 +34,17 @@ def run(tmp_path: Path, fp8_gpu: torch.device, request: pytest.FixtureRequest) -
     place = find_place(config, "python")
     plan, model = build_plan(config, recipe, place)
     data = build_data(config, tmp_path, place)
-    with open(os.devnull, "w") as quiet, open_journal(tmp_path, place, 1, None) as journal:
-        yield build_run(
-            config,
-            recipe,
-            tmp_path,
-            place,
-            plan,
-            model,
-            data,
-            journal,
-            Incidents(),
-            open_store(tmp_path, place),
-            Console(config.train.steps, stream=quiet),
-        )
+    store = open_store(tmp_path, place)
+    with open(os.devnull, "w") as quiet:
+        screen = Console(config.train.steps, stream=quiet)
+        with open_telemetry(config, tmp_path, place, screen) as telemetry:
+            yield build_run(config, recipe, tmp_path, place, plan, model, data, telemetry, Incidents(), store)
 
 
 @pytest.mark.parametrize("run", [1, 1000], indirect=True, ids=["statistics-every-step", "no-statistics"])
 def test_a_native_step_with_fused_adamw_has_no_host_sync(run: Run) -> None:
     assert run.engine.device.type == "cuda"
-    windows = [run.data.window(step, step) for step in range(4)]
+    windows = [run.data.window(step) for step in range(4)]
     train_step(run, windows[0])  # first calls allocate workspaces
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

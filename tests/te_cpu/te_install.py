@@ -195,12 +195,12 @@ cpu_torch = _facade()
 
 def as_on_a_card() -> None:
     """The harness may take transformer_engine:fp8 on the CPU: its rules say what a card of CAPABILITY could do."""
-    from harness.capability import supports
+    from harness.capability import tier as capability
     from harness.capability.probe import Device
     from harness.capability.tier import Tier
 
-    rule = supports._RULES["transformer_engine", "fp8"]
+    rule = capability._RULES["transformer_engine", "fp8"]
     here = (True, "Transformer Engine's own Python, its kernels played on the CPU")
-    supports._RULES["transformer_engine", "fp8"] = lambda facts, tier: here if tier is Tier.CPU else rule(facts, tier)
-    supports._te_lacks = lambda scaling, facts: ""
-    supports._weakest = lambda facts: Device("CPU", CAPABILITY, 0)
+    capability._RULES["transformer_engine", "fp8"] = lambda facts, tier: here if tier is Tier.CPU else rule(facts, tier)
+    capability._te_lacks = lambda scaling, facts: ""
+    capability._weakest = lambda facts: Device("CPU", CAPABILITY, 0)

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
+GUARDED_LOOP = ROOT / "examples" / "guarded_loop.py"
 
 
 @pytest.mark.parametrize(
@@ -37,5 +38,22 @@ def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plain_loop_is_short() -> None:
-    assert len(PLAIN_LOOP.read_text(encoding="utf-8").splitlines()) < 40
+def test_guarded_loop(tmp_path: Path) -> None:
+    """Five bad batches, a rollback, and a run folder that can be read."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(GUARDED_LOOP)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "back at step 60, next comes window 60" in done.stdout
+    assert "guard.rollback x 1, nonfinite.skip x 5" in done.stdout
+    assert "6 of 6 FP8 slots saw a nonzero amax" in done.stdout
+    losses = [float(found) for found in re.findall(r"loss (\d\S+)", done.stdout)]
+    assert losses[-1] < 0.1 * losses[0]
+    assert (tmp_path / "runs" / "guarded" / "report.html").exists()
+
+
+@pytest.mark.parametrize("example", [PLAIN_LOOP, GUARDED_LOOP], ids=lambda each: each.stem)
+def test_an_example_is_short(example: Path) -> None:
+    assert len(example.read_text(encoding="utf-8").splitlines()) < 60

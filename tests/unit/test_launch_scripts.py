@@ -17,7 +17,7 @@ SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch/slurm.sbatch"
 # Ends a run the way a rank does.
 RANK = """
 import sys
-from harness.core.wrapper import tell_wrapper
+from harness.core.errors import tell_wrapper
 tell_wrapper(int(sys.argv[1]), overrule=True)
 """
 
@@ -56,7 +56,7 @@ def test_another_run_that_ends_meanwhile_is_not_taken_for_this_one(tmp_path: Pat
 
 def test_the_runs_outcome_counts_more_than_what_a_rank_ends_with(tmp_path: Path) -> None:
     first = rank(3)
-    later = f'"{sys.executable}" -c "from harness.core.wrapper import tell_wrapper; tell_wrapper(1)"'
+    later = f'"{sys.executable}" -c "from harness.core.errors import tell_wrapper; tell_wrapper(1)"'
     assert supervise(tmp_path, f"{first}; {later}; exit 1").wait(20) == 3
     assert supervise(tmp_path, f"{later}; {first}; exit 1").wait(20) == 3
     assert supervise(tmp_path, f"{later}; exit 7").wait(20) == 1

@@ -93,7 +93,7 @@ def test_recipes_and_configs_are_found_from_the_wheel_alone(wheel: Path, tmp_pat
     empty = tmp_path / "empty"
     empty.mkdir()
     code = (
-        "from harness.core.resources import find, shipped; from harness.core.config import load_config; "
+        "from harness.core.files import find, shipped; from harness.core.config import load_config; "
         "print(find('recipes', 'fp8_hybrid')); print(load_config('quickstart').recipe); print(shipped('recipes'))"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}

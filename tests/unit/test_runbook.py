@@ -15,7 +15,7 @@ from harness.core.codes import Catalogue, Entry, catalogue
 from harness.core.config import RunConfig
 from harness.core.metrics import page as metrics_page
 from harness.precision.recipe import Recipe
-from harness.tools.explain import runbook
+from harness.report.explain import runbook
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
@@ -69,7 +69,7 @@ def test_the_codes_are_found() -> None:
 
 
 def test_the_page_is_made_from_the_entries() -> None:
-    assert runbook() == RUNBOOK, "write it anew: python -m harness.tools.explain > docs/runbook.md"
+    assert runbook() == RUNBOOK, "write it anew: python -m harness.report.explain > docs/runbook.md"
 
 
 def test_what_nothing_says_is_not_explained() -> None:

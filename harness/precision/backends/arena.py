@@ -1,22 +1,138 @@
 """All FP8 slots of a model in one packed arena: history [L, slots], scale [slots], statistics [slots, 5].
 
 One update, one all-reduce, one snapshot, one telemetry read for the whole model, whatever its number of layers.
+
+On a CPU its casts are one fused kernel, which scales, rounds, finds amax and counts in one pass. It is built once per
+machine with the C++ compiler (under a second) into a user cache; without a compiler, or if the built kernel disagrees
+with `scaling.quantize` in a single bit, the PyTorch version is used and the reason is told.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.core.errors import CheckpointError, Problem
+from harness.core.files import cache_dir
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
-from harness.precision.backends import native_kernel
 from harness.precision.backends.native_gemm import Carrier, Operand
 from harness.precision.recipe import Fp8Config
+
+_SOURCE = Path(__file__).with_name("native_kernel.cpp")
+# No -ffast-math: NaN must stay NaN. No contraction: see the source's head.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC")
+_BUILD_SECONDS = 60
+_FORMAT_CODES = {"e4m3": 0, "e5m2": 1}
+
+# The largest block, in bytes, that glibc still takes from its heap once it has seen one freed.
+_LARGEST_IN_HEAP = 32 * 2**20 - 2**13
+
+Kernel = Callable[[Tensor, float, str, int, "int | None"], Tensor]
+
+
+@cache
+def load() -> tuple[Kernel | None, str]:
+    """(kernel, what it is), or (None, why there is none).
+
+    kernel(x, scale, fmt, amax_pointer, stats_pointer): x a contiguous float32 or bfloat16 CPU tensor; returns its raw
+    FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to five doubles at
+    stats_pointer (see `scaling.quantization_stats`).
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        return None, "no C++ compiler: FP8 casts run in PyTorch (slower; install g++)"
+    try:
+        library = ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", b"") or str(error).encode()
+        return None, f"the fused kernel did not build: {detail.decode(errors='replace').strip()[-200:]}"
+    kernel = _bind(library)
+    if not _agrees(kernel):
+        return None, "the fused kernel disagrees with the reference on this CPU: FP8 casts run in PyTorch"
+    return kernel, f"fused kernel built by {Path(compiler).name}"
+
+
+def keep_freed_memory() -> None:
+    """Let freed tensors of a step serve the next one, for the whole process; harmless without glibc.
+
+    glibc returns freed memory to the system, and every page costs a fault when it is taken again: 5% of a step here.
+    How much it keeps grows with the largest block that was ever freed, see mallopt(3) on M_MMAP_THRESHOLD.
+    """
+    torch.empty(_LARGEST_IN_HEAP, dtype=torch.uint8, device="cpu")
+
+
+def _bind(library: ctypes.CDLL) -> Kernel:
+    function = library.harness_quantize
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [pointer, integer, ctypes.c_int64, ctypes.c_float, integer] + [pointer] * 3 + [integer]
+    function.restype = None
+
+    def quantize(x: Tensor, scale: float, fmt: str, amax: int, stats: int | None) -> Tensor:
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+        is_bf16 = int(x.dtype == torch.bfloat16)
+        code = _FORMAT_CODES[fmt]
+        function(x.data_ptr(), is_bf16, x.numel(), scale, code, out.data_ptr(), amax, stats, torch.get_num_threads())
+        return out
+
+    return quantize
+
+
+def _build(compiler: str) -> Path:
+    key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, compiler, _cpu(), torch.__version__)).encode())
+    folder = cache_dir()
+    target = folder / f"native_kernel-{key.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        objects, library = Path(work) / "kernel.o", Path(work) / "kernel.so"
+        # Link against the OpenMP that torch already loaded: a second runtime would fight it for the cores.
+        openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+        link = [str(openmp[0])] if openmp else ["-fopenmp"]
+        _compile([compiler, *_FLAGS, "-fopenmp", "-c", str(_SOURCE), "-o", str(objects)])
+        _compile([compiler, "-shared", str(objects), *link, "-o", str(library)])
+        library.replace(target)  # atomic: ranks may build at the same time
+    return target
+
+
+def _compile(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
+
+
+def _cpu() -> str:
+    """What -march=native depends on: a cache in a shared home must not serve another CPU's instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("flags")), platform.machine())
+
+
+def _agrees(kernel: Kernel) -> bool:
+    """Every bfloat16 value, both formats, several scales: the same bits as the reference, NaN for NaN."""
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    amax = torch.zeros(1)
+    for fmt in _FORMAT_CODES:
+        for scale in (1.0, 0.37, 2.0**20, 2.0**-20):
+            for x in (values, values.float() * 1.1):
+                ours, reference = kernel(x, scale, fmt, amax.data_ptr(), None), scaling.quantize(x, scale, fmt)
+                same = (ours.view(torch.int16) == reference.view(torch.int16)) | (ours.isnan() & reference.isnan())
+                if not bool(same.all()):
+                    return False
+    return bool(torch.isinf(amax).all())
+
 
 STAT_ROWS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
 
@@ -31,7 +147,7 @@ class Arena(scaling.ScalingState):
     """
 
     traced: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
-    """`linear` and `switching` of native_traced where a compiler is shown the casts."""
+    """`linear` and `switching` of native_fp8 where a compiler is shown the casts."""
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         super().__init__(config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device))
@@ -44,7 +160,7 @@ class Arena(scaling.ScalingState):
         self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
         self.epoch = 0
         self.window = 0
-        self.kernel, self.kernel_note = native_kernel.load() if device.type == "cpu" else (None, "PyTorch casts")
+        self.kernel, self.kernel_note = load() if device.type == "cpu" else (None, "PyTorch casts")
         self._scratch = torch.zeros(1)
         self._scales_changed()
 

@@ -1,21 +1,242 @@
-"""The native backend's casts on a GPU with FP8 units: straight to FP8 bytes, and their transpose beside them.
+"""The native backend on a GPU with FP8 units: casts straight to FP8 bytes, and their transpose beside them.
 
 Whatever backward keeps is FP8: the input transposed, and the weight for as long as it is needed. Nothing waits for the
 device: scales and inverses are read there. Bit for bit the values of the bfloat16 carriers.
+
+Under torch.compile the compiler sees casts and amaxes, and fuses them with their neighbours; GEMMs, weights and the FP8
+state are in operators that it calls. A graph finds its layer by its handle (`precision.compiling`); what such an
+operator reads and writes of the FP8 state is not known to the compiler. An amax reaches the arena through the GEMM that
+follows it, so that none can be dropped, and recomputed activations record the same one again.
+
+Layers of a block in which one is demoted, and all layers in a sampled window, go another way, through one operator that
+does everything when it runs: a block is compiled twice at most, however often that changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from harness.precision.backends import native_traced, native_triton
+from harness.precision.backends import native_triton
 from harness.precision.backends.arena import Arena
-from harness.precision.backends.native_gemm import Fp8Pair
+from harness.precision.backends.native_gemm import Carrier, Fp8Pair, Operand, operands_as_they_are, padded
+from harness.precision.backends.native_gemm import plain_operand as plain
+from harness.precision.compiling import define, layer_of
 from harness.precision.recipe import Fp8Config
-from harness.precision.sampling import SampledStats
+from harness.precision.scaling import FORMATS, SampledStats
+
+_SCALE, _INVERSE = 0, 3  # where the scales of input, weight and grad_output begin in `fp8_scales`, and their inverses
+
+
+@torch._dynamo.allow_in_graph
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, gradient: str) -> Tensor:
+    """rows W^T + b of the FP8 layer behind `handle`, bfloat16 [m, n].
+
+    rows: [m, k] of any float dtype, rounded to bfloat16. gradient: format of grad_output.
+    """
+    return _Linear.apply(rows, weight, bias, handle, record, gradient)
+
+
+class _Linear(torch.autograd.Function):
+    """Traced by the compiler, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, gradient: str
+    ) -> Tensor:
+        scales = _ops.fp8_scales(handle, rows)
+        wants_weight = ctx.needs_input_grad[1]
+        _, amax, left, columns = _cast(rows, scales[_SCALE : _SCALE + 1], "e4m3", wants_weight)
+        ctx.record, ctx.gradient, ctx.dtype = record, gradient, rows.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(columns, scales, weight, handle)
+        return _ops.fp8_forward(left, amax, scales, weight, bias, handle, record)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        columns, then, weight, handle = ctx.saved_tensors
+        needs = [bool(need) for need in ctx.needs_input_grad[:3]]
+        # The argument says that these are of now: scales may have rolled since forward.
+        scales = _ops.fp8_scales(handle, grad)
+        values, amax, left, turned = _cast(grad, scales[_SCALE + 2 : _SCALE + 3], ctx.gradient, needs[1])
+        rows, weights = _ops.fp8_backward(
+            left, turned, amax, scales, columns, then, weight, handle, ctx.record, needs[:2]
+        )
+        bias = values.sum(0).to(ctx.bias_dtype) if needs[2] else None
+        return rows.to(ctx.dtype) if needs[0] else None, weights if needs[1] else None, bias, None, None, None
+
+
+def _cast(x: Tensor, scale: Tensor, fmt: str, transpose: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """x rounded to bfloat16 (as float32), its amax [1], its FP8 bytes and their transpose, as of `quantize_pair`.
+
+    The rounding is arithmetic: a compiler that keeps the values of bfloat16 operations in float32 would leave it out.
+    """
+    spec = FORMATS[fmt]
+    wide = x.detach().float()
+    bits = wide.view(torch.int32)
+    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    values = torch.where(wide.isnan(), wide, even.view(torch.float32))
+    sizes = torch.where(values.isnan(), 0.0, values.abs())
+    amax = sizes.amax().reshape(1) if x.numel() else values.new_zeros(1)
+    rows = (values * scale).clamp(-spec.max, spec.max).to(spec.dtype)
+    if not transpose:
+        return values, amax, rows, None
+    turned = rows.view(torch.uint8).t()
+    return values, amax, rows, F.pad(turned, (0, padded(len(x)) - len(x))).contiguous().view(spec.dtype)
+
+
+def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
+    """float32 [6]: scales of input, weight and grad_output, then their inverses. after: says when they are read."""
+    layer = layer_of(handle)
+    arena, slot = layer.arena, layer.slot
+    return torch.cat([arena.scale[slot : slot + 3], arena.inverse[slot : slot + 3]])
+
+
+def _fake_scales(handle: Tensor, after: Tensor) -> Tensor:
+    return after.new_empty(6, dtype=torch.float32)
+
+
+def _fp8_forward(
+    rows: Tensor, amax: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> Tensor:
+    """The forward GEMM: rows FP8 [m, k], cast under `scales`; bfloat16 [m, n]. Quantises the weight if need be."""
+    layer = layer_of(handle)
+    if record:
+        layer.arena.stage(layer.slot, amax)
+    left = Fp8Pair(rows, None, scales[_INVERSE : _INVERSE + 1])
+    return left.nt(layer.quantized_weight(weight, record), bias)
+
+
+def _fake_forward(
+    rows: Tensor, amax: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.bfloat16)
+
+
+def _fp8_backward(
+    grad: Tensor,
+    turned: Tensor | None,
+    amax: Tensor,
+    scales: Tensor,
+    columns: Tensor | None,
+    then: Tensor,
+    weight: Tensor,
+    handle: Tensor,
+    record: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weight, bfloat16; one that is not in `needs` has shape [0].
+
+    grad: FP8 [m, n] under `scales`, turned: its transpose. columns: the input's, under the scales of `then`. The
+    quantised weight is forward's unless scales were rolled in between, which leaves an equally good one.
+    """
+    layer = layer_of(handle)
+    if record:
+        layer.arena.stage(layer.slot + 2, amax)
+    left = Fp8Pair(grad, turned, scales[_INVERSE + 2 : _INVERSE + 3])
+    nothing = grad.new_empty(0, dtype=torch.bfloat16)
+    rows = left.nn(layer.quantized_weight(weight, record)) if needs[0] else nothing
+    weights = left.tn(Fp8Pair(None, columns, then[_INVERSE : _INVERSE + 1])) if needs[1] else nothing.clone()
+    layer.release(record)
+    return rows, weights
+
+
+def _fake_backward(
+    grad: Tensor,
+    turned: Tensor | None,
+    amax: Tensor,
+    scales: Tensor,
+    columns: Tensor | None,
+    then: Tensor,
+    weight: Tensor,
+    handle: Tensor,
+    record: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    rows = (grad.shape[0], weight.shape[1]) if needs[0] else (0,)
+    return (
+        grad.new_empty(rows, dtype=torch.bfloat16),
+        grad.new_empty(weight.shape if needs[1] else (0,), dtype=torch.bfloat16),
+    )
+
+
+def _fp8_switching(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> tuple[Tensor, Tensor]:
+    """As `linear`, in FP8 or, while the layer is demoted, in BF16, with statistics in sampled windows; and the scales.
+
+    rows: bfloat16. Backward casts them again, under the scale of now: what it keeps must not depend on the precision.
+    """
+    layer = layer_of(handle)
+    with operands_as_they_are(rows.device.type):
+        out = layer.multiply(rows, weight, bias, record, (False, False, False))[0]
+    return out, _fp8_scales(handle, rows)
+
+
+def _fake_switching(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape[0], weight.shape[0]), rows.new_empty(6, dtype=torch.float32)
+
+
+def _fp8_switching_backward(
+    grad: Tensor, rows: Tensor, then: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of rows, weight (bfloat16) and bias (float32); one that is not in `needs` has shape [0]."""
+    layer = layer_of(handle)
+    with operands_as_they_are(grad.device.type):
+        if layer.demoted:
+            left: Operand = Carrier(rows)
+            right: Operand = plain(weight)
+        else:
+            arena, inverse = cast("Fp8Arena", layer.arena), then[_INVERSE : _INVERSE + 1]
+            left = arena.again(rows.contiguous(), then[_SCALE : _SCALE + 1], inverse, layer.slot)
+            right = layer.quantized_weight(weight, record)
+        found = layer.gradients(grad, left, right, record, (needs[0], needs[1], needs[2]))
+    nothing = [grad.new_empty(0) if value is None else value for value in found[:2]]
+    return nothing[0], nothing[1], grad.new_empty(0, dtype=torch.float32) if found[2] is None else found[2]
+
+
+def _fake_switching_backward(
+    grad: Tensor, rows: Tensor, then: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        grad.new_empty(rows.shape if needs[0] else (0,)),
+        grad.new_empty(weight.shape if needs[1] else (0,)),
+        grad.new_empty(grad.shape[1:] if needs[2] else (0,), dtype=torch.float32),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, weight, bias, handle, ctx.record = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(rows, output[1], weight, handle)
+
+
+def _switching_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    needs = [bool(need) for need in ctx.needs_input_grad[:3]]
+    found = _ops.fp8_switching_backward(grad, *ctx.saved_tensors, ctx.record, needs)
+    rows, weights, bias = (value if need else None for value, need in zip(found, needs, strict=True))
+    return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
+
+
+define("fp8_scales", _fp8_scales, _fake_scales)
+define("fp8_forward", _fp8_forward, _fake_forward)
+define("fp8_backward", _fp8_backward, _fake_backward)
+define("fp8_switching", _fp8_switching, _fake_switching, _switching_gradients, _setup)
+define("fp8_switching_backward", _fp8_switching_backward, _fake_switching_backward)
+_ops: Any = torch.ops.hopper_harness
+
+
+def switching(rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
+    """As `linear`, for a layer whose precision or statistics are known only when it runs."""
+    return _ops.fp8_switching(rows, weight, bias, handle, record)[0]
 
 
 class Fp8Arena(Arena):
@@ -27,7 +248,7 @@ class Fp8Arena(Arena):
     casts or memory and changes no result.
     """
 
-    traced = native_traced.linear, native_traced.switching
+    traced = linear, switching
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         super().__init__(names, formats, config, device)

@@ -36,13 +36,12 @@ from harness.core.errors import CheckpointError, MachineError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import te_fused, te_library
+from harness.precision.backends.te_library import DelayedScales, Recomputations, Scales, TensorScales
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
-from harness.precision.backends.te_recompute import Recomputations
-from harness.precision.backends.te_scales import DelayedScales, Scales, TensorScales
+from harness.precision.layers import swap_linears
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
-from harness.precision.sampling import SampledStats
-from harness.precision.swap import swap_linears
+from harness.precision.scaling import SampledStats
 
 
 class TransformerEngineBackend:

@@ -21,7 +21,7 @@ from torch.nn.modules import module as every
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.core.errors import MisuseError, Problem
-from harness.precision.backends.te_recompute import RECOMPUTED
+from harness.precision.backends.te_library import RECOMPUTED
 
 # Known of what is not there yet. Its dtype is not: autocast has a say.
 _KNOWN = frozenset(

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, MisuseError, Problem
 from harness.precision.backends import te_fused
-from harness.precision.backends.te_library import Library
-from harness.precision.backends.te_recompute import Recomputations
-from harness.precision.sampling import SampledStats
-from harness.precision.swap import pickled_as_linear
+from harness.precision.backends.te_library import Library, Recomputations
+from harness.precision.layers import pickled_as_linear
+from harness.precision.scaling import SampledStats
 
 # Token counts that TE's GEMMs take: the weight gradient's common dimension. 128: a block of block scaling.
 _TOKENS = {"delayed": 16, "current": 16, "block": 128}

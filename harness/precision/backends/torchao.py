@@ -1,24 +1,278 @@
-"""Dynamic FP8 scaling by torchao. It keeps no amax or scale state, so both are measured by layers of our own."""
+"""Dynamic FP8 scaling by torchao: its own casts and GEMMs, watched, eager or inside `torch.compile`.
+
+torchao keeps no amax or scale state, so both are measured by layers of our own. In a compiled graph an amax leaves
+through an operator that says it writes to what the layer's GEMM gave: so it cannot be dropped, costs no copy, and the
+state behind it is no input of the graph. Layers of a block in which one is demoted, and all layers in a sampled window,
+go through one operator that does everything when it runs, as in native_fp8.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
-from harness.precision.backends.operators import Blocks
-from harness.precision.backends.torchao_linear import Watch, WatchedLinear
+from harness.precision.compiling import Block, Blocks, define, layer_of, register
+from harness.precision.layers import pickled_as_linear
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe
-from harness.precision.sampling import SampledStats
+from harness.precision.scaling import SampledStats
+
+# What torchao adds to a Linear's attributes, and what belongs to the layer of a run.
+_THEIRS = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight", "scaling_type_grad_output")
+_OF_THE_LAYER = {"watch", "slot", "block", "handle", "follows", "_compiled_call_impl"}
+
+
+class Watch:
+    """What the layers of one model measure, and which of them are in BF16.
+
+    amax: float32 [slots] of this window. demoted: first slots of layers in BF16. active: inside a precision context.
+    """
+
+    def __init__(self, stats: SampledStats, device: torch.device) -> None:
+        self.amax = torch.zeros(len(stats.formats), device=device)
+        self.stats = stats
+        self.demoted: set[int] = set()
+        self.active = False
+
+    def observe(self, slot: int, x: Tensor) -> None:
+        """`x` is cast, or would be if its layer were in FP8."""
+        self.note(slot, scaling.amax(x).reshape(1))
+        self.stats.add(slot, x)
+
+    def note(self, slot: int, amax: Tensor) -> None:
+        """Amaxes, float32 [n], of the slots from `slot` on."""
+        noted = self.amax[slot : slot + len(amax)]
+        torch.maximum(noted, amax, out=noted)
+
+
+class WatchedLinear(Float8Linear):
+    """torchao's Linear inside a precision context, plain outside of it and in BF16 while demoted.
+
+    slot: number of its first slot (input, weight, grad_output). handle: int64 0-d on the CPU, how a compiled graph
+    finds the layer; neither parameter nor buffer. A deep copy follows the original and measures nothing.
+    """
+
+    watch: Watch
+    slot: int
+    block: Block
+    handle: Tensor
+    follows: bool = False
+
+    def attach(self, watch: Watch, slot: int, block: Block) -> None:
+        """Take slots `slot` to `slot + 2` of `watch`."""
+        self.watch, self.slot, self.block, self.handle = watch, slot, block, register(self)
+
+    @property
+    def demoted(self) -> bool:
+        """In BF16 now, still watched."""
+        return self.slot in self.watch.demoted
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = cast("Tensor", self.weight), cast("Tensor | None", self.bias)
+        if not self.watch.active or not input.is_floating_point():  # F.linear says what is wrong with integers
+            return F.linear(input, weight, bias)
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(input.device.type) else input.dtype
+        # torchao asks for CUDA's autocast only; the cast is the same everywhere if it is done here.
+        x = input.to(torch.bfloat16)
+        record = torch.is_grad_enabled() and not self.follows
+        if not torch.compiler.is_compiling():
+            out: Tensor = _Watched.apply(x, weight, bias, self, record)
+        elif self.block.switching:
+            out = _ops.torchao_switching(x, weight, bias, self.handle, record)
+        else:  # traced: every attribute read here is a guard, which two blocks may share or not
+            out = _traced(x, weight, bias, self.handle, record, self.linear_mm_config, self.config)
+        return out.to(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedLinear:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_LAYER}
+        made.__dict__.update(copy.deepcopy(state, memo))
+        made.follows = True
+        made.attach(self.watch, self.slot, self.block)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not WatchedLinear:  # parametrised: torch refuses, and says why
+            return super().__reduce_ex__(protocol)
+        return pickled_as_linear(self, {*_THEIRS, *_OF_THE_LAYER})
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, record: bool) -> Tensor:
+        """x W^T + b, bfloat16 [..., n], as of now. x: bfloat16 [..., k]."""
+        if record:
+            self.watch.observe(self.slot, x)
+            self.watch.observe(self.slot + 1, weight)
+        if self.demoted:
+            out = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            return _with_bias(out, None)
+        return _with_bias(_product(x, weight, self.linear_mm_config, self.config), bias)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor, record: bool, bias: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of x [..., k], weight [n, k] and, if `bias`, bias [n], bfloat16. grad: bfloat16 [..., n]."""
+        if record:
+            self.watch.observe(self.slot + 2, grad)
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_bias = rows.sum(0) if bias else None
+        if self.demoted:
+            return grad @ weight.to(grad.dtype), rows.t() @ x.reshape(-1, x.shape[-1]), grad_bias
+        return *_gradients(grad, x, weight, self.linear_mm_config, self.config), grad_bias
+
+
+class _Kept(SimpleNamespace):
+    """What torchao's autograd.Function is given for its context: its two halves are called one by one."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+def _product(x: Tensor, weight: Tensor, gemms: Any, config: Any) -> Tensor:
+    """torchao's forward: casts of x [..., k] and weight [n, k], and their product [..., n]."""
+    return matmul_with_hp_or_float8_args.forward(_Kept(), x, weight.t(), gemms, config)
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, gemms: Any, config: Any) -> tuple[Tensor, Tensor]:
+    """torchao's backward: gradients of x and weight. It casts both of them again, so that these are all it keeps."""
+    kept = _Kept(saved_tensors=(x, weight.t()), linear_mm_config=gemms, config=config)
+    grad_x, turned, *_ = matmul_with_hp_or_float8_args.backward(kept, grad)
+    return grad_x, turned.t()
+
+
+def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    """out + bias, and no view: what follows may work in place on it."""
+    return torch.ops.aten._unsafe_view.default(out, out.shape) if bias is None else out + bias.to(out.dtype)
+
+
+class _Watched(torch.autograd.Function):
+    """Eager."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: WatchedLinear, record: bool) -> Tensor:
+        ctx.layer, ctx.record = layer, record
+        ctx.save_for_backward(x, weight)
+        return layer.multiply(x, weight, bias, record)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *ctx.layer.gradients(grad, *ctx.saved_tensors, ctx.record, ctx.needs_input_grad[2]), None, None
+
+
+@torch._dynamo.allow_in_graph
+def _traced(
+    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, gemms: Any, config: Any
+) -> Tensor:
+    return _Traced.apply(x, weight, bias, handle, record, gemms, config)
+
+
+class _Traced(torch.autograd.Function):
+    """The FP8 layer behind `handle`, for the compiler to see: forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        handle: Tensor,
+        record: bool,
+        gemms: Any,
+        config: Any,
+    ) -> Tensor:
+        ctx.record, ctx.gemms, ctx.config = record, gemms, config
+        ctx.save_for_backward(x, weight, handle)
+        out = _product(x, weight, gemms, config)
+        if record:
+            _ops.torchao_note(out, torch.stack([scaling.amax(x), scaling.amax(weight)]), handle, 0)
+        return _with_bias(out, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, handle = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None
+        found = *_gradients(grad, x, weight, ctx.gemms, ctx.config), bias
+        if ctx.record:
+            # What nobody needs the compiler drops, and with it who writes to it.
+            _ops.torchao_note(found[needs.index(True)], scaling.amax(grad).reshape(1), handle, 2)
+        return *found, None, None, None, None
+
+
+def _note(after: Tensor, amax: Tensor, handle: Tensor, first: int) -> None:
+    """Amaxes, float32 [n], of the layer's slots from `first` on. after: is left alone, whatever the schema says."""
+    layer = layer_of(handle)
+    layer.watch.note(layer.slot + first, amax)
+
+
+def _fake_note(after: Tensor, amax: Tensor, handle: Tensor, first: int) -> None:
+    return None
+
+
+@contextmanager
+def _as_outside() -> Iterator[None]:
+    """Inside an operator autograd's keys are off, and torchao's scales by row know reshape only as what those make it.
+
+    As torch.utils.checkpoint switches a key on again.
+    """
+    with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        yield
+
+
+def _switching(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
+    """As eager: in FP8 or BF16, with statistics in sampled windows."""
+    with _as_outside():
+        return layer_of(handle).multiply(x, weight, bias, record)
+
+
+def _fake_switching(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _switching_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias, bfloat16; the last of shape [0] unless `bias`."""
+    with _as_outside():
+        grad_x, grad_weight, grad_bias = layer_of(handle).gradients(grad, x, weight, record, bias)
+    return grad_x, grad_weight.contiguous(), grad.new_empty(0) if grad_bias is None else grad_bias
+
+
+def _fake_switching_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return grad.new_empty(x.shape), grad.new_empty(weight.shape), grad.new_empty(grad.shape[-1] if bias else 0)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, handle, ctx.record = inputs
+    ctx.save_for_backward(x, weight, handle)
+
+
+def _switching_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    bias = ctx.needs_input_grad[2]
+    found = _ops.torchao_switching_backward(grad, *ctx.saved_tensors, ctx.record, bias)
+    return found[0], found[1], found[2] if bias else None, None, None
+
+
+define("torchao_note", _note, _fake_note, mutates=("after",))
+define("torchao_switching", _switching, _fake_switching, _switching_gradients, _setup)
+define("torchao_switching_backward", _switching_backward, _fake_switching_backward)
+_ops: Any = torch.ops.hopper_harness
 
 
 class TorchaoBackend:

@@ -29,9 +29,9 @@ from harness.core.errors import MachineError, Problem  # noqa: E402
 from harness.core.facts import RungVerdict, SlotStats, StepFacts  # noqa: E402
 from harness.core.protocols import Tensors  # noqa: E402
 from harness.core.update import InFlight  # noqa: E402
-from harness.estimate.paper import on_paper  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import find_card  # noqa: E402
+from harness.estimate.trace import on_paper  # noqa: E402
 from harness.precision.plan import resolve  # noqa: E402
 from harness.precision.recipe import Recipe, Rung  # noqa: E402
 
@@ -72,7 +72,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
     from benchmarks.proof import saves, training
     from benchmarks.proof.registry import NotHere, Task
     from harness import build, step
-    from harness.checkpoint.staging import Staging
+    from harness.checkpoint.saver import Staging
 
     cuda, warm = torch.cuda, training.warm
     told: list[tuple[Any, str, Any]] = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.monitors import main, parameters, tutorial
-from harness.core.gradients import grad_health
+from harness.core.health import grad_health
 
 
 def test_the_loop_and_the_pass_agree_on_the_same_gradients() -> None:

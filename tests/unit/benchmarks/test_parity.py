@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.parity import FIXED, RECIPE, judge, pair_up, perturbed_gpt, run_folder, settings, show, train
 from harness.core.config import load_config
-from harness.models import gpt
-from harness.models.task import build_model
+from harness.models import build_model, gpt
 
 SIZES: dict[str, Any] = {"dim": 32, "layers": 1, "heads": 2}
 TINY = [

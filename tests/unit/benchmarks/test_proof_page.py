@@ -16,8 +16,7 @@ from benchmarks import te_golden
 from benchmarks.proof import __main__ as command
 from benchmarks.proof import page
 from benchmarks.proof.registry import ROWS
-from harness.estimate.calibration import read_calibration
-from harness.estimate.roofline import CARDS
+from harness.estimate.roofline import CARDS, read_calibration
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 STATUSES = {"passed", "failed", "not run"}
@@ -137,24 +136,24 @@ def test_nothing_private_is_left(tmp_path: Path) -> None:
     made = rows()
     for number, text in enumerate(private):
         made[number % 5]["figures"][f"key {text}/x"] = [{"deep": f"a {text}/file.py, {text}: line {number}"}]
-        made[number % 5]["log"] = [*made[number % 5].get("log", []), f'File "{text}/harness/step.py", {text}']
+        made[number % 5]["log"] = [*made[number % 5].get("log", []), f'File "{text}/harness/run.py", {text}']
     made[3]["reason"] = " ".join(private)
     clean = scrubber.all(proof(made))
     check(clean)
     written = json.dumps(clean) + page.markdown(clean)
     left = [text for text in private if text in written]
     assert left == []
-    assert "harness/step.py" in written, "what is not private stays"
+    assert "harness/run.py" in written, "what is not private stays"
     for kept in ("NVIDIA H100 80GB HBM3", "580.65.06", "tests/gpu", "a" * 40, "2.13.0"):
         assert scrubber.text(kept) == kept
 
 
 def test_this_machine_is_private() -> None:
-    text = f"{Path.home()}/x {getpass.getuser()}@{socket.gethostname()} {page.ROOT}/harness/step.py {Path.cwd()}/y"
+    text = f"{Path.home()}/x {getpass.getuser()}@{socket.gethostname()} {page.ROOT}/harness/run.py {Path.cwd()}/y"
     cleaned = page.Scrubber().text(text)
     for private in (str(Path.home()), f"@{socket.gethostname()}", str(page.ROOT), str(Path.cwd())):
         assert private not in cleaned
-    assert "harness/step.py" in cleaned
+    assert "harness/run.py" in cleaned
 
 
 def test_what_rows_kept_is_stored_beside_the_results_as_it_was(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 from card_support import CARDS, CUDA_12, machine
 
-from harness.capability.libraries import LibraryFacts
-from harness.capability.probe import MachineFacts, NvidiaSmi
+from harness.capability.probe import LibraryFacts, MachineFacts, NvidiaSmi
 from harness.capability.tier import check_usable
-from harness.core.resources import shipped
+from harness.core.files import shipped
 from harness.precision.plan import resolve
 from harness.precision.recipe import Recipe, load_recipe
 

@@ -29,7 +29,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_libraries_are_found_without_importing_them() -> None:
     code = (
-        "import sys; from harness.capability.libraries import library_facts; facts = library_facts(); "
+        "import sys; from harness.capability.probe import library_facts; facts = library_facts(); "
         "print(facts['deepspeed'].ok, {'deepspeed', 'mlflow', 'torch', 'torchao'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -45,7 +45,7 @@ def fake_te(root: Path, *, extension: bool, release: str) -> str:
     (dist / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {release}\n")
     if extension:
         (root / "transformer_engine_torch.py").write_text("")
-    code = "from harness.capability.libraries import library_facts; print(library_facts()['transformer_engine'])"
+    code = "from harness.capability.probe import library_facts; print(library_facts()['transformer_engine'])"
     path = os.pathsep.join([str(root), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}

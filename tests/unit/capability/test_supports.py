@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.capability.libraries import LibraryFacts
-from harness.capability.probe import Device, MachineFacts
-from harness.capability.supports import can_run
-from harness.capability.tier import Tier, tier_of
+from harness.capability.probe import Device, LibraryFacts, MachineFacts
+from harness.capability.tier import Tier, can_run, tier_of
 
 OK = LibraryFacts("1.0", True, "installed")
 LIBRARIES = {"transformer_engine": OK, "torchao": OK}

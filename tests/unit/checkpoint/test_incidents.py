@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.incidents import load_incidents, save_incidents
+from harness.checkpoint.policy import load_incidents, save_incidents
 from harness.core.errors import CheckpointError
 from harness.core.state import Incidents
 

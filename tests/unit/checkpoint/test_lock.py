@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.lock import RunLock
 from harness.core.errors import CheckpointError, ExitCode
+from harness.runs import RunLock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from harness.checkpoint.lock import RunLock
+from harness.runs import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("locked", flush=True)
 time.sleep(60)

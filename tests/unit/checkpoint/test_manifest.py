@@ -11,8 +11,8 @@ import torch
 
 from harness.checkpoint.manifest import manifest_bytes
 from harness.checkpoint.store import Store
-from harness.core.atomic import dump_json
 from harness.core.errors import CheckpointError
+from harness.core.files import dump_json
 
 
 def saved(root: Path) -> Store:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.preflight import lacks_room
+from harness.checkpoint.store import lacks_room
 
 pytestmark = pytest.mark.faults(5)
 

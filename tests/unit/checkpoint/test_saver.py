@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint import marks
+from harness.checkpoint import manifest
 from harness.checkpoint.policy import Goodness, Retention
-from harness.checkpoint.saver import Saver
-from harness.checkpoint.staging import Staging
+from harness.checkpoint.saver import Saver, Staging
 from harness.checkpoint.store import Store
 from harness.core.protocols import Tensors
 
@@ -101,7 +100,7 @@ def test_a_save_that_fails_is_told_and_never_becomes_good(tmp_path: Path, backgr
     (saved,) = saver.finished()
     assert saved.path is None
     assert "not written" in saved.error
-    assert marks.read_marks(tmp_path) == []
+    assert manifest.read_marks(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
     saver.begin(6, state(1.0), {}, {})
     assert goodness.saved(6) == []
@@ -129,7 +128,7 @@ def test_retention_sees_the_marks_of_the_moment_of_the_save(tmp_path: Path) -> N
     saver.wait()
     store.go.clear()
     saver.begin(3, state(1.0), {}, {})
-    marks.add_mark(tmp_path, 1)  # too late: without a thread, step 1 would have been deleted by now
+    manifest.add_mark(tmp_path, 1)  # too late: without a thread, step 1 would have been deleted by now
     store.go.set()
     saver.wait()
     assert [list(saved.deleted) for saved in saver.finished()] == [[], [], [1]]
@@ -177,7 +176,7 @@ def test_a_job_that_is_nicer_already_saves_all_the_same() -> None:
     """Without the right to raise its priority, a thread at 15 may not be set to 10."""
     script = (
         "import os, sys, torch; from pathlib import Path; os.nice(15)\n"
-        "from harness.checkpoint.saver import Saver; from harness.checkpoint.staging import Staging\n"
+        "from harness.checkpoint.saver import Saver; from harness.checkpoint.saver import Staging\n"
         "from harness.checkpoint.store import Store\n"
         "saver = Saver(Store(Path(sys.argv[1])), lambda good: [], Staging())\n"
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.atomic import atomic_file, dump_json, write_json
+from harness.core.files import atomic_file, dump_json, write_json
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:

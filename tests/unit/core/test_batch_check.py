@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.core.batch_check import check_batch, harmless, name_faults
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT
+from harness.core.health import check_batch, harmless, name_faults
 
 TOKENS = torch.randint(0, 256, (2, 5), generator=torch.Generator().manual_seed(0))
 

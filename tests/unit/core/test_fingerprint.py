@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.core import fingerprint
-from harness.core.fingerprint import Fingerprint, RankComparison, differing
+from harness.core import collectives
+from harness.core.collectives import Fingerprint, RankComparison, differing
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -50,7 +50,7 @@ def test_any_one_bit_changes_the_hash(dtype: torch.dtype, shape: list[int], seed
 
 @pytest.mark.parametrize("words", [1, 7, 8, 9, 64, 1000])
 def test_every_bit_counts_in_every_chunk(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_CPU_CHUNK", 8)
+    monkeypatch.setattr(collectives, "_CPU_CHUNK", 8)
     small = Fingerprint(CPU)
     tensor = torch.randn(2 * words + 1, generator=torch.Generator().manual_seed(0))
     usual = small.of([tensor]).item()
@@ -69,7 +69,7 @@ def test_no_two_flips_cancel() -> None:
 
 
 def test_order_matters_within_and_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_CPU_CHUNK", 4)
+    monkeypatch.setattr(collectives, "_CPU_CHUNK", 4)
     small = Fingerprint(CPU)
     values = torch.arange(16, dtype=torch.int64)
     hashes = {small.of([values]).item()}
@@ -116,7 +116,7 @@ def test_two_hashes_that_differ_are_seen_on_both_sides(mine: int, theirs: int, m
         """What MAX over the two ranks gives."""
         return torch.maximum(torch.cat([here, ~here]), torch.cat([there, ~there]))
 
-    monkeypatch.setattr(fingerprint, "max_over_ranks", reduce)
+    monkeypatch.setattr(collectives, "max_over_ranks", reduce)
     assert differing(here).tolist() == differing(there).tolist() == [True, False]
 
 

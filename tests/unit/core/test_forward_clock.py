@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from harness.core.forward_clock import ForwardClock
+from harness.core.collectives import ForwardClock
 
 
 def test_a_step_has_the_sum_of_its_forward_passes_and_nothing_else() -> None:

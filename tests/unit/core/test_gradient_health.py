@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from harness.core.config import TrainConfig
-from harness.core.gradients import grad_health, grad_norm, l2_norm
+from harness.core.health import grad_health, grad_norm, l2_norm
 from harness.engines.torch_engine import TorchEngine
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import WarmupCosine
-from harness.precision.loss_scale import LossScale
+from harness.optim import WarmupCosine, build_optimizer
+from harness.precision.convert import LossScale
 from harness.precision.recipe import LossScaleConfig
 from tests.support.updates import finish
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.core.gradients import grad_norm
+from harness.core.health import grad_norm
 from harness.core.update import clip_divisor, gated_step, materialise, takes_found_inf
 
 SKIP, APPLY = torch.ones(()), torch.zeros(())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.user_cache import cache_dir
+from harness.core.files import cache_dir
 
 
 def test_under_the_users_cache_folder_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

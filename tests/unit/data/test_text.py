@@ -10,8 +10,7 @@ import pytest
 
 from harness.core.errors import DataError, ExitCode
 from harness.data import text as text_module
-from harness.data.corpus import standard_library
-from harness.data.text import read_text
+from harness.data.text import read_text, standard_library
 
 
 def test_a_file_is_read_byte_for_byte(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from harness.core.config import DataConfig
 from harness.core.errors import DataError
-from harness.data.split import split_documents
-from harness.data.text import Document
+from harness.data.text import Document, split_documents
 from harness.data.tokens import prepare, unigram_entropy
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "text"

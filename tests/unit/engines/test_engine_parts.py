@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 from harness.core.errors import CheckpointError
 from harness.engines.torch_engine import TorchEngine
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import WarmupCosine
+from harness.optim import WarmupCosine, build_optimizer
 from tests.support.updates import finish
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.estimate.operations import flops, unit
+from harness.estimate.recorder import flops, unit
 
 SHAPES = {
     "Conv1d": (lambda: nn.Conv1d(8, 12, 5, padding=2), (3, 8, 32)),

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from harness.core.errors import ConfigError
-from harness.estimate.calibration import read_calibration, uncalibrated
-from harness.estimate.roofline import CARDS, Op, device_seconds, find_card, seconds_of, step_seconds, usual_rates
+from harness.estimate.roofline import (
+    CARDS,
+    Op,
+    device_seconds,
+    find_card,
+    read_calibration,
+    seconds_of,
+    step_seconds,
+    uncalibrated,
+    usual_rates,
+)
 
 H100 = CARDS["H100"]
 RATES = usual_rates(H100)

@@ -12,8 +12,8 @@ from torch import nn
 
 from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError
+from harness.models import Task, build_model
 from harness.models.gpt import Scores, build, rotary, rotate, spread
-from harness.models.task import Task, build_model
 
 
 def test_size_ties_and_first_loss() -> None:

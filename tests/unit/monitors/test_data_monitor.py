@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Window
-from harness.monitors.data import DataMonitor, Policy
+from harness.monitors.base import BadData
+from harness.monitors.data import DataMonitor
 
 MakeFacts = Callable[..., StepFacts]
 
@@ -25,9 +26,9 @@ class Source:
         self.damage = damage
         self.read: list[int] = []
 
-    def window(self, step: int, index: int) -> Window:
+    def window(self, index: int) -> Window:
         self.read.append(index)
-        return Window(step, index, np.arange(4, dtype=np.int64) + 10 * index)
+        return Window(index, np.arange(4, dtype=np.int64) + 10 * index)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
         assert (rank, world_size) == (0, 1), "every rank reads the whole window"
@@ -114,7 +115,7 @@ def test_a_micro_batch_without_labels_is_skipped_and_its_samples_named(make_fact
         ("auto", BAD_LABEL | NON_FINITE_INPUT, True),
     ],
 )
-def test_the_policy_decides_what_halts(make_facts: MakeFacts, policy: Policy, bits: int, halts: bool) -> None:
+def test_the_policy_decides_what_halts(make_facts: MakeFacts, policy: BadData, bits: int, halts: bool) -> None:
     verdict = DataMonitor(Source(), 8, policy).observe(bad(make_facts, bits))
     assert isinstance(verdict.proposal, Halt) == halts
     worst = "data.label" if bits & BAD_LABEL else "data.nonfinite" if bits & NON_FINITE_INPUT else "data.empty"

@@ -10,10 +10,10 @@ import pytest
 from harness.core.config import GuardConfig
 from harness.core.facts import Action, Continue, Halt, Limits, Rollback, StepFacts
 from harness.core.state import Incidents
+from harness.monitors.base import AHEAD
 from harness.monitors.gradients import GradientMonitor
 from harness.monitors.loss import LossMonitor
 from harness.monitors.responder import Responder
-from harness.monitors.robust import AHEAD
 
 MakeFacts = Callable[..., StepFacts]
 CHANGE = 60

@@ -12,7 +12,7 @@ import pytest
 from fallback_support import LAYERS
 from fallback_support import make_facts as fp8_facts
 
-from harness.core.config import RunConfig
+from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError
 from harness.core.facts import Limits, StepFacts, Verdict, Window
 from harness.core.protocols import Monitor
@@ -46,7 +46,7 @@ class NoData:
 
     name, tokens_per_sample = "none", 1
 
-    def window(self, step: int, index: int) -> Window:
+    def window(self, index: int) -> Window:
         raise AssertionError("not to be read")
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[Any]:
@@ -57,7 +57,7 @@ class NoData:
 
 
 def context(**changed: Any) -> MonitorContext:
-    return replace(MonitorContext(RunConfig(), FallbackConfig(), NoData()), **changed)
+    return replace(MonitorContext(GuardConfig(), FallbackConfig(), data=NoData()), **changed)
 
 
 FP8 = {"layers": LAYERS, "amax_history": 16}
@@ -110,8 +110,8 @@ def test_a_run_is_watched_by_what_it_needs_in_a_fixed_order(given: dict[str, Any
 
 
 def test_with_the_guard_off_nothing_watches() -> None:
-    off = RunConfig.model_validate({"guard": {"enabled": False}})
-    assert build_monitors(context(config=off, **FP8)) == []
+    off = GuardConfig(enabled=False)
+    assert build_monitors(context(guard=off, **FP8)) == []
 
 
 def test_every_monitor_has_a_key_of_its_own_and_none_changes() -> None:

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.facts import BAD_LABEL, Limits, StepFacts
-from harness.loop import SWITCH_DELAY
-from harness.monitors.robust import AHEAD, from_log, level, why_skipped
+from harness.core.facts import BAD_LABEL, SWITCH_DELAY, Limits, StepFacts
+from harness.monitors.base import AHEAD, from_log, level, why_skipped
 
 MakeFacts = Callable[..., StepFacts]
 

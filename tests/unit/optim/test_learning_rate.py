@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from harness.core.config import TrainConfig, load_config
-from harness.core.resources import shipped
-from harness.models.task import build_model
-from harness.optim.learning_rate import too_high
+from harness.core.files import shipped
+from harness.models import build_model
+from harness.optim import too_high
 
 
 def train(**keys: object) -> TrainConfig:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from harness.optim.schedule import WarmupCosine
+from harness.optim import WarmupCosine
 
 SCHEDULE = WarmupCosine(lr=3e-3, warmup_steps=7, total_steps=50, min_lr_ratio=0.1)
 

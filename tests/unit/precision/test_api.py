@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import Precision
-from harness.core.resources import shipped
+from harness.core.files import shipped
 from harness.models.gpt import build as build_gpt
 
 ON_CPU = {"fp8_hybrid": "native:fp8", "auto": "autocast:bf16", "bf16": "autocast:bf16"}
@@ -146,8 +146,9 @@ def test_a_bad_loss_leaves_every_bit(name: str, good_steps: int, fused: bool) ->
     assert math.isfinite(outcome.grad_norm.item()), "the loss alone was bad"
     found = set(differences(before, snapshot(precision, model, optimizer)))
     scaler = {"/tensors/loss_scale.value", "/tensors/loss_scale.tracker"} if name == "fp16_scaler" else set()
-    bookkeeping = {"/meta/steps", "/meta/last", "/tensors/last", "/meta/last/step"}
-    assert not {path for path in found - scaler - bookkeeping if not path.startswith("/meta/fallback")}
+    bookkeeping = {"/meta/state/step", "/meta/last", "/tensors/last", "/meta/last/step", "/meta/last/window"}
+    monitors = "/meta/state/parts/monitors"
+    assert not {path for path in found - scaler - bookkeeping if not path.startswith(monitors)}
     assert train_step(precision, model, optimizer, good_steps).was_applied
     assert differences(before["model"], model.state_dict()), "training goes on"
 

@@ -10,7 +10,7 @@ from torch import nn
 from harness.capability.probe import MachineFacts
 from harness.core.errors import ConfigError
 from harness.models.gpt import build
-from harness.precision.filters import repeated_blocks
+from harness.precision.layers import repeated_blocks
 from harness.precision.plan import Plan, make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from harness.precision import scaling
-from harness.precision.backends import native_kernel
+from harness.precision.backends import arena
 
 
 def run(x: torch.Tensor, scale: float, fmt: str, amax: float = 0.0) -> tuple[torch.Tensor, float]:
-    kernel, note = native_kernel.load()
+    kernel, note = arena.load()
     assert kernel is not None, note
     running = torch.tensor([amax])
     return kernel(x, scale, fmt, running.data_ptr(), None), running.item()

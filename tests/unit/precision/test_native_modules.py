@@ -15,8 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from harness.core.errors import CheckpointError, MisuseError
-from harness.precision.backends.native import NativeBackend
-from harness.precision.backends.native_linear import NativeLinear
+from harness.precision.backends.native import NativeBackend, NativeLinear
 
 
 def test_parameters_hooks_and_ties_survive_conversion() -> None:

@@ -15,7 +15,7 @@ from harness import Precision
 from harness.capability.probe import Device, MachineFacts, probe
 from harness.core.errors import ConfigError
 from harness.models.gpt import build
-from harness.precision.engine import check_half_weights
+from harness.precision.convert import check_half_weights
 from harness.precision.plan import Plan, make_plan, pad_numbers, resolve
 from harness.precision.recipe import Recipe, load_recipe
 
@@ -134,7 +134,7 @@ def test_float32_matmul_is_set_from_the_recipe_and_in_one_place() -> None:
     package = Path(harness.__file__).parent
     setters = re.compile(r"[. ]set_float32_matmul_precision\(|\.(allow_tf32|fp32_precision) *=[^=]")
     found = [path for path in package.rglob("*.py") if setters.search(path.read_text())]
-    assert found == [package / "precision" / "engine.py"]
+    assert found == [package / "precision" / "convert.py"]
 
 
 def test_what_an_engine_with_half_precision_weights_cannot_do_is_named() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.errors import ConfigError
-from harness.core.resources import shipped
+from harness.core.files import shipped
 from harness.precision.recipe import TIERS, Recipe, load_recipe
 
 SHIPPED = [

@@ -8,7 +8,7 @@ from fp8_oracle import quantize
 from torch import Tensor
 
 from harness.precision import scaling
-from harness.precision.sampling import LARGEST, SampledStats
+from harness.precision.scaling import LARGEST, SampledStats
 
 CPU = torch.device("cpu")
 

@@ -14,13 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.capability.libraries import LibraryFacts
-from harness.capability.probe import Device, MachineFacts
+from harness.capability.probe import Device, LibraryFacts, MachineFacts
 from harness.core.errors import ConfigError
 from harness.precision.plan import Plan, make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
-from harness.precision.shape_probe import cache_file, keep_out, probe_layers, slower, times_of
-from harness.precision.shape_timing import contestants, measure
+from harness.precision.shape_probe import cache_file, contestants, keep_out, measure, probe_layers, slower, times_of
 
 pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
 CPU = torch.device("cpu")

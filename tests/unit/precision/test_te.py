@@ -14,7 +14,7 @@ from harness.capability.probe import probe
 from harness.core.errors import ConfigError, ExitCode, MachineError
 from harness.precision.backends import te_library
 from harness.precision.backends.te_linear import check_convertible, filled_up, observe
-from harness.precision.engine import build_backend
+from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan
 from harness.precision.recipe import Recipe, Rung
 

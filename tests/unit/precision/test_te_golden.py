@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from benchmarks import te_golden
-from harness.core.atomic import write_json
+from harness.core.files import write_json
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = te_golden.CASES

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from harness.capability.libraries import LibraryFacts
-from harness.capability.probe import Device, MachineFacts, probe
+from harness.capability.probe import Device, LibraryFacts, MachineFacts, probe
 from harness.core.errors import ConfigError
 from harness.core.schema import validate
 from harness.precision.plan import make_plan, resolve

@@ -20,7 +20,7 @@ from harness.core.errors import MachineError
 from harness.core.facts import SlotStats, StepFacts, Switch
 from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
-from harness.precision.backends.te_scales import DelayedScales, TensorScales
+from harness.precision.backends.te_library import DelayedScales, TensorScales
 from harness.precision.recipe import Fp8Config
 
 LENGTH, LAYERS = 4, 3

@@ -14,7 +14,7 @@ from torch import nn
 from harness.capability.probe import probe
 from harness.core.errors import CheckpointError
 from harness.core.protocols import PrecisionBackend
-from harness.precision.engine import build_backend
+from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
 
@@ -195,5 +195,5 @@ def test_state_round_trip_and_refusal_of_another_models_state(recipe: Recipe) ->
 
 
 def test_torchao_is_imported_only_when_its_rung_is_taken() -> None:
-    code = "import sys; import harness.precision.engine, harness.build; sys.exit('torchao' in sys.modules)"
+    code = "import sys; import harness.precision.convert, harness.build; sys.exit('torchao' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

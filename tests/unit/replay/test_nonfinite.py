@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.replay.operations import LOSS
-from harness.replay.origin import Finding, Origin, locate, watch
+from harness.replay.origin import LOSS, Finding, Origin, locate, watch
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 

@@ -12,7 +12,7 @@ import pytest
 
 from harness.core.facts import BAD_LABEL, Limits, SlotStats, StepFacts
 from harness.replay.answer import Answer, Sample, growth, lines, plain
-from harness.replay.branches import Difference
+from harness.replay.flight import Difference
 from harness.replay.origin import Finding
 
 WELL = StepFacts(

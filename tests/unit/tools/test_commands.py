@@ -50,7 +50,7 @@ def test_a_command_says_what_it_does_and_what_it_takes(name: str) -> None:
 
 def test_a_command_that_is_called_loads_no_other() -> None:
     found = {name for name in loaded_by("verify", "--help") if name.startswith("harness.tools.")}
-    assert found == {"harness.tools.shell", "harness.tools.verify"}
+    assert found == {"harness.tools.verify"}
 
 
 def test_a_command_that_is_none_is_named() -> None:

@@ -6,9 +6,8 @@ import io
 
 from rich.console import Console
 
-from harness.capability.libraries import LibraryFacts
-from harness.capability.probe import Device, MachineFacts, NvidiaSmi
-from harness.core.resources import shipped
+from harness.capability.probe import Device, LibraryFacts, MachineFacts, NvidiaSmi
+from harness.core.files import shipped
 from harness.tools.doctor import doctor
 
 OK = LibraryFacts("1.0", True, "installed")

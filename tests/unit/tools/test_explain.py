@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.checkpoint.marks import add_mark
+from harness.checkpoint.manifest import add_mark
 from harness.core.codes import Catalogue, catalogue, slug
 from harness.core.errors import ConfigError
-from harness.tools.explain import explain, plain
-from harness.tools.postmortem import cause, distinct, go_on, post_mortem, streaks
-from harness.tools.summary import summary
+from harness.report.explain import cause, distinct, explain, go_on, plain, post_mortem, streaks
+from harness.report.summary import summary
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import Journal
 

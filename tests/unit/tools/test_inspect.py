@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from harness.core.errors import ConfigError
-from harness.tools.inspect import inspect, sparkline
+from harness.report.inspect import inspect, sparkline
 from harness.tracking.journal import Journal
 
 REPO = Path(__file__).resolve().parents[3]
@@ -104,7 +104,7 @@ def test_sparkline(values: list[float], expected: str) -> None:
 
 def test_it_starts_without_torch(run_dir: Path) -> None:
     code = (
-        "import sys, pathlib, rich.console; from harness.tools.inspect import inspect;"
+        "import sys, pathlib, rich.console; from harness.report.inspect import inspect;"
         "inspect(pathlib.Path(sys.argv[1]), rich.console.Console());"
         "print('torch' in sys.modules, 'mlflow' in sys.modules)"
     )

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.image import imread
 
 from harness.core.errors import ConfigError
-from harness.tools import report
+from harness.report import page as report
 from harness.tracking.history import RunHistory, bare
 from harness.tracking.journal import Journal
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness.tools.summary import summary, tool
+from harness.report import tool
+from harness.report.summary import summary
 from harness.tracking.journal import Journal
-from harness.tracking.position import Position
+from harness.tracking.rows import Position
 
 LAYERS = ("blocks.0.up", "blocks.1.up")
 SLOTS = [f"blocks.0{i}.up.{role}" for i in (0, 1) for role in ("input", "weight", "grad_output")]

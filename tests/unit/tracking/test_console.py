@@ -183,6 +183,6 @@ def test_clock(value: float, text: str) -> None:
 
 
 def test_the_console_starts_without_torch() -> None:
-    code = "import sys, harness.tracking.console, harness.tools.report; print('torch' in sys.modules)"
+    code = "import sys, harness.tracking.console, harness.report.page; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=os.environ, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr

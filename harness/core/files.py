@@ -1,0 +1,244 @@
+"""Files: found, read with distrust, written whole. Torch-free.
+
+Small files that somebody else may have written are read only here: regular files, bounded in size, depth and numbers.
+A file is written so that after any crash it is either the old one or the new one, whole, on disk. Recipes and configs
+are in the source tree during development, inside the package once installed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from harness.core.errors import ConfigError, Problem, near_match
+
+MAX_DEPTH = 64
+"""Lists and mappings inside each other. Much deeper ones end in Python's recursion limit, wherever they are used."""
+MAX_JSON = 1 << 20
+"""Bytes of a JSON file, where its reader names no other limit."""
+MAX_LARGE = 256 << 20
+"""The same for files with a line for every layer, every parameter or every file of the text."""
+
+# The state of some random generators is one number of 128 bits.
+_STATE_BITS = 256
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file, links followed. Raises OSError; ValueError for anything else, or if it is too large.
+
+    Opening a pipe waits for a writer, for ever; a device may never end.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("is not a regular file")
+    data = b""
+    if status.st_size <= limit:
+        with path.open("rb") as stream:
+            data = stream.read(limit + 1)  # one more: the size of what the kernel makes up is told as 0
+    if max(len(data), status.st_size) > limit:
+        raise ValueError(f"is larger than {limit} bytes")
+    return data
+
+
+def read_json(path: Path, limit: int = MAX_JSON) -> Any:
+    """What a JSON file holds. Raises OSError, and ValueError as `read_bounded` and `parse_json` do."""
+    return parse_json(read_bounded(path, limit))
+
+
+def read_mapping(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
+    """The mapping in a JSON file that only advises; empty if there is none, or it cannot be read."""
+    try:
+        content = read_json(path, limit)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON without duplicate keys, NaN and infinities, and within the bounds of `check_plain`. Raises ValueError."""
+    try:
+        value = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError(f"is nested more than {MAX_DEPTH} deep") from error
+    check_plain(value, _STATE_BITS, finite=True)
+    return value
+
+
+def check_plain(value: Any, bits: int = 64, finite: bool = False) -> None:
+    """Raises ValueError if lists and mappings are nested too deeply, or a whole number has more than `bits` bits.
+
+    finite: refuse floats that are not, too. Endless numbers cost quadratic time and cannot be printed.
+    """
+    pending: list[tuple[Any, int]] = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        if isinstance(item, dict | list):
+            if depth == MAX_DEPTH:
+                raise ValueError(f"is nested more than {MAX_DEPTH} deep")
+            children: Sequence[Any] = [*item, *item.values()] if isinstance(item, dict) else item
+            pending += [(child, depth + 1) for child in children]
+        elif isinstance(item, int) and item.bit_length() > bits:
+            raise ValueError(f"has a whole number of {item.bit_length()} bits, more than {bits}")
+        elif finite and isinstance(item, float) and not math.isfinite(item):
+            raise ValueError("has a number that is too large")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"has the key {twice!r} twice"[:200])
+    return made
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"has {name}, which is no JSON number")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not.
+
+    One writer at a time: the temporary name `.<name>.tmp` is fixed, so a killed writer's leftover is replaced by the
+    next one. Raises OSError.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with _new(temporary) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def _new(path: Path) -> BinaryIO:
+    """A file of its own at `path`: what is there may be a link or a pipe, if somebody else has made the folder."""
+    try:
+        return path.open("xb")
+    except FileExistsError:
+        path.unlink()
+        return path.open("xb")
+
+
+def dump_json(value: Any) -> bytes:
+    """Strict JSON, without NaN or Infinity, keys in the order given. Raises ValueError, TypeError."""
+    return (json.dumps(value, allow_nan=False, indent=1) + "\n").encode()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as strict JSON. Raises OSError, and what `dump_json` raises."""
+    data = dump_json(value)
+    with atomic_file(path) as stream:
+        stream.write(data)
+
+
+# Characters of a path in a message.
+_SHOWN = 300
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def resource_dir(kind: str) -> Path:
+    """Where recipes or configs are: <repo>/<kind> in a checkout, harness/_shipped/<kind> in a wheel."""
+    checkout = _PACKAGE.parent / kind
+    return (
+        checkout
+        if (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir()
+        else _PACKAGE / "_shipped" / kind
+    )
+
+
+def shipped(kind: str) -> list[str]:
+    """Names of the shipped recipes or configs."""
+    return sorted(path.stem for path in resource_dir(kind).glob("*.yaml"))
+
+
+def find(kind: str, name_or_path: str) -> Path:
+    """The YAML file meant by a name or path.
+
+    A value with a slash or a .yaml ending is a path; anything else a shipped name. Raises ConfigError with the near
+    match if there is no such file.
+    """
+    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
+        path = _home(name_or_path)
+        if _is_file(path):
+            return path
+        fix = f"check the path, or use a shipped name: {', '.join(shipped(kind))}"
+        raise ConfigError(Problem("no such file", str(path)[:_SHOWN], fix=fix))
+    path = resource_dir(kind) / f"{name_or_path}.yaml"
+    if _is_file(path):
+        return path
+    singular = kind.removesuffix("s")
+    known = shipped(kind)
+    hint = near_match(name_or_path, known)
+    if hint.startswith("did"):
+        hint += f" (known: {', '.join(known)})"
+    raise ConfigError(
+        Problem(
+            f'no {singular} "{name_or_path[:_SHOWN]}"', f"--{singular}", fix=f"{hint}; or give a path to a .yaml file"
+        )
+    )
+
+
+def _home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # ~ of a user who does not exist
+        return Path(path)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a loop of links, a folder that may not be entered
+        return False
+
+
+def cache_dir() -> Path:
+    """~/.cache/hopper-harness (or under XDG_CACHE_HOME), made if need be.
+
+    A new temporary folder where that one cannot be written, or belongs to somebody else, whose files must not be
+    trusted.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hopper-harness"
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(base, os.W_OK) and base.stat().st_uid == os.getuid():
+            return base
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="hopper-harness-"))
+
+
+def step_name(step: int) -> str:
+    """`step-00000123`: of a checkpoint, of a flight record; names sort as the steps do."""
+    return f"step-{step:08d}"
+
+
+def harness_version() -> str:
+    """The installed package's version; "source tree" where it is not installed."""
+    try:
+        return version("hopper-harness")
+    except PackageNotFoundError:
+        return "source tree"

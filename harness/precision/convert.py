@@ -1,0 +1,129 @@
+"""From a plan to a running backend: convert the model, set matmul precision, provide the dynamic loss scale of fp16.
+
+The loss scale follows GradScaler's rule, on the device, with a floor and a cap. torch.amp.GradScaler lets its scale
+reach 0.0 after some 166 bad steps, and the next clean step then writes NaN into the weights. Here the scale stays
+within [floor, cap], and no host read is needed to use or to update it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.core.errors import Problem
+from harness.core.protocols import Meta, PrecisionBackend, TensorDict
+from harness.precision.backends.autocast import AutocastBackend
+from harness.precision.layers import keep_in_fp32
+from harness.precision.plan import Plan
+from harness.precision.recipe import LossScaleConfig, Recipe, Rung
+
+
+class LossScale:
+    """value: float32 0-d, what the loss is multiplied by. tracker: good steps since the last change, float32 0-d.
+
+    retired: the run left fp16; the value stays 1.
+    """
+
+    def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
+        self.config = config
+        self.value = torch.tensor(config.init, dtype=torch.float32, device=device)
+        self.tracker = torch.zeros((), dtype=torch.float32, device=device)
+        self.retired = False
+
+    def retire(self) -> None:
+        """Scale by 1 from now on, in place: bf16 and fp32 have the range that fp16 lacks."""
+        self.retired = True
+        self.value.fill_(1.0)
+
+    def update(self, overflow: Tensor, skip: Tensor) -> None:
+        """Once per step, by torch's amp_update_scale rule.
+
+        overflow: float32 0-d, 1.0 if gradients were not finite on some rank: the scale is lowered. skip: float32 0-d,
+        1.0 if the update was skipped. For another reason (bad data, a spike, a loss that alone is NaN) nothing changes:
+        the scale is not at fault.
+        """
+        if self.retired:
+            return
+        config = self.config
+        bad = overflow > 0
+        keep = (skip > 0) & ~bad
+        counted = self.tracker + 1
+        grows = counted >= config.growth_interval
+        good = torch.where(grows, self.value * config.growth_factor, self.value)
+        scale = torch.where(bad, self.value * config.backoff_factor, good)
+        tracker = torch.where(bad | grows, torch.zeros_like(counted), counted)
+        self.value.copy_(torch.where(keep, self.value, scale.clamp(config.floor, config.cap)))
+        self.tracker.copy_(torch.where(keep, self.tracker, tracker))
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """tensors: value, tracker."""
+        return {"value": self.value, "tracker": self.tracker}, {"retired": self.retired}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore in place."""
+        self.value.copy_(tensors["value"])
+        self.tracker.copy_(tensors["tracker"])
+        self.retired = bool(meta["retired"])
+
+
+def build_backend(
+    plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, loss_scale: LossScale | None = None
+) -> PrecisionBackend:
+    """Convert `model` in place as the plan says and return the backend that runs it.
+
+    Parameters keep their identity. Call it before the model is wrapped and before the optimizer is built.
+    """
+    torch.set_float32_matmul_precision(recipe.float32_matmul)
+    backend = _convert(plan, recipe, model, device, loss_scale)
+    if plan.rung.precision != "fp32":
+        keep_in_fp32(model, plan.keep_fp32, device.type)
+    return backend
+
+
+def _convert(
+    plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, loss_scale: LossScale | None
+) -> PrecisionBackend:
+    if plan.rung.backend == "native":
+        from harness.precision.backends.native import NativeBackend
+
+        return NativeBackend(plan, recipe, model, device)
+    if plan.rung.backend == "transformer_engine":
+        from harness.precision.backends.te import TransformerEngineBackend
+
+        return TransformerEngineBackend(plan, recipe, model, device)
+    if plan.rung.backend == "torchao":
+        from harness.precision.backends.torchao import TorchaoBackend
+
+        return TorchaoBackend(plan, recipe, model, device)
+    return AutocastBackend(plan.rung.precision, device, loss_scale)
+
+
+def build_loss_scale(plan: Plan, recipe: Recipe, device: torch.device) -> LossScale | None:
+    """A dynamic loss scale on fp16 rungs, None elsewhere: bf16 and FP8 rungs have fp32's exponent range."""
+    return LossScale(recipe.loss_scale, device) if plan.rung.precision == "fp16" else None
+
+
+def check_half_weights(recipe: Recipe, rung: Rung) -> list[Problem]:
+    """What an fp16 engine with half-precision weights and a loss scale of its own (DeepSpeed's) cannot do of `recipe`.
+
+    Empty on every other rung: there weights are fp32 and the scale is ours.
+    """
+    if rung.precision != "fp16":
+        return []
+    where, fix = f"recipe {recipe.name}", "start it with torchrun or python instead of deepspeed"
+    problems: list[Problem] = []
+    if recipe.layers.keep_fp32:
+        why = "its fp16 engine turns all weights to half precision"
+        problems.append(Problem("DeepSpeed cannot keep modules in fp32", f"{where}: layers.keep_fp32", why, fix))
+    if recipe.loss_scale != LossScaleConfig():
+        why = "its fp16 engine has a loss scale of its own"
+        problems.append(Problem("DeepSpeed does not follow this loss scale", f"{where}: loss_scale", why, fix))
+    return problems
+
+
+def autocast_dtype(plan: Plan) -> torch.dtype | None:
+    """What an engine that owns autocast (DeepSpeed) must be told: None for fp32."""
+    return {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[plan.rung.precision]

@@ -1,0 +1,338 @@
+"""`harness explain`: what a code or a symptom means and what to do, or what happened in a run. Starts without torch.
+
+What happened in a run, in order, and what to do now, is also said at the end of a halted run. It comes from the run
+folder: the journal's events, outcome.json, checkpoints/good.json, flight/. `python -m harness.report.explain` prints
+docs/runbook.md, the same texts as a page.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from harness.checkpoint.manifest import read_marks
+from harness.core.codes import Entry, catalogue, without_marks
+from harness.core.errors import ExitCode, some
+from harness.core.files import step_name
+from harness.report import short, tool
+
+if TYPE_CHECKING:
+    from harness.tracking.history import RunHistory
+
+LAST_ALERTS = 8
+MOST_WINDOWS = 12
+HALTED = "halted"
+_PLATEAU = "loss-that-plateaus"
+# Of the unigram entropy. The quickstart is at 0.8 and less after 50 updates.
+_LITTLE, _SOME_LENGTH = 0.95, 50
+_HALT, _ROLLBACK = "guard.halt", "guard.rollback"
+# Faults that another learning rate would not cure.
+_KEEP_LR = ("data.", "ranks.", "checkpoint.", "journal.")
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Events of one code.
+
+    first, last: steps. text, last_text: of these two. attempt: in which the first was. windows: places in the data
+    order that the events name, in order.
+    """
+
+    code: str
+    first: int
+    last: int
+    count: int
+    text: str
+    last_text: str
+    attempt: int
+    windows: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> str:
+        """`step 23`, `steps 23-27`."""
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first}-{self.last}"
+
+    @property
+    def times(self) -> str:
+        """`loss.skip`, `nonfinite.skip x 3 (windows 4, 5, 9)`: the same windows in two attempts point to the data."""
+        if self.count == 1:
+            return self.code
+        shown = some(self.windows, MOST_WINDOWS)
+        return f"{self.code} x {self.count}" + (f" (windows {shown})" if shown else "")
+
+
+def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
+    """Events in order, with neighbours of one code and attempt joined."""
+    joined: list[Streak] = []
+    for event in events:
+        code, step, attempt = str(event["code"]), int(event.get("step", 0)), int(event.get("attempt", 1))
+        before = joined[-1] if joined else None
+        if before and (before.code, before.attempt) == (code, attempt):
+            windows = before.windows + _windows(event)
+            joined[-1] = replace(before, last=step, count=before.count + 1, last_text=told(event), windows=windows)
+        else:
+            joined.append(Streak(code, step, step, 1, told(event), told(event), attempt, _windows(event)))
+    return joined
+
+
+def distinct(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
+    """Each code once, in the order of its first event."""
+    found: dict[str, Streak] = {}
+    for each in streaks(events):
+        first = found.get(each.code)
+        if first is None:
+            found[each.code] = each
+        else:
+            count = first.count + each.count
+            windows = first.windows + each.windows
+            found[each.code] = replace(first, last=each.last, count=count, last_text=each.last_text, windows=windows)
+    return list(found.values())
+
+
+def _windows(event: Mapping[str, Any]) -> tuple[int, ...]:
+    window = event.get("window")
+    return (window,) if isinstance(window, int) else ()
+
+
+def told(event: Mapping[str, Any]) -> str:
+    """An event's own words, whatever kind it is."""
+    if event["code"] == _ROLLBACK:
+        passed = ", ".join(map(str, event.get("passed_over") or ())) or "none"
+        return f"{event.get('reason', '')}; back to step {event.get('to_step')}, windows passed over: {passed}"
+    moves = ((event.get("demote"), "to BF16"), (event.get("promote"), "back to FP8"))
+    moved = "; ".join(f"{', '.join(layers)} {where}" for layers, where in moves if layers)
+    lowered = f"the whole run to {event['lowered']}" if event.get("lowered") else ""
+    return str(event.get("text") or event.get("reason") or moved or lowered or event.get("path") or "")
+
+
+def cause(history: RunHistory) -> str | None:
+    """The code to read first: the worst of the last attempt with an alert, so that healed ones do not hide it."""
+    for attempt in sorted({int(event.get("attempt", 1)) for event in history.events}, reverse=True):
+        codes = [event["code"] for event in history.events if event.get("attempt", 1) == attempt]
+        if alerts := catalogue().ranked(codes):
+            return alerts[0]
+    return None
+
+
+def learned_little(history: RunHistory) -> bool:
+    """Whether a run of some length ended no better than somebody who knows how often each byte occurs."""
+    nats, unigram = history.last("val/loss"), history.run["data"].get("unigram_bits_per_byte")
+    applied = sum(value == 1 for value in history.series.get("train/step_applied", {}).values())
+    if nats is None or not unigram or applied < _SOME_LENGTH:
+        return False
+    return not nats / math.log(2) < _LITTLE * unigram
+
+
+def flights(run_dir: Path) -> list[int]:
+    """Steps that the flight recorder kept, so that `harness replay` can run them again."""
+    found = {path.parent.name.removeprefix("step-") for path in run_dir.glob("flight/step-*/record.json")}
+    return sorted(int(step) for step in found if step.isdecimal())
+
+
+def next_steps(history: RunHistory) -> list[tuple[str, str]]:
+    """(label, command) of what to type next; empty for a run with nothing to explain."""
+    run = short(history.run_dir)
+    lines: list[tuple[str, str]] = []
+    code = cause(history)
+    if code:
+        lines += [("explain", f"{tool('harness')} explain {code}"), ("in order", f"{tool('harness')} explain {run}")]
+    if learned_little(history):
+        lines.append(("poor loss", f"{tool('harness')} explain {_PLATEAU}"))
+    kept = flights(history.run_dir)
+    if kept:
+        also = f"  (kept too: {', '.join(map(str, kept[1:]))})" if len(kept) > 1 else ""
+        lines.append(("origin", f"{tool('harness')} replay {run} --step {kept[0]}{also}"))
+    return lines
+
+
+def post_mortem(history: RunHistory) -> RenderableType:
+    """Why the guard halted the run, what led to it, what is still good, and the commands to go on with."""
+    table = Table.grid(padding=(0, 2))
+    halt = next((event for event in reversed(history.events) if event["code"] == _HALT), {})
+    reason = halt.get("reason") or history.outcome.get("reason", "")
+    lines = [("what happened", f"halted at step {halt.get('step', '?')}: {reason}")]
+    alerts = streaks([event for event in history.events if event["code"] != _HALT])[-LAST_ALERTS:]
+    lines += [
+        ("" if place else "last alerts", f"{each.steps}: {each.times}: {each.text}")
+        for place, each in enumerate(alerts)
+    ]
+    good = _good(history.run_dir)
+    unearned = "none: no checkpoint has checkpoint.healthy_steps healthy steps behind it"
+    lines.append(("good checkpoint", short(good) if good else unearned))
+    for label, text in lines:
+        table.add_row(Text(label, style="bold"), Text(text))
+    commands = [("go on" if good else "start again", go_on(history)), *next_steps(history)]
+    return Group(Text("\nPost-mortem", style="bold"), table, *(command_line(*each) for each in commands))
+
+
+def command_line(label: str, command: str) -> Text:
+    """One line however narrow the terminal, so that the command can be copied. Print it with crop=False."""
+    return Text(no_wrap=True, overflow="ignore").append(f"{label:<15}  ", style="bold").append(command)
+
+
+def go_on(history: RunHistory) -> str:
+    """The command for a new run from the good checkpoint, or from the start if there is none.
+
+    With half the learning rate, as the same settings would end the same way, unless the data or a machine is at fault.
+    If no update was ever applied, a lower rate is no help: fp32 tells whether numerics are to blame. The windows that
+    this run passed over stay passed over.
+    """
+    run_dir, run = history.run_dir, short(history.run_dir)
+    good = _good(run_dir)
+    words = [tool("harness"), "train", "--config", f"{run}/config.yaml", "--name", _free_name(run_dir)]
+    words += ["--resume", short(good)] if good else []
+    lr = history.run["params"].get("train.lr")
+    if not good and 1.0 not in history.series.get("train/step_applied", {}).values():
+        words += ["--recipe", "fp32"]
+    elif isinstance(lr, int | float) and not (cause(history) or "").startswith(_KEEP_LR):
+        words.append(f"train.lr={lr / 2:g}")
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return " ".join(words) + ("  (under this run's launcher)" if launched else "")
+
+
+def _good(run_dir: Path) -> Path | None:
+    """The newest checkpoint that earned its mark and is still there; `--resume` verifies its hashes."""
+    folders = [run_dir / "checkpoints" / step_name(step) for step in read_marks(run_dir / "checkpoints")]
+    return next((folder for folder in reversed(folders) if folder.is_dir()), None)
+
+
+def _free_name(run_dir: Path) -> str:
+    """`r` -> `r-2`, or the next number that no folder has."""
+    number = 2
+    while (run_dir.parent / f"{run_dir.name}-{number}").exists():
+        number += 1
+    return f"{run_dir.name}-{number}"
+
+
+_ITEM = re.compile(r"^(?:[-*]|\d{1,2}\.) ", re.MULTILINE)
+_HEADINGS = {"codes": "", "events": "Events of the run itself", "symptoms": "Symptoms"}
+
+
+def command(
+    subject: Annotated[
+        str | None, typer.Argument(help="a code (loss.spike), a symptom, or a run folder [default: list all]")
+    ] = None,
+) -> int:
+    return explain(subject, Console())
+
+
+def explain(subject: str | None, console: Console) -> int:
+    """Explain a code, a symptom or a run folder; without one, list what can be explained. The exit code.
+
+    Raises ConfigError, with the near match, if there is no such code, symptom or run.
+    """
+    if subject is None:
+        _list(console)
+    elif "/" in subject or Path(subject).is_dir():
+        _explain_run(Path(subject), console)
+    else:
+        _explain_entry(catalogue().find(subject), console)
+    return int(ExitCode.DONE)
+
+
+def plain(markdown: str) -> list[str]:
+    """Markdown as lines to print: paragraphs and list items joined to one line each, code kept as it is, marks gone."""
+    lines: list[str] = []
+    fenced, joining = False, False
+    for line in markdown.splitlines():
+        if line.startswith("```"):
+            fenced, joining = not fenced, False
+        elif fenced:
+            lines.append(f"    {line}")
+        elif not line.strip() or line.startswith("|"):
+            lines.append(line)
+            joining = False
+        elif joining and not _ITEM.match(line):
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+            joining = True
+    if lines:
+        lines[0] = lines[0][:1].upper() + lines[0][1:]
+    return [line if line.startswith("    ") else without_marks(line) for line in lines]
+
+
+def _list(console: Console) -> None:
+    known = catalogue()
+    for heading, symptoms in (("Codes", False), ("Symptoms", True)):
+        table = Table.grid(padding=(0, 2))
+        for entry in known.entries:
+            if entry.is_symptom == symptoms:
+                for name in entry.names:
+                    table.add_row(Text(name, style="bold"), Text(entry.title if symptoms else entry.line))
+        console.print(Text(f"{heading}, each explained by: harness explain NAME"))
+        console.print(table)
+        console.print()
+
+
+def _explain_entry(entry: Entry, console: Console) -> None:
+    console.print(Text(entry.title, style="bold"))
+    for label, markdown in entry.fields.items():
+        console.print()
+        console.print(Text(label, style="bold"))
+        for line in plain(markdown):
+            console.print(Text(line), soft_wrap=line.startswith("    "))
+
+
+def _explain_run(run_dir: Path, console: Console) -> None:
+    """Every code once, in the order in which they came up; then what to do about each, the worst first."""
+    from harness.tracking.history import RunHistory
+
+    history, known = RunHistory.read(run_dir), catalogue()
+    found = distinct(history.events)
+    console.print(
+        Text("What happened, each code where it first came up", style="bold") if found else Text("No events.")
+    )
+    for each in found:
+        console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
+        if each.last_text != each.text:
+            console.print(Text(f"    the last, step {each.last}: {each.last_text}"))
+    for code in known.ranked(each.code for each in found):
+        console.print()
+        console.print(Text(f"What to do about {code}", style="bold"))
+        for line in plain(known.find(code).fields.get("What to do", "")):
+            console.print(Text(line), soft_wrap=line.startswith("    "))
+    if history.outcome.get("status") == HALTED:
+        console.print(post_mortem(history), crop=False)
+    else:
+        for label, command in next_steps(history):
+            if label != "in order":
+                console.print(command_line(label, command), crop=False)
+
+
+def runbook() -> str:
+    """docs/runbook.md, in Markdown."""
+    known = catalogue()
+    table = ["| code | healthy | what happens |", "|---|---|---|"]
+    table += [f"| [`{code}`](#{code.replace('.', '')}) | {healthy} | {what} |" for code, healthy, what in known.ranking]
+    parts = ["# Runbook", known.page["introduction"], "\n".join(table), known.page["ranking"]]
+    for kind, heading in _HEADINGS.items():
+        if heading:
+            parts.append(f"## {heading}\n{known.page.get(kind, '')}".rstrip())
+        parts += [_section(entry, "###" if heading else "##") for entry in known.entries if entry.kind == kind]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(entry: Entry, mark: str) -> str:
+    """One entry as a section of the page. A list ends where a blank line follows."""
+    text = f"{mark} {entry.title}" + (f"\n{entry.about}\n" if entry.about else "")
+    before = ""
+    for label, markdown in entry.fields.items():
+        text += "\n\n" if _ITEM.search(before) else "\n"
+        text += f"**{label}**:" + ("\n" if _ITEM.match(markdown) else " ") + markdown
+        before = markdown
+    return text
+
+
+if __name__ == "__main__":
+    print(runbook(), end="")

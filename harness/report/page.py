@@ -1,0 +1,325 @@
+"""The report of a run: two pictures and one HTML file that needs nothing else, all from the journal."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.facts import ROLES
+from harness.core.files import atomic_file
+from harness.report import RunFolder
+from harness.report.summary import account
+from harness.tracking.console import fold, rung_lines
+from harness.tracking.history import RunHistory, Series, bare, split_slot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_EVENTS = 500
+HEAD = ("kind", "step", "attempt", "time", "code")
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 70rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+table { border-collapse: collapse; } .wide { overflow-x: auto; }
+td, th { text-align: left; vertical-align: top; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #e5e5e5; }
+code, td { font-variant-numeric: tabular-nums; } pre { white-space: pre-wrap; } img { max-width: 100%; }
+"""
+
+
+def command(run: RunFolder) -> int:
+    for path in write(run):
+        print(path)
+    return 0
+
+
+def write(run_dir: Path) -> list[Path]:
+    """Draw `plots/loss.png`, `plots/fp8_saturation.png` and write `report.html`; the paths of those made.
+
+    A picture with nothing to show is left out. Raises ConfigError if `run_dir` is no run folder.
+    """
+    history = RunHistory.read(run_dir)
+    pictures = [
+        path
+        for path, draw in (
+            (run_dir / "plots" / "loss.png", loss_plot),
+            (run_dir / "plots" / "fp8_saturation.png", saturation_plot),
+        )
+        if draw(history, path)
+    ]
+    report = run_dir / "report.html"
+    with atomic_file(report) as stream:
+        stream.write(_page(history, pictures).encode())
+    return [*pictures, report]
+
+
+def _page(history: RunHistory, pictures: Sequence[Path]) -> str:
+    name = escape(history.run_dir.name)
+    images = [f'<p><img alt="{escape(path.stem)}" src="{_embedded(path)}"></p>' for path in pictures]
+    sections = [
+        f"<h1>Run {name}</h1>",
+        _table((), account(history)),
+        *(["<h2>Pictures</h2>", *images] if images else []),
+        *_plan(history.plan),
+        *_events(history.events),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>Run {name}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(sections) + "\n</body></html>\n"
+    )
+
+
+def _plan(plan: Mapping[str, Any]) -> list[str]:
+    if not plan:
+        return []
+    rows = [
+        (row.name, row.count, row.precision, row.backend, "x".join(map(str, row.shape)), row.reason)
+        for row in fold(plan["layers"])
+    ]
+    lines = escape("\n".join(rung_lines(plan)))
+    headings = ("layers", "count", "precision", "backend", "shape", "why")
+    return ["<h2>Precision plan</h2>", f"<pre>{lines}</pre>", _table(headings, rows)]
+
+
+def _events(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not events:
+        return ["<h2>Events</h2>", "<p>None.</p>"]
+    rows = [
+        (event["step"], event["attempt"], _moment(event["time"]), event["code"], _details(event)) for event in events
+    ]
+    more = f"<p>The first {MAX_EVENTS} of {len(rows)}; all are in journal.jsonl.</p>" if len(rows) > MAX_EVENTS else ""
+    return ["<h2>Events</h2>", more, _table(("step", "attempt", "time", "code", "details"), rows[:MAX_EVENTS])]
+
+
+def _details(event: Mapping[str, Any]) -> str:
+    fields = {name: value for name, value in event.items() if name not in HEAD}
+    return ", ".join(
+        f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()
+    )
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table>{f"<tr>{head}</tr>" if head else ""}\n{body}\n</table></div>'
+
+
+def _embedded(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+MAX_COLUMNS = 600
+MAX_LABELS = 60
+OCTAVES = 2.0
+"""The colour scale ends at a factor 2**OCTAVES on either side of 1."""
+ROLE_COLOURS = {"input": "#8c6bb1", "weight": "#737373", "grad_output": "#e6a117"}
+INK = "#222222"
+
+
+def loss_plot(history: RunHistory, path: Path) -> bool:
+    """Training and validation loss by step, skipped steps and rollbacks marked; False if there is no loss to draw."""
+    train = history.series.get("train/loss", {})
+    if not train:
+        return False
+    figure, axes = _figure(9.0, 4.6)
+    _branch(axes, history.abandoned.get("train/loss", {}), train)
+    steps, values = _finite(train)
+    axes.plot(steps, values, color="#2c7fb8", linewidth=1.0, label="training")
+    steps, values = _finite(history.series.get("val/loss", {}))
+    axes.plot(steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation")
+    unigram = history.run["data"].get("unigram_bits_per_byte")
+    if unigram:
+        label = f"unigram entropy, {unigram:.2f} bits"
+        axes.axhline(unigram * math.log(2), color=INK, linestyle=":", linewidth=1.2, label=label)
+    skipped = [step for step, applied in history.series.get("train/step_applied", {}).items() if applied == 0]
+    if skipped:
+        marks = axes.get_xaxis_transform()
+        axes.plot(skipped, [0.02] * len(skipped), "x", color="#cb181d", transform=marks, label="update skipped")
+    _limits(axes, train, unigram)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per byte")
+    bits = axes.secondary_yaxis(
+        "right", functions=(lambda y: np.divide(y, math.log(2)), lambda y: np.multiply(y, math.log(2)))
+    )
+    bits.set_ylabel("bits per byte")
+    axes.set_title(f"Loss of {history.run_dir.name}", loc="left", fontsize=11)
+    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.legend(frameon=False, fontsize=9)
+    _save(figure, path)
+    return True
+
+
+def saturation_plot(history: RunHistory, path: Path) -> bool:
+    """Saturation ratio of every slot by step; False if there are no FP8 slots.
+
+    One row per slot, the layers from top to bottom in the model's order. White is a ratio of 1: the largest value sits
+    on the format's limit, as delayed scaling wants. Red was clipped. Grey had no amax.
+    """
+    slots = history.slots("fp8_saturation")
+    if not slots:
+        return False
+    from matplotlib.colors import Normalize
+
+    steps, ratios = history.matrix("fp8_saturation", slots)
+    edges, ratios = _columns(steps, ratios)
+    height = float(np.clip(0.095 * len(slots) + 1.8, 3.6, 17.0))
+    figure, axes = _figure(11.0, height)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        octaves = np.log2(ratios)
+    axes.set_facecolor("#bdbdbd")
+    mesh = axes.pcolormesh(
+        edges,
+        np.arange(len(slots) + 1),
+        np.ma.masked_invalid(octaves),
+        cmap="RdBu_r",
+        norm=Normalize(-OCTAVES, OCTAVES),
+        rasterized=True,
+    )
+    _label_layers(axes, slots)
+    _mark_roles(axes, slots)
+    demoted = _mark_demotions(axes, history, slots, float(edges[-1]))
+    axes.set_ylim(len(slots), 0)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_xlabel("step")
+    axes.set_title(
+        f"FP8 saturation of {history.run_dir.name}: amax x scale in use / largest value of the format\n"
+        "white: at the limit, where delayed scaling puts it; red: clipped; grey: no amax",
+        loc="left",
+        fontsize=10,
+        pad=8,
+    )
+    figure.legend(handles=_legend(demoted), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    ticks = np.arange(-OCTAVES, OCTAVES + 1)
+    bar = figure.colorbar(
+        mesh, ax=axes, extend="both", pad=0.015, aspect=30, shrink=min(1.0, 5.0 / height), ticks=ticks
+    )
+    bar.ax.set_yticklabels([f"{2.0**tick:g}" for tick in ticks])
+    bar.set_label("saturation ratio")
+    _save(figure, path)
+    return True
+
+
+def _figure(width: float, height: float) -> tuple[Any, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as stream:
+        figure.savefig(stream, format="png", facecolor="white")
+
+
+def _finite(series: Series) -> tuple[list[int], list[float]]:
+    points = [(step, value) for step, value in sorted(series.items()) if math.isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _branch(axes: Axes, abandoned: Series, train: Series) -> None:
+    steps, values = _finite(abandoned)
+    if not steps:
+        return
+    axes.plot(steps, values, color="#bdbdbd", linewidth=1.0, label="thrown away by a rollback")
+    before = [step for step in train if step < steps[0]]
+    axes.axvline(max(before, default=0), color="#969696", linestyle="--", linewidth=0.8)
+
+
+def _limits(axes: Axes, train: Series, unigram: float | None) -> None:
+    """Keep a spike from flattening everything else: the top is a little over the start or the unigram line."""
+    _, values = _finite(train)
+    if not values:
+        return
+    usual = max(values[0], (unigram or 0.0) * math.log(2))
+    if max(values) > 1.3 * usual:
+        axes.set_ylim(top=1.15 * usual)
+
+
+def _columns(
+    steps: npt.NDArray[np.int64], ratios: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Cell edges in steps, and the ratios, neighbouring steps joined by their maximum where there are too many."""
+    join = math.ceil(len(steps) / MAX_COLUMNS)
+    if join > 1:
+        pad = -len(steps) % join
+        ratios = np.pad(ratios, ((0, 0), (0, pad)), constant_values=np.nan)
+        ratios = np.fmax.reduce(ratios.reshape(len(ratios), -1, join), axis=2)
+        steps = steps[::join]
+    width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
+    return np.append(steps, steps[-1] + width).astype(np.float64), ratios
+
+
+def _spans(names: Iterable[str]) -> list[tuple[str, int, int]]:
+    """(name, first row, row after the last) of each run of equal names."""
+    spans: list[tuple[str, int, int]] = []
+    for row, name in enumerate(names):
+        if spans and spans[-1][0] == name:
+            spans[-1] = (name, spans[-1][1], row + 1)
+        else:
+            spans.append((name, row, row + 1))
+    return spans
+
+
+def _label_layers(axes: Axes, slots: list[str]) -> None:
+    """Names and dividing lines: of the layers, or of whole blocks where the layers are too many to read."""
+    layers = [split_slot(slot)[0] for slot in slots]
+    spans = _spans(layers)
+    if len(spans) > MAX_LABELS:
+        spans = _spans(re.sub(r"^(.*?\b\d+)\b.*$", r"\1", layer) for layer in layers)
+    shown = spans[:: math.ceil(len(spans) / MAX_LABELS)]
+    axes.set_yticks([(first + after) / 2 for _, first, after in shown], [name for name, _, _ in shown], fontsize=7)
+    axes.tick_params(axis="y", length=0, pad=9)
+    if len(spans) <= MAX_LABELS:
+        axes.hlines([first for _, first, _ in spans[1:]], *axes.get_xlim(), color="white", linewidth=1.2)
+
+
+def _mark_roles(axes: Axes, slots: list[str]) -> None:
+    """A narrow strip left of the map that tells input, weight and grad_output rows apart."""
+    from matplotlib.patches import Rectangle
+
+    beside = axes.get_yaxis_transform()
+    for row, slot in enumerate(slots):
+        colour = ROLE_COLOURS.get(split_slot(slot)[1], INK)
+        strip = Rectangle((-0.011, row), 0.008, 1, transform=beside, color=colour, linewidth=0, clip_on=False)
+        axes.add_patch(strip)
+
+
+def _mark_demotions(axes: Axes, history: RunHistory, slots: list[str], end: float) -> bool:
+    from matplotlib.patches import Rectangle
+
+    rows = {bare(layer): (first, after) for layer, first, after in _spans(split_slot(slot)[0] for slot in slots)}
+    marked = False
+    for layer, since, until in history.demotions():
+        if layer in rows:
+            first, after = rows[layer]
+            width = (end if until is None else until) - since
+            box = Rectangle(
+                (since, first), width, after - first, fill=False, edgecolor=INK, hatch="////", linewidth=1.2
+            )
+            axes.add_patch(box)
+            marked = True
+    return marked
+
+
+def _legend(demoted: bool) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=ROLE_COLOURS[role], label=role) for role in ROLES]
+    if demoted:
+        handles.append(Patch(facecolor="white", edgecolor=INK, hatch="////", label="layer in BF16"))
+    return handles

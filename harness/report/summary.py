@@ -1,0 +1,144 @@
+"""The short honest account of a run: how well, in which precision really, what happened, where to look next."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from harness.core.errors import some
+from harness.report import short, tool
+from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
+from harness.tracking.history import OWN_LOOP, SWITCHED, RunHistory, bare
+from harness.tracking.rows import POSITION, delivered, tracking_uri
+
+MAX_NAMED = 8
+
+
+def summary(run_dir: Path) -> RenderableType:
+    """What to print when a run has ended, with crop=False, as commands are not wrapped.
+
+    Raises ConfigError if `run_dir` is no run folder.
+    """
+    history = RunHistory.read(run_dir)
+    table = Table.grid(padding=(0, 2))
+    halted = history.outcome.get("status") == HALTED
+    for label, text in [*account(history), *_where(history)]:
+        told = f"{HALTED}, see the post-mortem below" if halted and label == "outcome" else text
+        table.add_row(Text(label, style="bold"), Text(told))
+    if halted:
+        return Group(Text(), table, post_mortem(history))
+    return Group(Text(), table, *(command_line(*each) for each in next_steps(history)))
+
+
+def account(history: RunHistory) -> list[tuple[str, str]]:
+    """(label, text) of everything but where to look: outcome, loss, precision with proof, steps, speed, events."""
+    lines = [("outcome", _outcome(history)), ("loss", _loss(history)), ("precision", _precision(history))]
+    proof = fp8_proof(history)
+    if proof:
+        lines.append(("FP8 proof", proof))
+    lines += [("steps", _steps(history)), ("speed", _speed(history))]
+    counts = Counter(event["code"] for event in history.events)
+    told = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
+    return [*lines, ("events", told)]
+
+
+def fp8_proof(history: RunHistory) -> str:
+    """How many of the planned FP8 slots ever saw a nonzero amax, and which did not; empty where none was planned."""
+    names = {bare(slot): slot for slot in history.slots()}
+    expected = history.expected_slots() | set(names)
+    if not expected:
+        dynamic = [layer for layer in history.plan.get("layers", ()) if layer["precision"] == "fp8"]
+        return "none: dynamic scaling keeps no amax" if dynamic else ""
+    logged = [names.get(slot, slot) for slot in sorted(expected)]
+    silent = [slot for slot in logged if not any(v > 0 for v in history.series.get(f"fp8_amax/{slot}", {}).values())]
+    text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
+    return f"{text}; none seen by: {some(silent, MAX_NAMED)}" if silent else text
+
+
+def counts(history: RunHistory) -> dict[str, int]:
+    """Steps, applied and skipped updates of the branch that counts; rollbacks and demotions of the whole run."""
+    applied = history.series.get("train/step_applied", {})
+    rollbacks = history.last("guard/rollbacks") or 0
+    demoted = sum(len(event["demote"]) for event in history.events if event["code"] == SWITCHED)
+    return {
+        "steps": len(applied),
+        "applied": sum(value == 1 for value in applied.values()),
+        "skipped": sum(value == 0 for value in applied.values()),
+        "rollbacks": int(rollbacks),
+        "demotions": demoted,
+    }
+
+
+def _outcome(history: RunHistory) -> str:
+    outcome = history.outcome
+    if not outcome.get("status"):
+        return "not ended: still running, or killed"
+    reason = f": {outcome['reason']}" if outcome.get("reason") else ""
+    at = f" at step {outcome['step']}" if "step" in outcome else ""
+    return f"{outcome['status']}{at}{reason}"
+
+
+def _loss(history: RunHistory) -> str:
+    nats = history.last("val/loss")
+    if history.run["tags"].get("loop") == OWN_LOOP:  # whose loss may be anything
+        last = history.last("train/loss")
+        kinds = (("validation", nats), ("last training loss", last))
+        return ", ".join(f"{kind} {value:.4g}" for kind, value in kinds if value is not None) or "none"
+    if nats is None:
+        last = history.last("train/loss")
+        return "no validation" + (f"; last training loss {last:.4f} nats per byte" if last is not None else "")
+    bits = nats / math.log(2)
+    text = f"validation {bits:.4f} bits per byte ({nats:.4f} nats)"
+    unigram = history.run["data"].get("unigram_bits_per_byte")
+    if not unigram:
+        return text
+    little = "; little more is learned than how often each byte occurs" if learned_little(history) else ""
+    return f"{text}; unigram entropy of the corpus {unigram:.4f}, ratio {bits / unigram:.3f}{little}"
+
+
+def _precision(history: RunHistory) -> str:
+    plan = history.plan
+    if not plan:
+        return "no plan.json"
+    effective = plan.get("effective") or "not recorded"
+    return f"requested {plan['requested']}, resolved {plan['resolved']}, effective {effective}"
+
+
+def _steps(history: RunHistory) -> str:
+    found = counts(history)
+    demoted = sorted({span[0] for span in history.demotions()})
+    text = f"{found['steps']}: {found['applied']} applied, {found['skipped']} skipped; rollbacks {found['rollbacks']}; "
+    return text + f"demotions {found['demotions']}" + (f" ({some(demoted, MAX_NAMED)})" if demoted else "")
+
+
+def _speed(history: RunHistory) -> str:
+    rates = [value for value in history.series.get("train/tokens_per_second", {}).values() if math.isfinite(value)]
+    return f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"
+
+
+def _where(history: RunHistory) -> list[tuple[str, str]]:
+    run_dir = history.run_dir
+    lines = [("MLflow", _mlflow(run_dir))]
+    if (run_dir / "report.html").exists():
+        lines.append(("report", short(run_dir / "report.html")))
+    if history.slots():
+        lines.append(("FP8 slots", f"{tool('harness')} inspect {short(run_dir)}"))
+    return lines
+
+
+def _mlflow(run_dir: Path) -> str:
+    if not (run_dir / POSITION).exists() and not (run_dir / "shipper.log").exists():
+        return "off"
+    if not delivered(run_dir):
+        command = f"{tool('harness')} sync {short(run_dir)}"
+        return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
+    uri = tracking_uri()
+    if uri.startswith(("http://", "https://")):
+        return f"delivered to {uri}"
+    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}"
