@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.fallback import KINDS, ROOT, SCENARIOS, prepare, read, settings, start, train
 from benchmarks.results_file import write_results
-from harness.core.atomic import atomic_file
+from harness.core.files import atomic_file
 from harness.monitors.evidence import FallbackConfig
 from harness.runs import read_outcome
 from harness.tracking.rows import read_rows
