@@ -116,23 +116,28 @@ def settings(scenario: Scenario, kind: str, seed: int) -> list[str]:
     return [*FIXED, *model, *alone, "data.path=text", f"train.seed={seed}"]
 
 
-def train(work: Path, scenario: Scenario, kind: str, seed: int) -> dict[str, Any]:
-    """Train one run from the command line in `work` and `read` it. Ends the program if it fails."""
-    name = f"{scenario.target}-{kind}-{seed}"
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "tiny", "--recipe", KINDS[kind][0]]
-    done = subprocess.run(
-        [*command, "--name", name, *settings(scenario, kind, seed)],
+def start(work: Path, name: str, recipe: str, overrides: list[str]) -> subprocess.CompletedProcess[str]:
+    """Train the config `tiny` from the command line in `work`, on one thread, to its end; the run is runs/`name`."""
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "tiny", "--recipe", recipe]
+    return subprocess.run(
+        [*command, "--name", name, *overrides],
         cwd=work,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def train(work: Path, scenario: Scenario, kind: str, seed: int) -> Path:
+    """Train one run in `work`; its folder. Ends the program if it fails."""
+    name = f"{scenario.target}-{kind}-{seed}"
+    done = start(work, name, KINDS[kind][0], settings(scenario, kind, seed))
     if done.returncode:
         raise SystemExit(f"{name} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    result = read(work / "runs" / name)
-    print(f"{name}: {result['val_loss']:.4f}, {len(result['switches'])} switches", file=sys.stderr, flush=True)
-    return result
+    run = work / "runs" / name
+    print(f"{name}: {read_outcome(run)['val_loss']:.4f}", file=sys.stderr, flush=True)
+    return run
 
 
 def read(run: Path) -> dict[str, Any]:
@@ -197,7 +202,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         rows = [
-            compare(scenario, seed, {kind: train(Path(folder), scenario, kind, seed) for kind in KINDS})
+            compare(scenario, seed, {kind: read(train(Path(folder), scenario, kind, seed)) for kind in KINDS})
             for scenario in chosen
             for seed in options.seeds
         ]

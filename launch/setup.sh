@@ -142,11 +142,11 @@ run)
     cp constraints.txt "$pins"
     need "PyTorch" pip_install "$(grep '^torch==' constraints.txt)"
   fi
-  need "harness, DeepSpeed, MLflow and what they need" pip_install -e .
+  need "harness, DeepSpeed, MLflow and what they need" pip_install -e '.[deepspeed,mlflow]'
   shim torchrun torch.distributed.run
   shim deepspeed deepspeed.launcher.runner
   build_transformer_engine
   ;;
-test) need "test tools" pip_install -e '.[test]' ;;
+test) need "test tools" pip_install -e '.[deepspeed,mlflow,test]' ;;
 *) die "run or test, not $what" ;;
 esac

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DEFAULT_EXTRAS = ("deepspeed", "mlflow")
 
 
 def pins() -> dict[str, str]:
@@ -27,8 +28,9 @@ def pins() -> dict[str, str]:
 
 def requirements() -> list[Requirement]:
     project = PROJECT["project"]
-    texts = [*project["dependencies"], *project["optional-dependencies"]["test"], *PROJECT["build-system"]["requires"]]
-    return [Requirement(text) for text in texts]
+    extras = project["optional-dependencies"]
+    groups = [project["dependencies"], *(extras[name] for name in (*DEFAULT_EXTRAS, "test"))]
+    return [Requirement(text) for group in (*groups, PROJECT["build-system"]["requires"]) for text in group]
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=str)
@@ -39,6 +41,17 @@ def test_every_requirement_is_pinned_to_a_version_that_satisfies_it(requirement:
 @pytest.mark.parametrize("name", ["setuptools", "wheel", "pathspec", "trove-classifiers", "pybind11"])
 def test_build_time_needs_are_pinned(name: str) -> None:
     assert name in pins()
+
+
+def test_deepspeed_and_mlflow_are_extras_that_set_up_installs() -> None:
+    core = {canonicalize_name(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    assert not core & set(DEFAULT_EXTRAS)
+    installs = re.findall(
+        r"pip_install -e '?\.(\S*?)'? *(?:;;)?$", (ROOT / "launch" / "setup.sh").read_text(), re.MULTILINE
+    )
+    assert len(installs) == 2, "to run and to test"
+    for extras in installs:
+        assert set(DEFAULT_EXTRAS) <= set(extras.strip("[]").split(",")), extras
 
 
 @pytest.fixture(scope="module")
