@@ -9,9 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from harness.capability.probe import probe
 from harness.core.collectives import world_rank
 from harness.core.config import TrackingConfig
-from harness.core.errors import CheckpointError, ExitCode, HaltedError, HarnessError, Problem
+from harness.core.errors import CheckpointError, ExitCode, HaltedError, HarnessError, MachineError, Problem
 from harness.core.facts import Outcome, StepFacts
 from harness.core.metrics import row
 from harness.core.schema import validate
@@ -26,6 +27,15 @@ from harness.tracking.rows import JOURNAL
 if TYPE_CHECKING:
     from harness.monitors.responder import Judgement
     from harness.precision.api import Precision
+
+
+def undeliverable(config: TrackingConfig) -> list[Problem]:
+    """Why rows cannot be delivered to MLflow from here, though that is wanted."""
+    mlflow = probe().libraries["mlflow"]
+    if not config.mlflow or mlflow.ok:
+        return []
+    fix = "pip install 'hopper-harness[mlflow]', or tracking.mlflow=false: journal.jsonl has every series"
+    return [Problem("rows cannot be delivered to MLflow", "tracking.mlflow", mlflow.reason, fix)]
 
 
 class Telemetry:
@@ -67,13 +77,16 @@ class Telemetry:
         screen's lines; None prints none but events. params, tags: for MLflow. settings: keys of the section `tracking`
         of a run's config (mlflow, experiment, fp8_every, report, drain_seconds).
 
-        Raises ConfigError for a folder that cannot be written or belongs to a run of `harness train`.
+        Raises ConfigError for settings or a folder that cannot be written, CheckpointError for one of a run of
+        `harness train`, MachineError where MLflow is wanted and cannot be reached for want of its library.
         """
         config = validate(TrackingConfig, settings, "Telemetry.for_precision")
         lead = world_rank() == 0
         spoken = sys.stderr if folder is None else sys.stdout
         screen = Console(steps, stream=spoken if lead else open(os.devnull, "w"))  # noqa: SIM115
         path = None if folder is None or not lead else Path(folder)
+        if path is not None and (problems := undeliverable(config)):
+            raise MachineError(problems)
         if path is not None and (path / "config.yaml").exists():
             what = "is a run of harness train, whose journal has one writer"
             raise CheckpointError(Problem(what, str(path), fix="give your loop a folder of its own"))

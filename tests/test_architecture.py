@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "stop": ("core",),
     "runs": ("core",),
     "report": ("core", "checkpoint", "tracking"),
-    "telemetry": ("core", "monitors", "precision", "runs", "tracking", "report"),
+    "telemetry": ("core", "capability", "monitors", "precision", "runs", "tracking", "report"),
     "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
     "run": ("core", "checkpoint", "precision", "stop", "telemetry", "guard"),
     "loop": ("core", "monitors", "run"),

@@ -49,6 +49,7 @@ from harness.runs import (
     write_plan,
     write_source,
 )
+from harness.telemetry import undeliverable
 from harness.tools.start import Request
 from harness.tracking.console import Console, plan_table
 
@@ -59,6 +60,8 @@ def train(request: Request) -> int:
     source = _find_source(request.resume, request.name)
     place = find_place(config, request.launcher)
     lead = place.ranks.rank == 0
+    if problems := place.ranks.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
+        raise MachineError([Problem(**each) for each in problems])
     folder = Path(place.ranks.broadcast(str(_find_folder(request, source)) if lead else None))
     with _Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
