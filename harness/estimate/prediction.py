@@ -21,10 +21,11 @@ from harness.data.batches import check_world
 from harness.engines.process_group import read_launch
 from harness.estimate.roofline import GIB, Calibration, Card, Op, Rates, device_seconds, seconds_of, step_seconds
 from harness.estimate.trace import SAMPLED, USUAL, Trace, facts_of, trace
+from harness.precision.backends.registry import BACKENDS, PLAIN
 from harness.precision.plan import agree_on_rung
 from harness.precision.recipe import Fp8Config, Recipe, Rung
 
-_BF16 = "autocast:bf16"
+_BF16 = f"{PLAIN}:bf16"
 _MOST_KINDS = 6
 
 
@@ -127,7 +128,7 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
     timing = _time(made, calibration.rates, recipe.fp8.stats_every)
     bf16: Trace | None = made if estimated.name == _BF16 else None
     if bf16 is None and card.capability >= (8, 0):
-        baseline = Rung(backend="autocast", precision="bf16", tiers=list(rung.tiers))
+        baseline = Rung(backend=PLAIN, precision="bf16", tiers=list(rung.tiers))
         bf16 = _trace(config, recipe, card, baseline, ranks)
     elif bf16 is None:
         notes.append(f"a {card.name} has no bf16 to compare with")
@@ -163,15 +164,16 @@ def pageable(made: Trace) -> list[str]:
 
 def _in_place_of(rung: Rung, recipe: Recipe) -> tuple[Rung, Recipe, list[str]]:
     """What is traced for `rung`, with which recipe, and what to say of it."""
-    if rung.backend != "transformer_engine":
+    backend = BACKENDS[rung.backend]
+    if not backend.stand_in:
         return rung, recipe, []
-    native = rung.model_copy(update={"backend": "native"})
-    note = f"{rung.name} is estimated as {native.name}: Transformer Engine's kernels do not run on fake tensors"
-    if recipe.fp8.scaling == "delayed":
-        return native, recipe, [note]
-    note += f", and {recipe.fp8.scaling} scaling as delayed scaling"
+    other = rung.model_copy(update={"backend": backend.stand_in})
+    note = f"{rung.name} is estimated as {other.name}: {rung.backend}'s kernels do not run on fake tensors"
+    if recipe.fp8.scaling in BACKENDS[backend.stand_in].scalings:
+        return other, recipe, [note]
     fp8 = Fp8Config(format=recipe.fp8.format, stats_every=recipe.fp8.stats_every)
-    return native, recipe.model_copy(update={"fp8": fp8}), [note]
+    note += f", and {recipe.fp8.scaling} scaling as {fp8.scaling} scaling"
+    return other, recipe.model_copy(update={"fp8": fp8}), [note]
 
 
 def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.estimate.roofline import Op, Unit
+from harness.precision.backends.registry import BACKENDS
 
 GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"})
 CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
@@ -482,7 +483,8 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
     files = [_short(path) for path, _, _ in frames]
     if any(function == "quantization_stats" or function.startswith("SampledStats.") for _, function, _ in frames):
         return "FP8 statistics"
-    fp8 = ("harness/precision/backends/", "harness/precision/scaling", "torchao/", "transformer_engine/")
+    libraries = (f"{backend.library}/" for backend in BACKENDS.values() if backend.library)
+    fp8 = ("harness/precision/backends/", "harness/precision/scaling", *libraries)
     if func.namespace == "hopper_harness" or any(file.startswith(fp8) for file in files):
         return "FP8 casts and scales"
     if any(file.startswith(("torch/optim/", "harness/core/update")) for file in files):

@@ -36,6 +36,7 @@ from harness.estimate import device
 from harness.estimate.recorder import Recorder, Transfer, Wait
 from harness.estimate.roofline import Card, Op
 from harness.models import build_model
+from harness.precision.backends.registry import BACKENDS
 from harness.precision.plan import Plan, make_plan
 from harness.precision.recipe import Recipe, Rung
 from harness.run import Run, train_step
@@ -199,10 +200,10 @@ class Trace:
     parameters: int
 
 
-def facts_of(card: Card, te: bool = True) -> MachineFacts:
-    """A machine with one `card` and the libraries of this one. te: Transformer Engine is installed there."""
-    libraries = library_facts()
-    libraries["transformer_engine"] = LibraryFacts(None, te, "not looked at" if not te else "taken to be installed")
+def facts_of(card: Card, others: bool = True) -> MachineFacts:
+    """A machine with one `card` and the libraries of this one. others: what cannot run on paper is installed there."""
+    assumed = LibraryFacts(None, others, "taken to be installed" if others else "not looked at")
+    libraries = library_facts() | {backend.library: assumed for backend in BACKENDS.values() if backend.stand_in}
     return MachineFacts(
         python=platform.python_version(),
         torch_version=str(torch.__version__),

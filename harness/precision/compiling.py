@@ -24,18 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.errors import Problem
+from harness.precision.backends.registry import BACKENDS
 from harness.precision.recipe import Rung
 
 _WHERE = "engine.compile=blocks"
-_CANNOT = {"transformer_engine": "its FP8 modules cannot be traced"}
 
 
 def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Problem]:
     """Why the blocks of `model` cannot be compiled on this rung and machine; empty if they can."""
     problems: list[Problem] = []
-    if rung.backend in _CANNOT:
-        fix = "take a recipe whose rung here is native, torchao or autocast, or engine.compile=none"
-        problems.append(Problem(f"the {rung.backend} backend does not compile", _WHERE, _CANNOT[rung.backend], fix))
+    if why := BACKENDS[rung.backend].not_compiled:
+        *others, last = (name for name, backend in BACKENDS.items() if not backend.not_compiled)
+        fix = f"take a recipe whose rung here is {', '.join(others)} or {last}, or engine.compile=none"
+        problems.append(Problem(f"the {rung.backend} backend does not compile", _WHERE, why, fix))
     if not blocks_of(model):
         fix = "keep the repeated blocks in an nn.ModuleList, or engine.compile=none"
         problems.append(Problem(f"{type(model).__name__} has no nn.ModuleList with blocks in it", _WHERE, fix=fix))

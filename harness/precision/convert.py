@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from harness.core.errors import Problem
 from harness.core.protocols import Meta, PrecisionBackend, TensorDict
-from harness.precision.backends.autocast import AutocastBackend
+from harness.precision.backends.registry import BACKENDS
 from harness.precision.layers import keep_in_fp32
 from harness.precision.plan import Plan
 from harness.precision.recipe import LossScaleConfig, Recipe, Rung
@@ -77,28 +77,11 @@ def build_backend(
     Parameters keep their identity. Call it before the model is wrapped and before the optimizer is built.
     """
     torch.set_float32_matmul_precision(recipe.float32_matmul)
-    backend = _convert(plan, recipe, model, device, loss_scale)
+    scaled = () if loss_scale is None else (loss_scale,)
+    backend: PrecisionBackend = BACKENDS[plan.rung.backend].load()(plan, recipe, model, device, *scaled)
     if plan.rung.precision != "fp32":
         keep_in_fp32(model, plan.keep_fp32, device.type)
     return backend
-
-
-def _convert(
-    plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, loss_scale: LossScale | None
-) -> PrecisionBackend:
-    if plan.rung.backend == "native":
-        from harness.precision.backends.native import NativeBackend
-
-        return NativeBackend(plan, recipe, model, device)
-    if plan.rung.backend == "transformer_engine":
-        from harness.precision.backends.te import TransformerEngineBackend
-
-        return TransformerEngineBackend(plan, recipe, model, device)
-    if plan.rung.backend == "torchao":
-        from harness.precision.backends.torchao import TorchaoBackend
-
-        return TorchaoBackend(plan, recipe, model, device)
-    return AutocastBackend(plan.rung.precision, device, loss_scale)
 
 
 def build_loss_scale(plan: Plan, recipe: Recipe, device: torch.device) -> LossScale | None:

@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from harness.core.errors import ConfigError, Problem, near_match
 from harness.core.facts import LayerPlan
+from harness.precision.backends.registry import BACKENDS
 from harness.precision.recipe import LayersConfig, Recipe, Rung
 
 
@@ -246,9 +247,11 @@ def plan_fusion(
 
     kept: modules that compute in fp32. Raises ConfigError naming every declaration that means nothing.
     """
-    if rung.precision != "fp8" or rung.backend != "transformer_engine":
-        return list(rows), f"layers.fuse: nothing is fused, {rung.name} has no fused blocks (transformer_engine has)"
-    if recipe.fp8.scaling != "delayed":
+    fuses = BACKENDS[rung.backend].fuses
+    if rung.precision != "fp8" or not fuses:
+        have = ", ".join(name for name, backend in BACKENDS.items() if backend.fuses)
+        return list(rows), f"layers.fuse: nothing is fused, {rung.name} has no fused blocks ({have} has)"
+    if recipe.fp8.scaling not in fuses:
         why = f"fp8.scaling {recipe.fp8.scaling} measures the norm's output, which a fused block does not give out"
         return list(rows), f"layers.fuse: nothing is fused, {why}"
     (declared, problems), (mlps, more) = _declared(model, DECLARATION), _declared(model, SWIGLU)

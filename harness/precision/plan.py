@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.capability.tier import Tier, can_run, tier_of
+from harness.capability.tier import Tier, tier_of
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import ROLES, LayerPlan, RungVerdict
+from harness.precision.backends.registry import BACKENDS, PLAIN, can_run
 from harness.precision.recipe import Recipe, Rung
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class Plan:
             "requested": self.requested,
             "resolved": self.resolved,
             "effective": None,
+            "keeps_amax": BACKENDS[self.rung.backend].keeps_amax,
             "rungs": [asdict(rung) for rung in self.rungs],
             "layers": [asdict(layer) for layer in self.layers],
             "notes": list(self.notes),
@@ -203,18 +205,18 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
         shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else ()
         around = enclosing(kept, names, module)
         if module in kept:
-            rows.append(LayerPlan(name, kind, "fp32", "autocast", f"kept in fp32 ({kept[module]})", shape))
+            rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"kept in fp32 ({kept[module]})", shape))
         elif next(module.parameters(recurse=False), None) is None:
             continue
         elif around:
-            rows.append(LayerPlan(name, kind, "fp32", "autocast", f"inside {around}, which is kept in fp32", shape))
+            rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"inside {around}, which is kept in fp32", shape))
         elif not isinstance(module, nn.Linear):
             why = "not a Linear: fp32 weights, autocast decides per op"
-            rows.append(LayerPlan(name, kind, "fp32", "autocast", why))
+            rows.append(LayerPlan(name, kind, "fp32", PLAIN, why))
         elif layers is None:
             rows.append(LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape))
         elif reason := layers.kept_out(module):
-            rows.append(LayerPlan(name, kind, "bf16", "autocast", reason, shape))
+            rows.append(LayerPlan(name, kind, "bf16", PLAIN, reason, shape))
         else:
             also = f", also known as {', '.join(others)}" if others else ""
             rows.append(LayerPlan(name, kind, "fp8", rung.backend, f"converted{also}", shape))
@@ -301,5 +303,5 @@ def agree_on_refuge(facts: MachineFacts, device: torch.device) -> str:
 
     from harness.core.collectives import max_over_ranks
 
-    lacking = not can_run("autocast", "bf16", facts, tier_of(facts)[0])[0]
+    lacking = not can_run(PLAIN, "bf16", facts, tier_of(facts)[0])[0]
     return "fp32" if max_over_ranks(torch.tensor([float(lacking)], device=device)).item() else "bf16"

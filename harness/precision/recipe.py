@@ -5,37 +5,43 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticKnownError
 
 from harness.core.files import find
 from harness.core.schema import Strict, read_yaml, validate
 from harness.monitors.evidence import FallbackConfig
+from harness.precision.backends.registry import BACKENDS
 
 TIERS = ("BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU")
 TierName = Literal["BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU"]
-BackendName = Literal["transformer_engine", "native", "torchao", "autocast"]
 PrecisionName = Literal["fp8", "bf16", "fp16", "fp32"]
 Ratio = Annotated[float, Field(gt=0)]
 
-_PRECISIONS_OF = {
-    "transformer_engine": ("fp8",),
-    "native": ("fp8",),
-    "torchao": ("fp8",),
-    "autocast": ("bf16", "fp16", "fp32"),
-}
 _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "roll", "scrub_inf")
+
+
+def _declared(name: Any) -> Any:
+    """A backend's name. Refused as a Literal refuses: the registry is asked when a recipe is read."""
+    if name not in tuple(BACKENDS):
+        *others, last = map(repr, BACKENDS)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+    return name
+
+
+BackendName = Annotated[str, BeforeValidator(_declared)]
 
 
 class Rung(Strict):
     """One way to compute: taken if the machine's tier is listed and its libraries and hardware can."""
 
-    backend: BackendName = Field(description="what computes: transformer_engine, native, torchao, autocast")
+    backend: BackendName = Field(description=f"what computes: {', '.join(BACKENDS)}")
     precision: PrecisionName = Field(description="of the matrix multiplications")
     tiers: list[TierName] = Field(min_length=1, description="tiers on which this rung may be taken")
 
     @model_validator(mode="after")
     def _pairs(self) -> Rung:
-        allowed = _PRECISIONS_OF[self.backend]
+        allowed = BACKENDS[self.backend].computes
         if self.precision not in allowed:
             raise ValueError(f"backend {self.backend} computes {' or '.join(allowed)}, not {self.precision}")
         return self
@@ -155,16 +161,19 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _scaling_is_computed(self) -> Recipe:
-        scaling, backends = self.fp8.scaling, {rung.backend for rung in self.ladder}
-        if scaling != "delayed" and "native" in backends:
-            raise ValueError(f"native rungs compute delayed scaling only, fp8.scaling is {scaling}: take them out")
-        if scaling != "delayed" and "transformer_engine" not in backends:
-            raise ValueError(f"fp8.scaling {scaling} needs a transformer_engine rung (torchao rungs go by fp8.dynamic)")
+        scaling, computed = self.fp8.scaling, {rung.backend: BACKENDS[rung.backend].scalings for rung in self.ladder}
+        for backend, scalings in computed.items():
+            if scalings and scaling not in scalings:
+                told = f"{backend} rungs compute {' or '.join(scalings)} scaling only, fp8.scaling is {scaling}"
+                raise ValueError(f"{told}: take them out")
+        if scaling != "delayed" and not any(computed.values()):
+            able = " or ".join(name for name, backend in BACKENDS.items() if scaling in backend.scalings)
+            raise ValueError(f"fp8.scaling {scaling} needs a {able} rung (torchao rungs go by fp8.dynamic)")
         return self
 
     def fp8_multiple(self, backend: str) -> int:
         """What in and out features of an FP8 layer must be multiples of under `backend`."""
-        return 128 if backend == "transformer_engine" and self.fp8.scaling == "block" else 16
+        return BACKENDS[backend].multiples.get(self.fp8.scaling, 16)
 
     def sha256(self) -> str:
         """Hash of the validated policy: equal recipes hash alike however their YAML is written."""

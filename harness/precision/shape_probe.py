@@ -36,6 +36,7 @@ from harness.core.errors import ConfigError, Problem
 from harness.core.files import cache_dir, harness_version, read_json, write_json
 from harness.core.protocols import PrecisionBackend
 from harness.precision.backends.autocast import AutocastBackend
+from harness.precision.backends.registry import BACKENDS, PLAIN
 from harness.precision.convert import build_backend
 from harness.precision.plan import Plan, make_plan
 from harness.precision.recipe import LayersConfig, Recipe, Rung
@@ -196,7 +197,7 @@ def slower(ratios: Mapping[Shape, float], card: str, tokens: int) -> dict[Shape,
 def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str) -> Plan:
     """`plan` with the FP8 layers of those sizes in bf16. Raises ConfigError if none is left."""
     rows = tuple(
-        replace(row, precision="bf16", backend="autocast", reason=reasons[row.shape[0], row.shape[1]])
+        replace(row, precision="bf16", backend=PLAIN, reason=reasons[row.shape[0], row.shape[1]])
         if row.precision == "fp8" and row.shape in reasons
         else row
         for row in plan.layers
@@ -229,7 +230,7 @@ def times_of(
 
 def cache_file(recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.device) -> Path:
     """Where times are remembered: a file for each card, torch, backend version and `fp8` section."""
-    library = facts.libraries.get(rung.backend)
+    library = facts.libraries.get(BACKENDS[rung.backend].library)
     own = library.version if library else harness_version()
     key = (
         facts.card(device.index),

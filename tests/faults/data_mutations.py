@@ -63,6 +63,14 @@ DATA: tuple[Mutation, ...] = (
     ),
     Mutation(
         24,
+        "a backend that is not registered is refused",
+        "harness/precision/recipe.py",
+        "if name not in tuple(BACKENDS):",
+        "if False:",
+        "tests/unit/precision/test_backend_registry.py -k not_registered",
+    ),
+    Mutation(
+        24,
         "a JSON key given twice is refused",
         "harness/core/files.py",
         "object_pairs_hook=_unique, ",

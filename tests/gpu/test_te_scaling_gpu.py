@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.capability.probe import probe
-from harness.capability.tier import can_run, tier_of
+from harness.capability.tier import tier_of
 from harness.core.errors import CheckpointError
 from harness.precision import scaling
 from harness.precision.backends import te_library
+from harness.precision.backends.registry import can_run
 from harness.precision.recipe import Fp8Config
 
 pytestmark = [

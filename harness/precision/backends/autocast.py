@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.core.protocols import Meta, TensorDict
 
 if TYPE_CHECKING:
     from harness.precision.convert import LossScale
+    from harness.precision.plan import Plan
+    from harness.precision.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
@@ -82,3 +84,10 @@ class AutocastBackend:
         """
         self.lowered = meta["lowered"] if self._planned == "fp16" and not meta["slots"] else ""
         self.dtype = DTYPES[self.lowered or self._planned]
+
+
+def of_plan(
+    plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, loss_scale: LossScale | None = None
+) -> AutocastBackend:
+    """The backend of the plan's rung; nothing in `model` is converted."""
+    return AutocastBackend(plan.rung.precision, device, loss_scale)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from harness.capability.probe import Device, LibraryFacts, MachineFacts
-from harness.capability.tier import Tier, can_run, tier_of
+from harness.capability.tier import Tier, tier_of
+from harness.precision.backends.registry import can_run
 
 OK = LibraryFacts("1.0", True, "installed")
 LIBRARIES = {"transformer_engine": OK, "torchao": OK}
