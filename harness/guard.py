@@ -61,6 +61,7 @@ class Guard:
         self._precision: Precision | None = None
         self._optimizers: list[Optimizer] = []
         self._seen: InFlight | None = None
+        self._loaded = 0
 
     @classmethod
     def for_precision(
@@ -131,6 +132,10 @@ class Guard:
             fix = "call it once after every precision.step()"
             raise MisuseError(Problem("no step since the last call", "end_step()", fix=fix))
         self._seen = self.pending[-1]
+        if self._loaded != precision.prepared.loaded:  # the loop went back by itself: what is in memory is not its past
+            self._loaded, self.telemetry.attempt = precision.prepared.loaded, self.state.incidents.attempt
+            if self.memory is not None:
+                self.memory.clear()
         done: Action = Continue()
         while (facts := self.arrived(0 if self.snapshot_due() else 1)) is not None:
             action = self.act(self.observe(facts))
@@ -204,9 +209,14 @@ class Guard:
         return self.memory is not None and every > 0 and self.state.step % every == 0
 
     def snapshot(self) -> None:
-        """Keep the state in memory. Collective."""
-        if self.memory is not None:
+        """Keep the state in memory, if it can be copied. Collective."""
+        if self.memory is None:
+            return
+        try:
             self.memory.take(self.state.step, *self.state.state_dict())
+        except MisuseError as error:  # an optimizer makes its state as it goes
+            self.memory = None
+            self.telemetry.tell(self.state.step, "snapshot.off", f"{error.problems[0].what}: nothing to roll back to")
 
     def _roll_back(self, step: int, action: Rollback) -> int | None:
         """Go back to the newest good state, in memory or on disk, and pass over the bad windows; its step, or None.

@@ -32,7 +32,7 @@ class StepOutcome:
     applied: bool; False when loss or gradients were not finite on some rank and nothing was changed. grad_norm:
     float32, of the unscaled gradients before clipping. loss_scale: float32, in use at this step (1 unless fp16).
     switch: what the recipe's fallback moved at the end of this step: layers between FP8 and BF16, or, for good, the
-    whole run to another precision; else None.
+    whole run to another precision; else None, as under a `harness.Guard`, which tells of it itself.
     """
 
     applied: Tensor

@@ -45,8 +45,8 @@ class Prepared:
 
     A part of its own state (`held` and `applied`). applied: updates applied so far, float32 0-d on the device. pending:
     steps that are not judged yet. last: facts of the last step. guarded: a `harness.Guard` judges; context: what its
-    monitors are built from. forward_clock: where ranks are compared. state: what a continuation needs; parts: what is
-    ours of it, as a guard adds model and optimizers.
+    monitors are built from; loaded: how often a state was loaded. forward_clock: where ranks are compared. state: what
+    a continuation needs; parts: what is ours of it, as a guard adds model and optimizers.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
@@ -76,6 +76,7 @@ class Prepared:
         self.pending: deque[InFlight] = deque()
         self.last: InFlight | None = None
         self.guarded = False
+        self.loaded = 0
         built = (kind.build(self.context) for kind in (FallbackController, WholeRunFallback))
         monitors = [monitor for monitor in built if monitor is not None]
         parts: dict[str, Stateful] = {"fp8": self.backend, "monitors": MonitorsPart(monitors), "own": self}
@@ -194,6 +195,7 @@ class Prepared:
                 setattr(incidents, name, value)
         by_part: dict[str, TensorDict] = {part: _part(tensors, part) for part in self.parts}
         self.state.resume(by_part, meta["state"], self.parts)
+        self.loaded += 1
         last = meta["last"]
         if last is not None:
             self.last = _restored(last, tensors["last"], self.backend.slot_names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -171,6 +172,47 @@ def test_a_state_from_before_a_rollback_does_not_undo_it() -> None:
     loop.precision.load_state_dict(early)
     assert loop.guard.step == 6
     assert loop.guard.state.incidents.skipped_windows == [10, 11], "they broke the run, and would again"
+
+
+def test_a_loop_that_went_back_by_itself_is_not_rolled_forward() -> None:
+    loop = Loop(poison=(12, 13))
+    loop.steps(6)
+    early = {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()}
+    early, state = copy.deepcopy(early), loop.precision.state_dict()
+    loop.steps(5)
+    assert loop.guard.memory is not None
+    assert loop.guard.memory.good == 8
+    loop.model.load_state_dict(early["model"])
+    loop.optimizer.load_state_dict(early["optimizer"])
+    loop.precision.load_state_dict(state)
+    with pytest.raises(HaltedError, match="no snapshot is good"):
+        loop.steps(9)
+
+
+class Peculiar(torch.optim.SGD):
+    """An optimizer that keeps something odd from its third step on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({"odd": object()} if self.steps > 2 else {})
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    precision, model = prepared(recipe("bf16"))
+    optimizer = Peculiar(model.parameters(), lr=1e-2)
+    guard = Guard.for_precision(precision, optimizer, **SETTINGS)
+    for step in range(6):
+        train_step(precision, model, optimizer, step)
+        guard.end_step()
+    assert guard.memory is None
+    assert (
+        "snapshot.off: Peculiar keeps a object at odd, which is not copied: nothing to roll" in capsys.readouterr().err
+    )
 
 
 def twice(loop: Loop) -> None:
