@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, TRAIN, environment, events, metrics, train
+from e2e_support import ROOT, TRAIN, environment, events, harness, metrics, train
 
 from harness.tracking.rows import read_rows
 
@@ -158,13 +158,6 @@ def test_what_a_finished_run_leaves_behind(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stdout
     assert metrics(tmp_path / "runs" / "copy") == metrics(run), "config.yaml is loadable and complete"
     for command in (["inspect"], ["verify"], ["report"]):
-        tool = subprocess.run(
-            [sys.executable, "-m", "harness.cli", *command, str(run)],
-            cwd=ROOT,
-            env=environment(PYTHONPATH=str(ROOT)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        tool = harness(ROOT, *command, str(run))
         assert tool.returncode == 0, tool.stderr
     assert events(run, "guard.rollback") == []
