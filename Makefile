@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TORCH)
 TEST_READY := $(VENV)/.test-ready
 # .venv/bin first: the deepspeed launcher starts `python` and `ninja` from PATH.
-RUN := PATH="$(abspath $(BIN)):$$PATH"
+# Compiled once: where PYTHONDONTWRITEBYTECODE is set, every process would compile all of torch again.
+RUN := PYTHONDONTWRITEBYTECODE= PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all test-te test-paper test-slow test-gpu test-faults proof mutations lint clean

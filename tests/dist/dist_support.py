@@ -6,8 +6,6 @@ import json
 import math
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,31 +14,33 @@ import torch
 
 from harness.core.facts import Limits
 from harness.core.protocols import NO_LIMITS, Engine
+from tests.support import warm
 from tests.support.updates import finish
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES, MICRO = 8, 2
 # Ranks share the cores of a busy machine with whatever else runs on it.
-LIMIT_SECONDS = 540
+LIMIT_SECONDS = warm.PATIENCE
 
 
 def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
     """What each rank of `script` (a test file, run as a program with `folder`) left in `folder/<rank>.json`.
 
-    No rank outlives the call: the first failure ends all. Raises AssertionError with the failed ranks' output.
+    The ranks are warm processes. None outlives the call: the first failure ends all. Raises AssertionError with the
+    failed ranks' output.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    alike = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    processes: list[subprocess.Popen[bytes]] = []
+    alike = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": warm.THREADS, "CUDA_VISIBLE_DEVICES": ""}
+    processes: list[warm.Process] = []
     try:
         for rank in range(ranks):
             environment = {**os.environ, **launch, **alike, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with (folder / f"{rank}.log").open("wb") as log:
-                command = [sys.executable, str(Path(script).resolve()), str(folder)]
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+                command = [str(Path(script).resolve()), str(folder)]
+                processes.append(warm.start(command, folder, environment, log.fileno(), log.fileno()))
         deadline = time.monotonic() + LIMIT_SECONDS
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
             assert time.monotonic() < deadline, f"ranks still run after {LIMIT_SECONDS} s"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from harness.tracking.rows import read_rows
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "launch" / "train.py"
 TEXT = ROOT / "tests" / "golden" / "text"
 BIN = Path(sys.executable).parent
+PYTHON = (sys.executable,)
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -28,16 +31,18 @@ def environment(**extra: str) -> dict[str, str]:
     return clean | {"OMP_NUM_THREADS": "1", "PATH": path, "DS_ACCELERATOR": "cpu"} | extra
 
 
-def command(*arguments: str, launcher: Sequence[str] = (sys.executable,)) -> list[str]:
+def command(*arguments: str, launcher: Sequence[str] = PYTHON) -> list[str]:
     """`<launcher> launch/train.py --config tiny` on the small text; MLflow and the report only if an argument asks."""
     fixed = ["--config", "tiny", f"data.path={TEXT}", "tracking.mlflow=false", "tracking.report=false"]
     return [*map(str, launcher), str(TRAIN), *fixed, *arguments]
 
 
 def train(
-    folder: Path, *arguments: str, launcher: Sequence[str] = (sys.executable,), timeout: float = 240, **extra: str
+    folder: Path, *arguments: str, launcher: Sequence[str] = PYTHON, timeout: float = warm.PATIENCE, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; stdout and stderr together."""
+    """Run to the end; stdout and stderr together. Without a launcher in a warm process."""
+    if tuple(launcher) == PYTHON:
+        return warm.run(command(*arguments)[1:], folder, environment(**extra), timeout)
     return subprocess.run(
         command(*arguments, launcher=launcher),
         cwd=folder,
@@ -50,15 +55,52 @@ def train(
     )
 
 
+def train_ranks(
+    folder: Path, ranks: int, *arguments: str, kind: str = "torchrun", program: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`train` in warm processes that take themselves for ranks of a launcher, which is not started.
+
+    kind: torchrun or deepspeed. program: instead of launch/train.py. Waits for all of them; what they printed, by rank,
+    and the first exit code that is not 0.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    job |= {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "deepspeed": {"CROSS_RANK": "0"}}[kind]
+    line = [str(program or TRAIN), *command(*arguments)[2:]]
+    logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
+    processes: list[warm.Process] = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as file:
+                variables = environment(**job, RANK=str(rank), LOCAL_RANK=str(rank))
+                processes.append(warm.start(line, folder, variables, file.fileno(), file.fileno()))
+        codes = [each.wait(warm.PATIENCE) for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+    told = "".join(log.read_text(errors="replace") for log in logs)
+    return subprocess.CompletedProcess(line, next(filter(None, codes), 0), told)
+
+
+def harness(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`harness <words>` in `folder`, in a warm process; stdout and stderr apart."""
+    variables = environment(PYTHONPATH=str(ROOT), **extra)
+    return warm.run(["-m", "harness.cli", *words], folder, variables, apart=True)
+
+
 def heard() -> None:
     """In a child before it begins: SIGINT and SIGHUP count, although these tests may run under nohup or with &."""
     for each in (signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_DFL)
 
 
-def start(folder: Path, *arguments: str, launcher: Sequence[str] = (sys.executable,)) -> subprocess.Popen[bytes]:
-    """Start and return at once, in a session of its own so that all of it can be signalled."""
+def start(folder: Path, *arguments: str, launcher: Sequence[str] = PYTHON) -> subprocess.Popen[bytes] | warm.Process:
+    """Start and return at once, in a session of its own so that all of it can be signalled; see `train`."""
     with (folder / "output.log").open("ab") as log:
+        if tuple(launcher) == PYTHON:
+            return warm.start(command(*arguments)[1:], folder, environment(), log.fileno(), log.fileno())
         return subprocess.Popen(
             command(*arguments, launcher=launcher),
             cwd=folder,
@@ -84,24 +126,37 @@ def events(run: Path, code: str) -> list[Mapping[str, Any]]:
     return [row for row in read_rows(run / "journal.jsonl") if row["kind"] == "event" and row["code"] == code]
 
 
-def wait_for_checkpoint(run: Path, step: int, process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+class Ending(Protocol):
+    """A process that may have ended."""
+
+    def poll(self) -> int | None: ...
+
+
+def wait_for_checkpoint(run: Path, step: int, process: Ending, seconds: float = warm.PATIENCE) -> None:
     """Until the checkpoint of `step` or a later one is committed; fails if the process ends before that."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if any(int(folder.name[-8:]) >= step for folder in (run / "checkpoints").glob("step-*")):
-            return
-        assert process.poll() is None, f"ended with {process.returncode} before the checkpoint of step {step}"
-        time.sleep(0.002)
-    raise AssertionError(f"no checkpoint of step {step} in {seconds} s")
+
+    def there() -> bool:
+        return any(int(folder.name[-8:]) >= step for folder in (run / "checkpoints").glob("step-*"))
+
+    _wait(there, f"the checkpoint of step {step}", process, seconds)
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+def wait_for_step(run: Path, step: int, process: Ending, seconds: float = warm.PATIENCE) -> None:
     """Until the journal has a loss of `step` or later; fails if the process ends before that."""
-    deadline = time.monotonic() + seconds
     journal = run / "journal.jsonl"
-    while time.monotonic() < deadline:
-        if journal.exists() and any(row_step >= step for row_step, _ in metrics(run)[-3:]):
+
+    def there() -> bool:
+        return journal.exists() and any(row_step >= step for row_step, _ in metrics(run)[-3:])
+
+    _wait(there, f"step {step}", process, seconds)
+
+
+def _wait(there: Callable[[], bool], what: str, process: Ending, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        code = process.poll()  # before the look: what it did last counts
+        if there():
             return
-        assert process.poll() is None, f"ended with {process.returncode} before step {step}"
-        time.sleep(0.002)
-    raise AssertionError(f"step {step} not reached in {seconds} s")
+        assert code is None, f"ended with {code} before {what}"
+        assert time.monotonic() < deadline, f"not in {seconds} s: {what}"
+        time.sleep(0.005)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, TEXT, environment, events, metrics, train
+from e2e_support import ROOT, TEXT, events, harness, metrics, train
 
 pytestmark = pytest.mark.faults(8, 11, 16)
 
@@ -61,9 +60,7 @@ def suggested(output: str, label: str) -> list[str]:
 def follow(folder: Path, words: list[str], *more: str) -> subprocess.CompletedProcess[str]:
     """Type a suggested `harness ...` command in the folder of the run."""
     assert words[0].endswith("harness")
-    line = [sys.executable, "-m", "harness.cli", *words[1:], *more]
-    there = environment(PYTHONPATH=str(ROOT))
-    return subprocess.run(line, cwd=folder, env=there, capture_output=True, text=True, check=False, timeout=120)
+    return harness(folder, *words[1:], *more)
 
 
 def told(done: subprocess.CompletedProcess[str]) -> str:

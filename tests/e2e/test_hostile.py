@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from e2e_support import ROOT, command, environment, events, metrics, train
+
+from tests.support import warm
 
 # launch/train.py with a SIGKILL at one place inside a rollback.
 KILLER = """
@@ -75,9 +76,7 @@ def prepare_two(folder: Path) -> tuple[Path, Path, str]:
 def die_in_rollback(folder: Path, before: bool, *arguments: str) -> None:
     """Run in `folder` until KILLER strikes, before or after the rollback's second half."""
     (folder / "killer.py").write_text(KILLER.format(root=str(ROOT), before=before))
-    line = command(*arguments)
-    line[1] = str(folder / "killer.py")
-    died = subprocess.run(line, cwd=folder, env=environment(), capture_output=True, check=False, timeout=120)
+    died = warm.run([str(folder / "killer.py"), *command(*arguments)[2:]], folder, environment())
     assert died.returncode == -signal.SIGKILL, "the kill must fire"
 
 
@@ -163,9 +162,7 @@ def test_a_kill_before_the_first_save_keeps_where_the_run_was_to_start_from(tmp_
         "from harness.cli import train_main\n"
         "train_main()\n"
     )
-    line = command("--name", "b", *some, *source)
-    line[1] = str(tmp_path / "killer.py")
-    died = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, check=False, timeout=120)
+    died = warm.run([str(tmp_path / "killer.py"), *command("--name", "b", *some, *source)[2:]], tmp_path, environment())
     assert died.returncode == -signal.SIGKILL, "the kill must fire"
     assert not list((tmp_path / "runs" / "b" / "checkpoints").glob("step-*"))
     again = source if named else ()

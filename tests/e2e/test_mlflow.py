@@ -8,7 +8,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from e2e_support import metrics, start, train, wait_for_step
+from e2e_support import harness, metrics, start, train, wait_for_step
 
 ARGUMENTS = ("--name", "r", "train.steps=24", "checkpoint.every=6", "tracking.mlflow=true", "tracking.report=true")
 SLOTS = [
@@ -79,19 +79,6 @@ def test_a_tracking_server_that_refuses_costs_nothing_and_can_be_synced_later(tm
     assert len(metrics(tmp_path / "runs" / "r")) == 6
     assert not (tmp_path / "mlflow.db").exists()
 
-    import subprocess
-    import sys
-
-    from e2e_support import ROOT, environment
-
-    later = subprocess.run(
-        [sys.executable, "-m", "harness.cli", "sync", "runs/r"],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    later = harness(tmp_path, "sync", "runs/r")
     assert later.returncode == 0, later.stdout + later.stderr
     assert series(tmp_path, "train/loss") == metrics(tmp_path / "runs" / "r")

@@ -1,4 +1,7 @@
-"""One config, three ways to start it, one and two ranks; the same losses."""
+"""One config, three ways to start it, one and two ranks; the same losses.
+
+What only needs ranks has them without a launcher (`train_ranks`).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import BIN, events, metrics, start, train, wait_for_step
+from e2e_support import BIN, events, metrics, start, train, train_ranks, wait_for_step
 
 from harness.checkpoint.store import Store
 from harness.tracking.rows import read_rows
+from tests.support import warm
 
 STEPS = ("train.steps=12", "checkpoint.every=6")
 DEEPSPEED = str(BIN / "deepspeed")
@@ -36,8 +41,13 @@ def deepspeed(ranks: int) -> list[str]:
     return [DEEPSPEED, "--num_accelerators", str(ranks), "--master_port", str(free_port())]
 
 
-def losses(folder: Path, *arguments: str, launcher: list[str] | None = None) -> list[tuple[int, float]]:
-    done = train(folder, "--name", "r", *STEPS, *arguments, launcher=launcher or [sys.executable])
+def losses(folder: Path, *arguments: str, launcher: list[str] | None = None, ranks: int = 1) -> list[tuple[int, float]]:
+    """Of a run of 12 steps under a launcher, or as so many ranks without one."""
+    wanted = ("--name", "r", *STEPS, *arguments)
+    if ranks > 1:
+        done = train_ranks(folder, ranks, *wanted)
+    else:
+        done = train(folder, *wanted, launcher=launcher or [sys.executable])
     assert done.returncode == 0, done.stdout
     found = metrics(folder / "runs" / "r")
     assert [step for step, _ in found] == list(range(1, 13))
@@ -64,7 +74,7 @@ def assert_close(one: list[tuple[int, float]], other: list[tuple[int, float]], r
         pytest.param(torchrun(1), marks=pytest.mark.slow),
         torchrun(2),
         pytest.param(deepspeed(1), marks=pytest.mark.slow),
-        deepspeed(2),
+        pytest.param(deepspeed(2), marks=pytest.mark.slow),
     ],
     ids=["torchrun-1", "torchrun-2", "deepspeed-1", "deepspeed-2"],
 )
@@ -72,8 +82,12 @@ def test_every_launcher_gives_the_same_fp32_losses(
     alone: list[tuple[int, float]], tmp_path: Path, launcher: list[str]
 ) -> None:
     assert_close(losses(tmp_path, "--recipe", "fp32", launcher=launcher), alone, 1e-4)
-    left = [path.name for path in Path("/dev/shm").glob(f"deepspeed*_{launcher[-1]}_*")]
-    assert left == [], "DeepSpeed's ranks share memory by names with the port"
+    assert shared_memory(launcher) == []
+
+
+def shared_memory(launcher: list[str]) -> list[str]:
+    """What DeepSpeed's ranks left: they share memory by names with the port."""
+    return [path.name for path in Path("/dev/shm").glob(f"deepspeed*_{launcher[-1]}_*")]
 
 
 @pytest.mark.slow
@@ -90,12 +104,14 @@ def test_the_engine_can_be_named_whatever_the_launcher(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", [torchrun, pytest.param(deepspeed, marks=pytest.mark.slow)])
-def test_fp8_on_two_ranks_stays_close_to_one(tmp_path: Path, kind: object) -> None:
+@pytest.mark.parametrize(
+    "how", [pytest.param({"ranks": 2}, id="ranks"), pytest.param({}, id="deepspeed", marks=pytest.mark.slow)]
+)
+def test_fp8_on_two_ranks_stays_close_to_one(tmp_path: Path, how: dict[str, int]) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     one = losses(tmp_path / "one")
-    two = losses(tmp_path / "two", launcher=kind(2))  # pyright: ignore[reportCallIssue]
+    two = losses(tmp_path / "two", **(how or {"launcher": deepspeed(2)}))  # pyright: ignore[reportArgumentType]
     # Per-rank weight gradients are bf16 before they are summed, so not bit for bit; scales are shared.
     assert_close(two, one, 2e-2)
     amax_one = metrics(tmp_path / "one" / "runs" / "r", "fp8_amax/blocks.00.attn.qkv.weight")
@@ -105,9 +121,7 @@ def test_fp8_on_two_ranks_stays_close_to_one(tmp_path: Path, kind: object) -> No
 
 @pytest.mark.dist
 def test_a_run_moves_between_world_sizes(alone: list[tuple[int, float]], tmp_path: Path) -> None:
-    half = train(
-        tmp_path, "--name", "r", "train.steps=6", "checkpoint.every=6", "--recipe", "fp32", launcher=torchrun(2)
-    )
+    half = train_ranks(tmp_path, 2, "--name", "r", "train.steps=6", "checkpoint.every=6", "--recipe", "fp32")
     assert half.returncode == 0, half.stdout
     shutil.rmtree(tmp_path / "runs" / "r" / "plots", ignore_errors=True)
     rest = losses_after(tmp_path, "--recipe", "fp32")
@@ -126,16 +140,16 @@ def losses_after(folder: Path, *arguments: str) -> list[tuple[int, float]]:
 
 @pytest.mark.dist
 def test_a_batch_that_ranks_cannot_share_is_refused_with_a_value_that_works(tmp_path: Path) -> None:
-    done = train(tmp_path, "--name", "r", "train.global_batch=2", launcher=torchrun(2))
-    assert done.returncode != 0
+    done = train_ranks(tmp_path, 2, "--name", "r", "train.global_batch=2")
+    assert done.returncode == 2
     assert "train.micro_batch=1" in done.stdout
     assert not (tmp_path / "runs" / "r" / "checkpoints").exists()
 
 
 @pytest.mark.dist
 def test_deepspeed_combinations_that_are_broken_name_the_alternative(tmp_path: Path) -> None:
-    fp16 = train(tmp_path, "--recipe", "fp16_scaler", launcher=deepspeed(1))
-    assert fp16.returncode != 0
+    fp16 = train_ranks(tmp_path, 1, "--recipe", "fp16_scaler", kind="deepspeed")
+    assert fp16.returncode == 2
     assert "torchrun" in fp16.stdout
 
 
@@ -143,17 +157,32 @@ def test_deepspeed_combinations_that_are_broken_name_the_alternative(tmp_path: P
 @pytest.mark.faults(6)
 @pytest.mark.parametrize("kind", [pytest.param(torchrun, marks=pytest.mark.slow), deepspeed])
 def test_sigterm_to_the_launcher_saves(tmp_path: Path, kind: object) -> None:
-    run = tmp_path / "runs" / "r"
-    arguments = ("--name", "r", "train.steps=4000", "checkpoint.every=0")
-    process = start(tmp_path, *arguments, launcher=kind(2))  # pyright: ignore[reportCallIssue]
-    wait_for_step(run, 5, process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) != 0
-    deadline = time.monotonic() + 30
-    while not (run / "outcome.json").exists() and time.monotonic() < deadline:
+    """And until then the losses are those of one process: a started launcher is dear, one is enough for both."""
+    arguments = ("--name", "r", "--recipe", "fp32", "train.steps=4000", "checkpoint.every=0")
+    launcher = kind(2)  # pyright: ignore[reportCallIssue]
+    found = []
+    for name, before in (("launched", launcher), ("alone", [sys.executable])):
+        run = tmp_path / name / "runs" / "r"
+        (tmp_path / name).mkdir()
+        process = start(tmp_path / name, *arguments, launcher=before)
+        wait_for_step(run, 12, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=warm.PATIENCE) != 0
+        # A launcher may end before its ranks have saved.
+        wait_until((run / "outcome.json").exists, "the outcome")
+        outcome = json.loads((run / "outcome.json").read_text())
+        assert outcome["status"] == "stopped", outcome
+        assert outcome["exit_code"] == 75
+        assert Store(run / "checkpoints", readonly=True).verify(outcome["step"]) == []
+        assert events(run, "run.stopped")
+        found.append(metrics(run)[:12])
+    assert [step for step, _ in found[0]] == list(range(1, 13))
+    assert_close(found[0], found[1], 1e-4)
+    wait_until(lambda: shared_memory(launcher) == [], "the ranks have ended and left no memory")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + warm.PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, what
         time.sleep(0.05)
-    outcome = json.loads((run / "outcome.json").read_text())
-    assert outcome["status"] == "stopped", outcome
-    assert outcome["exit_code"] == 75
-    assert Store(run / "checkpoints", readonly=True).verify(outcome["step"]) == []
-    assert events(run, "run.stopped")

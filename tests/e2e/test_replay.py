@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from e2e_support import ROOT, environment, events, metrics, train
+from e2e_support import ROOT, events, harness, metrics, train
 
 from harness.build import find_place
 from harness.checkpoint.store import Store
@@ -92,11 +92,7 @@ def contents(run: Path) -> dict[str, str]:
 
 def test_the_module_the_direction_and_the_sample_are_named(backward_run: Path) -> None:
     before = contents(backward_run)
-    done = subprocess.run(
-        [sys.executable, "-m", "harness.cli", "replay", "runs/r", "--step", str(BAD), "--anomaly"],
-        cwd=backward_run.parent.parent, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+    done = harness(backward_run.parent.parent, "replay", "runs/r", "--step", str(BAD), "--anomaly")
     assert done.returncode == 0, done.stdout + done.stderr
     assert contents(backward_run) == before, "nothing but the report is written into the run"
     answer = report(backward_run, BAD)

@@ -6,12 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from e2e_support import events, metrics, start, train, wait_for_checkpoint, wait_for_step
+from e2e_support import command, environment, events, metrics, start, train, wait_for_checkpoint, wait_for_step
 from safetensors.numpy import load_file
+
+from tests.support import warm
 
 STEPS = 40
 ARGUMENTS = ("--name", "r", f"train.steps={STEPS}", "checkpoint.every=7")
@@ -65,7 +66,7 @@ def test_a_signal_saves_and_exits_75(undisturbed: Path, tmp_path: Path, number: 
     wait_for_step(run, 10, process)
     process.send_signal(number)
     process.send_signal(number)  # a second one during the save changes nothing
-    assert process.wait(timeout=60) == 75
+    assert process.wait(timeout=warm.PATIENCE) == 75
     outcome = json.loads((run / "outcome.json").read_text())
     assert (outcome["status"], outcome["exit_code"], outcome["reason"]) == ("stopped", 75, number.name)
     assert outcome["step"] % 7, "stopped between two regular saves"
@@ -150,16 +151,12 @@ def test_stopping_after_max_minutes(tmp_path: Path) -> None:
 
 
 def test_output_to_a_closed_pipe_does_not_stop_training(tmp_path: Path) -> None:
-    from e2e_support import command, environment
-
-    process = subprocess.Popen(
-        command("--name", "r", "train.steps=5"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    process.wait(timeout=120)
+    reader, writer = os.pipe()
+    with open(os.devnull, "wb") as nowhere:
+        process = warm.start(
+            command("--name", "r", "train.steps=5")[1:], tmp_path, environment(), writer, nowhere.fileno()
+        )
+    os.close(writer)
+    os.close(reader)
+    process.wait(timeout=warm.PATIENCE)
     assert [step for step, _ in metrics(tmp_path / "runs" / "r")] == [1, 2, 3, 4, 5]

@@ -182,7 +182,7 @@ def finishes(folder: Path, kind: str = "python", ranks: int = 1, resumes: bool =
     assert (metrics(run), metrics(run, "val/loss")) == undisturbed(kind, ranks)
 
 
-def wait_until(holds: Callable[[], Any], what: str, seconds: float = 60) -> None:
+def wait_until(holds: Callable[[], Any], what: str, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"

@@ -123,7 +123,7 @@ PROCESS: tuple[Mutation, ...] = (
         "harness/cli.py",
         " and not isinstance(error, LostRankError)",
         "",
-        "tests/faults/test_lost_ranks.py -k killed_rank",
+        "tests/faults/test_lost_ranks.py -k torchrun-SIGKILL",
     ),
     Mutation(
         20,

@@ -226,7 +226,7 @@ def test_closed_folders_are_named_or_skipped(public: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder)], env=environment(PYTHONPATH=str(ROOT)), text=True,
-        capture_output=True, timeout=60, check=True, cwd="/",
+        capture_output=True, timeout=300, check=True, cwd="/",
     )  # fmt: skip
     (folder / "closed").chmod(0o755)
     skipped, *message = done.stdout.splitlines()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import subprocess
 from pathlib import Path
 
 import pytest
 from e2e_support import command, environment, metrics, train
+
+from tests.support import warm
 
 pytestmark = pytest.mark.faults(5)
 
@@ -16,17 +16,7 @@ LIMIT = 5_000_000
 
 def test_a_run_that_could_not_save_is_refused_before_any_work_and_can_be_started_later(tmp_path: Path) -> None:
     arguments = ("--name", "r", "train.steps=2")
-    refused = subprocess.run(
-        command(*arguments),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT)),
-    )
+    refused = warm.run(command(*arguments)[1:], tmp_path, environment(), file_limit=LIMIT)
     assert refused.returncode == 2, refused.stdout
     assert "files of at most 5 MB" in refused.stdout
     assert "ulimit" in refused.stdout

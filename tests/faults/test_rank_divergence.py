@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, command, environment, events, metrics
+from e2e_support import ROOT, events, metrics, train_ranks
 from safetensors.numpy import load_file
 
 pytestmark = [pytest.mark.faults(21, 22), pytest.mark.dist]
@@ -70,16 +68,8 @@ batches.TokenBatches.micro_batches = micro_batches
 
 def two_ranks(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "start.py").write_text(script)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    line = command("--name", "r", "--recipe", "fp32", "train.micro_batch=2", *arguments, launcher=launcher)
-    line[len(launcher)] = str(folder / "start.py")
-    return subprocess.run(
-        line, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
+    fixed = ("--name", "r", "--recipe", "fp32", "train.micro_batch=2")
+    return train_ranks(folder, 2, *fixed, *arguments, program=folder / "start.py")
 
 
 def final_hashes(folder: Path) -> tuple[list[int], list[int]]:

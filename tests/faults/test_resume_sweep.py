@@ -133,7 +133,7 @@ def test_a_run_killed_when_only_its_outcome_is_missing_says_nothing_twice(driver
 def test_a_fork_of_the_driver_is_as_good_as_a_new_process(driver: Driver, tmp_path: Path, text: Path) -> None:
     forked = leave_alone(driver, tmp_path / "forked", "fp8_hybrid", text)
     path = f"{ROOT}{os.pathsep}{HERE}"
-    done = train(tmp_path, *command("fp8_hybrid", text), PYTHONPATH=path)
+    done = train(tmp_path, *command("fp8_hybrid", text), launcher=["python"], PYTHONPATH=path)
     assert done.returncode == 0, done.stdout
     assert difference(tmp_path / "runs" / "r", forked, STEPS) == ""
 

@@ -104,20 +104,20 @@ def through_outages(
 
     def in_outage(trainer: Trainer, before: int) -> None:
         times.append(trainer.steps(STEPS))
-        wait_for(lambda: fired() >= before + often, 90)
+        wait_for(lambda: fired() >= before + often)
         assert not delivered(run_dir)
 
     with outage():
         in_outage(trainer := Trainer(run_dir, 1, given), fired())
-    wait_for(lambda: delivered(run_dir), 120)
+    wait_for(lambda: delivered(run_dir))
     with outage():
         in_outage(trainer, fired())
-    wait_for(lambda: delivered(run_dir), 120)
+    wait_for(lambda: delivered(run_dir))
     with outage():
         before, shipper = fired(), trainer.shipper
         trainer.kill()
         in_outage(trainer := Trainer(run_dir, 2 * STEPS - 99, given), before)
-    wait_for(lambda: delivered(run_dir), 120)
+    wait_for(lambda: delivered(run_dir))
     wait_for(lambda: not alive(shipper))
     # The shipper of the trainer that was killed may have had the last word, and that was KILLED.
     status = "select status from runs where name = ?"

@@ -173,7 +173,7 @@ def held(database: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        holder.communicate(timeout=10)
+        holder.communicate(timeout=300)
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def _healthy(port: int, server: subprocess.Popen[bytes]) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     """Until the condition holds; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -95,14 +95,14 @@ class Trainer:
     def end(self, status: str = "done") -> bool:
         """Whether all was delivered when it ended."""
         drained = json.loads(self._ask(f"end {status}"))
-        assert self._process.wait(10) == 0
+        assert self._process.wait(300) == 0
         self._close()
         return drained
 
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
-        assert self._process.wait(10) == -9
+        assert self._process.wait(300) == -9
         self._close()
 
     def _ask(self, line: str) -> str:

@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,15 +102,12 @@ def test_a_near_miss_is_told(typed: str, meant: str) -> None:
 
 
 def test_the_command_starts_without_torch_and_refuses_what_it_does_not_know() -> None:
-    began = time.monotonic()
     done = command("nonfinite.skip")
-    seconds = time.monotonic() - began
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nonfinite.skip\n")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "harness.core.codes" in imported
     assert not imported & {"torch", "numpy", "mlflow"}
-    assert seconds < 5, "half a second on a quiet machine"
     wrong = command("nonfinite.skp")
     assert wrong.returncode == 2
     assert 'did you mean "nonfinite.skip"?' in wrong.stderr

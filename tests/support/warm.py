@@ -1,0 +1,239 @@
+"""Run Python programs in forked processes: real ones, to signal, kill and wait for, without seconds of imports each.
+
+One server for each process that runs tests has imported torch and other people's libraries, and computed nothing, so
+that a fork of it is as good as a new interpreter (`tests/support/test_warm.py` compares them). Not for launchers, for
+what is found by a process's own command line or first environment, nor for what an import costs or leaves out.
+
+As a program (`python warm.py FD`): the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+THREADS = "1"
+"""Of every process here: what torch reads as it is imported cannot be chosen afterwards."""
+PATIENCE = 540.0
+"""Seconds: no test is to fail because the machine is busy, and a run that hangs is to end."""
+_WARM = (
+    "torch._dynamo", "torch.distributed.tensor", "safetensors.torch", "safetensors.numpy", "numpy.ctypeslib",
+    "pydantic", "typer", "rich.progress", "yaml",
+)  # fmt: skip
+"""What a training run imports of other people's: the harness itself is imported anew in each process."""
+
+
+class Process:
+    """A forked program, with what `subprocess.Popen` has of it."""
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+        self.returncode: int | None = None
+        self.pid = self._number()
+
+    def _number(self) -> int:
+        told = os.read(self._status, 4)
+        if len(told) != 4:
+            raise RuntimeError("the server of warm processes is gone")
+        return struct.unpack("i", told)[0]
+
+    def poll(self) -> int | None:
+        """The exit code, negative for the signal that ended it; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, as `poll`. Raises TimeoutExpired after `timeout` seconds."""
+        if self.returncode is None:
+            ended = select.poll()
+            ended.register(self._status, select.POLLIN)
+            if not ended.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = self._number()
+            os.close(self._status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Server:
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": THREADS, "DS_ACCELERATOR": "cpu"}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._process = process
+
+    def start(self, request: Mapping[str, Any], stdout: int, stderr: int) -> Process:
+        ours, theirs = os.pipe()
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [stdout, stderr, theirs])
+        finally:
+            os.close(theirs)
+        return Process(ours)
+
+    def stop(self) -> None:
+        """Wait for its end, so that its processor time counts as that of the tests."""
+        self._socket.close()
+        self._process.wait(PATIENCE)
+
+
+@functools.cache
+def _server() -> _Server:
+    server = _Server()
+    atexit.register(server.stop)
+    return server
+
+
+def start(
+    program: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    file_limit: int | None = None,
+) -> Process:
+    """Start `python *program` in `folder`, in a session of its own, and return at once.
+
+    program: a script, `-m` with a module, or `-c` with code; then its arguments. environment: all of it. stdout,
+    stderr: descriptors, which stay the caller's. file_limit: the most bytes that a file may have (RLIMIT_FSIZE).
+    No signal is ignored in it, although the tests may run under nohup or with &.
+    """
+    if environment.get("OMP_NUM_THREADS") != THREADS:
+        raise ValueError(f"a warm process has {THREADS} thread: OMP_NUM_THREADS={environment.get('OMP_NUM_THREADS')}")
+    request = {"program": list(map(str, program)), "folder": str(folder), "environment": dict(environment)}
+    return _server().start(request | {"file_limit": file_limit}, stdout, stderr)
+
+
+def run(
+    program: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout: float = PATIENCE,
+    apart: bool = False,
+    file_limit: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """`start`, to the end; stdout and stderr together, or `apart`. After `timeout` it is killed; TimeoutExpired."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        told = errors if apart else output
+        process = start(program, folder, environment, output.fileno(), told.fileno(), file_limit)
+        try:
+            code = process.wait(timeout)
+        except BaseException:
+            process.kill()
+            raise
+        for file in (output, errors):
+            file.seek(0)
+        texts = (file.read().decode(errors="replace") for file in (output, errors))
+        return subprocess.CompletedProcess(list(program), code, *texts)
+
+
+def _become(request: Mapping[str, Any], stdout: int, stderr: int, status: int) -> None:
+    """In the child: be the program, from the first line to the exit code."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for each in (stdout, stderr):
+        os.close(each)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if request["file_limit"]:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"], request["file_limit"]))
+    os.write(status, struct.pack("i", os.getpid()))
+    os.close(status)
+
+
+def _execute(program: Sequence[str]) -> None:
+    """What `python *program` does with its own arguments."""
+    import runpy
+
+    first, *rest = program
+    extra = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    here = {"-m": os.getcwd(), "-c": ""}.get(first, str(Path(first).resolve().parent))
+    own = str(Path(__file__).parent)
+    sys.path[:] = [here, *extra, *(path for path in sys.path if path not in (own, str(ROOT)))]
+    importlib.invalidate_caches()
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif first == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *rest]
+        runpy.run_path(first, run_name="__main__")
+
+
+def _serve(link: socket.socket) -> Sequence[str]:
+    """Fork for every request until the tests are gone. Returns, in the child, what it is to execute."""
+    for module in _WARM:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(link, 1 << 20, 3)
+        if not message:
+            sys.exit()
+        if os.fork() == 0:
+            break
+        for each in descriptors:
+            os.close(each)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+    # A process between, which waits: the server has the next requests to answer.
+    link.close()
+    stdout, stderr, status = descriptors
+    request = json.loads(message)
+    child = os.fork()
+    if child == 0:
+        _become(request, stdout, stderr, status)
+        return request["program"]
+    for each in (0, 1, 2, stdout, stderr):
+        os.close(each)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(BrokenPipeError):  # a test that ended does not ask any more
+        os.write(status, struct.pack("i", code))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as _link:
+        _program = _serve(_link)
+    _execute(_program)
