@@ -33,7 +33,7 @@ from benchmarks.results_file import write_results
 from harness.core.files import atomic_file
 from harness.monitors.evidence import FallbackConfig
 from harness.runs import read_outcome
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 PICTURE = ROOT / "docs" / "images" / "demotion.png"
 OUT = ROOT / "benchmarks" / "results" / "demotion_cpu.json"

@@ -38,7 +38,7 @@ import yaml
 
 from harness.core.files import find, write_json
 from harness.runs import read_outcome
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "fallback_cpu.json"

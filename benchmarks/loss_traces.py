@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from harness.core.errors import DataError, Problem
 from harness.core.files import write_json
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 SETTLED = 60
 """Steps after which the recorded quickstart is taken as stationary about its trend: warm-up is over at 40."""

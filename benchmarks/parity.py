@@ -44,7 +44,7 @@ from harness.core.config import load_config
 from harness.core.files import write_json
 from harness.models import gpt
 from harness.runs import read_outcome
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "parity_cpu.json"

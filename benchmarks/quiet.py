@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.intervals import binomial_upper
 from harness.runs import read_outcome
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.facts import SlotStats, StepFacts
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 FIELDS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
 """The statistics of a slot, in the order of SlotStats."""

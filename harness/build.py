@@ -15,8 +15,7 @@ from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
 from harness.checkpoint.policy import Goodness, Retention, load_incidents, save_incidents
 from harness.checkpoint.recovery import Recovery, finish_rollback
-from harness.checkpoint.saver import Saver, Staging, free_memory
-from harness.checkpoint.snapshot import Snapshots, room_for_snapshots
+from harness.checkpoint.saver import Saver, Snapshots, Staging, free_memory, room_for_snapshots
 from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison
 from harness.core.config import RunConfig
@@ -44,8 +43,7 @@ from harness.run import Run
 from harness.stop import StopRequest
 from harness.telemetry import Telemetry
 from harness.tracking.console import Console
-from harness.tracking.journal import Journal
-from harness.tracking.rows import JOURNAL
+from harness.tracking.journal import JOURNAL, Journal
 
 
 @dataclass(frozen=True, slots=True)

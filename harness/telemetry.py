@@ -21,8 +21,7 @@ from harness.runs import forget_outcome, write_outcome, write_plan
 from harness.tracking import shipper
 from harness.tracking.console import Console
 from harness.tracking.history import OWN_LOOP
-from harness.tracking.journal import Journal
-from harness.tracking.rows import JOURNAL
+from harness.tracking.journal import JOURNAL, Journal
 
 if TYPE_CHECKING:
     from harness.monitors.responder import Judgement

@@ -15,7 +15,7 @@ from harness.core.errors import some
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tracking.history import OWN_LOOP, SWITCHED, RunHistory, bare
-from harness.tracking.rows import POSITION, delivered, tracking_uri
+from harness.tracking.journal import POSITION, delivered, tracking_uri
 
 MAX_NAMED = 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.core.config import TrackingConfig, load_config
 from harness.report import RunFolder
 from harness.tracking.history import RunHistory
-from harness.tracking.rows import require_run
+from harness.tracking.journal import require_run
 from harness.tracking.shipper import sync
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.core.errors import ExitCode
 from harness.report import RunFolder
-from harness.tracking.rows import require_run
+from harness.tracking.journal import require_run
 
 
 def command(run: RunFolder) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from harness.core.facts import ROLES
 from harness.core.files import MAX_LARGE, read_mapping
-from harness.tracking.rows import JOURNAL, read_rows, require_run
+from harness.tracking.journal import JOURNAL, read_rows, require_run
 
 SWITCHED = "precision.switched"
 OWN_LOOP = "own"

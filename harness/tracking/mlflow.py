@@ -26,7 +26,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from harness.core.files import step_name
-from harness.tracking.rows import JOURNAL, Position, read_rows
+from harness.tracking.journal import JOURNAL, Position, read_rows
 
 # A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
 _UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from harness.tracking.rows import JOURNAL, Position, decode, delivered, require_run, tracking_uri
+from harness.tracking.journal import JOURNAL, Position, decode, delivered, require_run, tracking_uri
 
 if TYPE_CHECKING:
     from harness.tracking.mlflow import Sink

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from e2e_support import ROOT, TRAIN, environment, events, harness, metrics, train
 
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 from tests.support import warm
 
 

@@ -19,7 +19,7 @@ import pytest
 from e2e_support import BIN, events, metrics, start, train, train_ranks, wait_for_step
 
 from harness.checkpoint.store import Store
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 from tests.support import warm
 
 STEPS = ("train.steps=12", "checkpoint.every=6")

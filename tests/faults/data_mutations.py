@@ -144,7 +144,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "deep rows of the journal are passed over",
-        "harness/tracking/rows.py",
+        "harness/tracking/journal.py",
         "except (ValueError, RecursionError):",
         "except ValueError:",
         "tests/faults/test_hostile_runs.py -k journal_has",

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from harness.data.batches import sample_numbers
 from harness.data.text import Document, split_documents
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 BATCH = 4
 # What a resume adds to a journal.

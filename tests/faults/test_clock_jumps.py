@@ -15,8 +15,7 @@ from tracking_trainer import check_delivered
 
 from harness.core.errors import ExitCode
 from harness.tracking.history import RunHistory
-from harness.tracking.journal import Journal
-from harness.tracking.rows import JOURNAL, read_rows
+from harness.tracking.journal import JOURNAL, Journal, read_rows
 
 pytestmark = pytest.mark.faults(26)
 
@@ -92,7 +91,7 @@ def test_only_the_rows_clock_reads_the_wall_clock() -> None:
         and node.attr in reading.get(node.value.id, ())
     ]
     places = {place.partition(":")[0] for place in found}
-    assert places == {"harness/checkpoint/store.py", "harness/tracking/rows.py"}, found
+    assert places == {"harness/checkpoint/store.py", "harness/tracking/journal.py"}, found
 
 
 def test_rows_keep_their_order_when_the_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from harness.data.tokens import prepare
 from harness.precision.recipe import Recipe, load_recipe
 from harness.replay.flight import read_records
 from harness.runs import read_outcome, read_plan
-from harness.tracking.rows import Position, decode, encode, read_rows
+from harness.tracking.journal import Position, decode, encode, read_rows
 
 pytestmark = pytest.mark.faults(24)
 

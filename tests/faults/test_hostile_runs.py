@@ -23,7 +23,7 @@ from harness.data.tokens import prepare
 from harness.replay.flight import read_records
 from harness.runs import read_outcome, read_plan, same_data_order
 from harness.tracking.history import RunHistory
-from harness.tracking.rows import Position
+from harness.tracking.journal import Position
 
 pytestmark = pytest.mark.faults(24)
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from e2e_support import ROOT, events, metrics, train
 
-from harness.tracking.journal import Journal
-from harness.tracking.rows import JOURNAL
+from harness.tracking.journal import JOURNAL, Journal
 
 HERE = Path(__file__).parent
 Tell = Callable[..., None]

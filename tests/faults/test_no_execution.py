@@ -22,9 +22,9 @@ ATTRIBUTES = {
 # What reads text of its own process, of a launcher's sibling or of a bounded line, and where YAML has its home.
 ALLOWED = {
     ("harness/core/schema.py", "yaml.load"), ("harness/core/files.py", "json.loads"),
-    ("harness/tracking/rows.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
+    ("harness/tracking/journal.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
     ("harness/precision/shape_probe.py", "json.loads"),
-    ("harness/runs.py", "json.loads"), ("harness/checkpoint/snapshot.py", "json.loads"),
+    ("harness/runs.py", "json.loads"), ("harness/checkpoint/saver.py", "json.loads"),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from resume_runs import BATCH, arguments, checkpoint, codes, consumed, differenc
 from harness.checkpoint.manifest import MANIFEST, read_manifest
 from harness.checkpoint.store import Store
 from harness.core.files import dump_json
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 STEPS = 12
 RECIPES = ("fp8_hybrid", "fp8_dynamic", "fp16_scaler", "bf16", "fp32")

@@ -22,7 +22,7 @@ from launch_support import START_SECONDS, launch, nothing_left  # noqa: F401
 from tracking_server import FAULTS, Proxy, held, real_server, wait_for
 from tracking_trainer import Timings, Trainer, alive, check_delivered, query
 
-from harness.tracking.rows import JOURNAL, delivered, read_rows
+from harness.tracking.journal import JOURNAL, delivered, read_rows
 
 pytestmark = pytest.mark.faults(18)
 

@@ -64,7 +64,7 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         26,
         "times of rows come from a clock that nobody can set",
-        "harness/tracking/rows.py",
+        "harness/tracking/journal.py",
         "return self._offset + _elapsed()",
         "return time.time()",
         "tests/faults/test_clock_jumps.py -k rows_keep",
@@ -72,7 +72,7 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         26,
         "a resume goes on from the time of the last row",
-        "harness/tracking/rows.py",
+        "harness/tracking/journal.py",
         "max(time.time(), not_before)",
         "time.time()",
         "tests/faults/test_clock_jumps.py -k rows_keep",

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.tracking import shipper
-from harness.tracking.journal import Journal
-from harness.tracking.rows import JOURNAL, delivered, read_rows
+from harness.tracking.journal import JOURNAL, Journal, delivered, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PACE = 0.001

@@ -17,7 +17,7 @@ import torch
 from e2e_support import ROOT, events, train, wait_for_step
 from safetensors.torch import load_file
 
-from harness.tracking.rows import read_rows
+from harness.tracking.journal import read_rows
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = {"native": ROOT / "launch" / "train.py", "transformer_engine": HERE / "train_te.py"}

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from benchmarks.demotion import CASE, LOOKS, look, main, picture, table
-from harness.tracking.rows import encode
+from harness.tracking.journal import encode
 
 LOSS = {"bf16": 2.0, "plain": 3.0, "fallback": 2.01}
 

@@ -16,7 +16,7 @@ from harness.core.config import GuardConfig
 from harness.core.errors import DataError
 from harness.core.metrics import row
 from harness.core.state import Incidents
-from harness.tracking.rows import encode
+from harness.tracking.journal import encode
 
 TRACES = RESULTS / "traces_quickstart_cpu.json"
 

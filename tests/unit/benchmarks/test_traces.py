@@ -16,7 +16,7 @@ from benchmarks.traces import read_trace, resample
 from harness.core.errors import ConfigError, DataError
 from harness.core.metrics import row
 from harness.core.state import Incidents
-from harness.tracking.rows import encode
+from harness.tracking.journal import encode
 
 RECORDED, START, BLOCK = 100, 20, 40
 

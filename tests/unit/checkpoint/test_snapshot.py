@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint.snapshot import Snapshots
+from harness.checkpoint.saver import Snapshots
 from harness.core.protocols import Tensors
 
 

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from harness.report import tool
 from harness.report.summary import summary
-from harness.tracking.journal import Journal
-from harness.tracking.rows import Position
+from harness.tracking.journal import Journal, Position
 
 LAYERS = ("blocks.0.up", "blocks.1.up")
 SLOTS = [f"blocks.0{i}.up.{role}" for i in (0, 1) for role in ("input", "weight", "grad_output")]

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from harness.core.errors import ConfigError
-from harness.tracking import rows as journal_rows
-from harness.tracking.journal import Journal
-from harness.tracking.rows import read_rows
+from harness.tracking import journal as journal_rows
+from harness.tracking.journal import Journal, read_rows
 
 REPO = Path(__file__).resolve().parents[3]
 

@@ -18,8 +18,7 @@ import pytest
 
 from harness.core.errors import ConfigError
 from harness.tracking import shipper
-from harness.tracking.journal import Journal
-from harness.tracking.rows import JOURNAL, POSITION, Position, delivered, read_rows, tracking_uri
+from harness.tracking.journal import JOURNAL, POSITION, Journal, Position, delivered, read_rows, tracking_uri
 
 REPO = Path(__file__).resolve().parents[3]
 
