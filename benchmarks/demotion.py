@@ -32,7 +32,7 @@ from benchmarks.fallback import KINDS, ROOT, SCENARIOS, prepare, read, settings,
 from benchmarks.results_file import write_results
 from harness.core.files import atomic_file
 from harness.monitors.evidence import FallbackConfig
-from harness.runs import read_outcome
+from harness.run_folder import read_outcome
 from harness.tracking.journal import read_rows
 
 PICTURE = ROOT / "docs" / "images" / "demotion.png"

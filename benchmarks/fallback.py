@@ -37,7 +37,7 @@ import torch
 import yaml
 
 from harness.core.files import find, write_json
-from harness.runs import read_outcome
+from harness.run_folder import read_outcome
 from harness.tracking.journal import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""FP8 rehearsal on a CPU: forward and backward of one Linear, against bf16, fp32 and torchao's emulation.
+"""FP8 emulation on a CPU: forward and backward of one Linear, against bf16, fp32 and torchao's emulation.
 
     python benchmarks/linear.py [--rounds 9] [--threads N] [--depth 4] [--out benchmarks/results/linear_cpu.json]
 
@@ -28,7 +28,7 @@ from torch import nn
 from harness.capability.probe import probe
 from harness.core.files import write_json
 from harness.core.protocols import PrecisionBackend
-from harness.precision.backends import arena
+from harness.precision.backends import slot_buffers
 from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan
 from harness.precision.recipe import TIERS, Recipe, Rung
@@ -85,7 +85,7 @@ def contestant(name: str, model: Chain) -> PrecisionBackend:
     elif kind.startswith("native"):
         backend = backend_on(model, "native", "fp8")
         if kind.endswith("no kernel"):
-            backend.arena.kernel = None  # type: ignore[attr-defined]
+            backend.slot_buffers.kernel = None  # type: ignore[attr-defined]
     elif kind.startswith("torchao"):
         backend = backend_on(model, "torchao", "fp8")
     else:
@@ -166,7 +166,7 @@ def machine() -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "kernel": arena.load()[1],
+        "kernel": slot_buffers.load()[1],
     }
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry, read_incidents
+from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry, read_ledger
 from harness.core.config import GuardConfig, RunConfig
 from harness.core.files import write_json
 from harness.core.health import grad_health
@@ -143,14 +143,14 @@ def start(
         }
     )
     loaded = load_recipe(recipe)
-    place = find_place(config, "python")
-    plan, model = build_plan(config, loaded, place)
-    data = build_data(config, folder, place)
-    store = open_store(folder, place)
-    incidents = read_incidents(folder, place, store)
+    worker = join_worker(config, "python")
+    plan, model = build_plan(config, loaded, worker)
+    data = build_data(config, folder, worker)
+    store = open_store(folder, worker)
+    ledger = read_ledger(folder, worker, store)
     quiet = Console(config.train.steps, stream=io.StringIO())
-    telemetry = stack.enter_context(open_telemetry(config, folder, place, quiet, incidents.attempt))
-    run = build_run(config, loaded, folder, place, plan, model, data, telemetry, incidents, store)
+    telemetry = stack.enter_context(open_telemetry(config, folder, worker, quiet, ledger.attempt))
+    run = build_run(config, loaded, folder, worker, plan, model, data, telemetry, ledger, store)
     stack.callback(run.stop.uninstall)
     return run
 

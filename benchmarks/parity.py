@@ -43,7 +43,7 @@ from benchmarks.intervals import Interval, samples_needed, t_interval
 from harness.core.config import load_config
 from harness.core.files import write_json
 from harness.models import gpt
-from harness.runs import read_outcome
+from harness.run_folder import read_outcome
 from harness.tracking.journal import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.intervals import binomial_upper
-from harness.runs import read_outcome
+from harness.run_folder import read_outcome
 from harness.tracking.journal import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]

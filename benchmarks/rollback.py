@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.results_file import write_results
 from harness.checkpoint.saver import Snapshots
 from harness.core.state import TrainState
-from harness.core.update import materialise
+from harness.core.update import init_optimizer_state
 from harness.engines.torch_engine import ModelPart, OptimizerPart
 
 
@@ -33,7 +33,7 @@ def build_state(millions: int) -> TrainState:
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
     model = nn.ModuleList(nn.Linear(into, out) for out, into in shapes)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    materialise(optimizer)
+    init_optimizer_state(optimizer)
     applied = torch.zeros(())
     return TrainState({"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied)})
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from harness.core.files import write_json
-from harness.precision.backends.arena import Arena
+from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS
 
@@ -147,13 +147,16 @@ def _sequence_disagreements(case: Mapping[str, Any]) -> list[str]:
     # TE rolls once per forward and backward, and keeps infinities.
     config = Fp8Config(**options, roll="micro_batch", scrub_inf=False)
     backward = "e5m2" if config.format == "hybrid" else "e4m3"
-    arena = Arena(ROLES, ("e4m3", "e4m3", backward), config, torch.device("cpu"))
+    buffers = SlotBuffers(ROLES, ("e4m3", "e4m3", backward), config, torch.device("cpu"))
     for step, (amax, scale, history) in enumerate(zip(case["amax"], case["scale"], case["history"], strict=True)):
-        arena.begin_window(sample=False)
-        arena.history[0] = floats(amax)
-        arena.end_micro_batch(_one_rank)
-        arena.end_window(floats(amax), torch.zeros(()))
-        for what, ours, theirs in (("scale", arena.scale, floats(scale)), ("history", arena.history, floats(history))):
+        buffers.begin_window(sample=False)
+        buffers.history[0] = floats(amax)
+        buffers.end_micro_batch(_one_rank)
+        buffers.end_window(floats(amax), torch.zeros(()))
+        for what, ours, theirs in (
+            ("scale", buffers.scale, floats(scale)),
+            ("history", buffers.history, floats(history)),
+        ):
             wrong = (ours != theirs).nonzero().tolist()
             if wrong:
                 place = tuple(wrong[0])
@@ -164,10 +167,10 @@ def _sequence_disagreements(case: Mapping[str, Any]) -> list[str]:
 
 def _cast_disagreements(case: Mapping[str, Any]) -> list[str]:
     spec = FORMATS[case["format"]]
-    arena = Arena(["x"], [spec.name], Fp8Config(), torch.device("cpu"))
-    tensors, meta = arena.state_dict()
-    arena.load_state_dict({**tensors, "scale": torch.tensor([case["scale"]])}, meta)
-    values = arena.quantize(bfloat16_values(torch.device("cpu")), 0, record=False)
+    buffers = SlotBuffers(["x"], [spec.name], Fp8Config(), torch.device("cpu"))
+    tensors, meta = buffers.state_dict()
+    buffers.load_state_dict({**tensors, "scale": torch.tensor([case["scale"]])}, meta)
+    values = buffers.quantize(bfloat16_values(torch.device("cpu")), 0, record=False)
     ours = values.to(spec.dtype).view(torch.uint8).numpy().reshape(-1)
     theirs = from_runs(case["runs"])
     neither = [torch.from_numpy(codes).view(spec.dtype).float().isnan().numpy() for codes in (ours, theirs)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
-from harness.checkpoint.policy import Goodness, Retention, load_incidents, save_incidents
+from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
 from harness.checkpoint.recovery import Recovery, finish_rollback
 from harness.checkpoint.saver import Saver, Snapshots, Staging, free_memory, room_for_snapshots
 from harness.checkpoint.store import Store
@@ -22,10 +22,10 @@ from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
 from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
-from harness.core.state import Incidents, RandomState, TrainState, seed_everything, state_bytes
+from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
 from harness.data.batches import TokenBatches, check_world
 from harness.data.tokens import TokenData, prepare
-from harness.engines.process_group import Launch, Ranks, choose_device, join, read_launch
+from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.registry import ENGINES, choose_engine
 from harness.guard import Guard
 from harness.models import Task, build_model
@@ -35,7 +35,7 @@ from harness.monitors.responder import Judge
 from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.convert import LossScale, autocast_dtype, build_backend, build_loss_scale, check_half_weights
-from harness.precision.plan import Plan, agree_on_refuge, agree_on_rung, make_plan, pad_numbers
+from harness.precision.plan import Plan, agree_on_fallback, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings
@@ -47,17 +47,17 @@ from harness.tracking.journal import JOURNAL, Journal
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Worker:
     """This process among its peers and on its machine. engine: its key in ENGINES."""
 
     launch: Launch
     engine: str
     device: torch.device
     facts: MachineFacts
-    ranks: Ranks
+    group: ProcessGroup
 
 
-def find_place(config: RunConfig, launcher: str) -> Place:
+def join_worker(config: RunConfig, launcher: str) -> Worker:
     """Look at the machine and join the process group.
 
     launcher: "python", "torchrun" or "deepspeed". Raises MachineError if there is a GPU that torch cannot use, or the
@@ -74,7 +74,7 @@ def find_place(config: RunConfig, launcher: str) -> Place:
     _set_threads(config.train.threads, launch)
     device = choose_device(launch)
     join(launch, device, config.engine.timeout_seconds)
-    return Place(launch, engine, device, facts, Ranks(device))
+    return Worker(launch, engine, device, facts, ProcessGroup(device))
 
 
 def _set_threads(threads: int, launch: Launch) -> None:
@@ -86,33 +86,33 @@ def _set_threads(threads: int, launch: Launch) -> None:
 
 
 def build_plan(
-    config: RunConfig, recipe: Recipe, place: Place, earlier: Mapping[str, Any] | None = None
+    config: RunConfig, recipe: Recipe, worker: Worker, earlier: Mapping[str, Any] | None = None
 ) -> tuple[Plan, nn.Module]:
     """The model with its initial weights (a function of train.seed alone) and the plan for it.
 
     earlier: plan.json of the run that is resumed.
     """
-    rung, verdicts = agree_on_rung(recipe, place.facts, place.device)
-    engine = ENGINES[place.engine]
-    problems = engine.refusals(config.engine, rung.precision, place.device.type)
+    rung, verdicts = agree_on_rung(recipe, worker.facts, worker.device)
+    engine = ENGINES[worker.engine]
+    problems = engine.refusals(config.engine, rung.precision, worker.device.type)
     problems += check_half_weights(recipe, rung) if engine.owns_loss_scale else []
     if problems:
         raise ConfigError(problems)
     seed_everything(config.train.seed)
-    model = build_model(config.model).to(place.device)
-    if config.engine.compile == "blocks" and (problems := check_compile(rung, model, place.device)):
+    model = build_model(config.model).to(worker.device)
+    if config.engine.compile == "blocks" and (problems := check_compile(rung, model, worker.device)):
         raise ConfigError(problems)
-    plan = make_plan(recipe, place.facts, rung, verdicts, model)
+    plan = make_plan(recipe, worker.facts, rung, verdicts, model)
     tokens = config.train.micro_batch * config.data.context
-    return probe_layers(plan, recipe, place.facts, place.device, tokens, earlier), model
+    return probe_layers(plan, recipe, worker.facts, worker.device, tokens, earlier), model
 
 
-def build_data(config: RunConfig, folder: Path, place: Place) -> TokenBatches:
+def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches:
     """The run's tokens: rank 0 snapshots the text, the others open the snapshot."""
     data: TokenData | None = None
-    if place.ranks.rank == 0:
+    if worker.group.rank == 0:
         data = prepare(config.data, folder, config.train.global_batch)
-    place.ranks.barrier()
+    worker.group.barrier()
     data = data or prepare(config.data, folder, config.train.global_batch)
     train = config.train
     return TokenBatches(
@@ -124,25 +124,25 @@ def build_run(
     config: RunConfig,
     recipe: Recipe,
     folder: Path,
-    place: Place,
+    worker: Worker,
     plan: Plan,
     model: nn.Module,
     data: Batches,
     telemetry: Telemetry,
-    incidents: Incidents,
+    ledger: RunLedger,
     store: Store,
 ) -> Run:
     """Wire every room together. Parameters keep their identity from `model` to the optimizer."""
-    loss_scale = build_loss_scale(plan, recipe, place.device)
+    loss_scale = build_loss_scale(plan, recipe, worker.device)
     if text := too_high(model, config.train):
         telemetry.event(0, "train.lr_high", text=text)
         telemetry.screen.event(f"train.lr_high: {text}")
-    backend = build_backend(plan, recipe, model, place.device, loss_scale)
+    backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = Task(model, config.model.target)
-    engine = _build_engine(config, place, plan, model, loss_scale)
+    engine = _build_engine(config, worker, plan, model, loss_scale)
     scaled = loss_scale is not None and not engine.owns_loss_scale
-    refuge = (lambda: agree_on_refuge(place.facts, place.device)) if scaled else None
+    fallback_precision = (lambda: agree_on_fallback(worker.facts, worker.device)) if scaled else None
     monitors = build_monitors(
         MonitorContext(
             guard=config.guard,
@@ -156,7 +156,7 @@ def build_run(
             amax_history=recipe.fp8.amax_history_len if recipe.fp8.scaling == "delayed" else None,
             margin=recipe.fp8.margin,
             scales_loss=loss_scale is not None,
-            refuge=refuge,
+            fallback_precision=fallback_precision,
         )
     )
     parts: dict[str, Stateful] = {
@@ -167,7 +167,7 @@ def build_run(
     }
     if scaled and loss_scale is not None:
         parts["loss_scale"] = loss_scale
-    state = TrainState(parts, incidents)
+    state = TrainState(parts, ledger)
     saver = Saver(
         store,
         Retention(store, config.checkpoint.keep, config.checkpoint.best).prune,
@@ -179,9 +179,9 @@ def build_run(
         engine=engine,
         tracker=telemetry,
         store=store,
-        good=Goodness(store, config.checkpoint.healthy_steps, saver.committed),
+        good=RollbackTargets(store, config.checkpoint.healthy_steps, saver.committed),
         saver=saver,
-        keep_incidents=lambda current: save_incidents(folder, current),
+        keep_ledger=lambda current: save_ledger(folder, current),
     )
     judge = Judge(config.guard, state, backend, monitors, comparison=_comparison(config, model, engine))
     return Run(
@@ -195,18 +195,18 @@ def build_run(
         guard=Guard(judge, telemetry, _snapshots(config, engine, model, telemetry), recovery),
         telemetry=telemetry,
         recovery=recovery,
-        stop=StopRequest(config.train.max_minutes, launched=place.launch.launched),
-        forward_clock=ForwardClock(place.device),
+        stop=StopRequest(config.train.max_minutes, launched=worker.launch.launched),
+        forward_clock=ForwardClock(worker.device),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
-        flight=_flight(config, folder, place, engine, store),
+        flight=_flight(config, folder, worker, engine, store),
     )
 
 
-def _flight(config: RunConfig, folder: Path, place: Place, engine: Engine, store: Store) -> FlightRecorder | None:
+def _flight(config: RunConfig, folder: Path, worker: Worker, engine: Engine, store: Store) -> FlightRecorder | None:
     if engine.rank != 0:
         return None
-    card = place.facts.card(place.device.index) if place.device.type == "cuda" else "cpu"
+    card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
     return FlightRecorder(folder, store, Surroundings(config.recipe, engine.world_size, engine.name, card))
 
 
@@ -217,32 +217,32 @@ def _comparison(config: RunConfig, model: nn.Module, engine: Engine) -> RankComp
     return RankComparison(every, dict(model.named_parameters()), engine.device)
 
 
-def open_store(folder: Path, place: Place) -> Store:
+def open_store(folder: Path, worker: Worker) -> Store:
     """The run's checkpoints; only rank 0 may write."""
     return Store(
         folder / "checkpoints",
         {"torch": str(torch.__version__), "hopper-harness": harness_version()},
-        readonly=place.ranks.rank != 0,
+        readonly=worker.group.rank != 0,
     )
 
 
 def open_telemetry(
-    config: RunConfig, folder: Path, place: Place, screen: Console, attempt: int = 1, resume_step: int | None = None
+    config: RunConfig, folder: Path, worker: Worker, screen: Console, attempt: int = 1, resume_step: int | None = None
 ) -> Telemetry:
     """The run's journal and screen on rank 0; other ranks write into nothing."""
-    lead = place.ranks.rank == 0
+    lead = worker.group.rank == 0
     journal = Journal(folder / JOURNAL if lead else Path(os.devnull), attempt, resume_step if lead else None)
     return Telemetry(folder if lead else None, journal, screen, config.tracking)
 
 
-def read_incidents(folder: Path, place: Place, store: Store) -> Incidents:
+def read_ledger(folder: Path, worker: Worker, store: Store) -> RunLedger:
     """What earlier rollbacks of this run decided, the same on every rank; one that a kill cut short is completed."""
-    incidents = load_incidents(folder)
-    place.ranks.barrier()
-    if place.ranks.rank == 0:
-        finish_rollback(incidents, store, lambda current: save_incidents(folder, current))
-    incidents.return_to = 0
-    return incidents
+    ledger = load_ledger(folder)
+    worker.group.barrier()
+    if worker.group.rank == 0:
+        finish_rollback(ledger, store, lambda current: save_ledger(folder, current))
+    ledger.return_to = 0
+    return ledger
 
 
 def _staging(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry) -> Staging | None:
@@ -268,11 +268,11 @@ def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, telemetry: T
 
 
 def _build_engine(
-    config: RunConfig, place: Place, plan: Plan, model: nn.Module, loss_scale: LossScale | None
+    config: RunConfig, worker: Worker, plan: Plan, model: nn.Module, loss_scale: LossScale | None
 ) -> Engine:
     train = config.train
-    optimizer = build_optimizer(model, train, place.device)
+    optimizer = build_optimizer(model, train, worker.device)
     schedule = WarmupCosine(train.lr, train.warmup_steps, train.steps, train.min_lr_ratio)
-    return ENGINES[place.engine].build(
-        config, model, optimizer, schedule, loss_scale, autocast_dtype(plan), place.device
+    return ENGINES[worker.engine].build(
+        config, model, optimizer, schedule, loss_scale, autocast_dtype(plan), worker.device
     )

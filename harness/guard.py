@@ -15,7 +15,7 @@ from harness.core.config import CheckpointConfig, GuardConfig
 from harness.core.errors import HaltedError, MisuseError, Problem
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
 from harness.core.schema import validate
-from harness.core.state import OwnPart, TrainState, state_bytes
+from harness.core.state import ExternalState, TrainState, state_bytes
 from harness.core.update import InFlight
 from harness.engines.torch_engine import ModelPart
 from harness.monitors.registry import build_monitors
@@ -111,7 +111,7 @@ class Guard:
         memory = None
         if config.enabled and config.snapshot_every:
             ready.state.parts["model"] = ModelPart(ready.model)
-            ready.state.parts |= {name: OwnPart(name, each) for name, each in parts.items()}
+            ready.state.parts |= {name: ExternalState(name, each) for name, each in parts.items()}
             ready.state.state_dict()  # refuses now what cannot be kept
             memory = room_for_snapshots(state_bytes(ready.model, _MOMENTS), healthy, ready.device, telemetry)
         guard = cls(ready.watch(config, monitors, comparison), telemetry, memory)
@@ -133,7 +133,7 @@ class Guard:
             raise MisuseError(Problem("no step since the last call", "end_step()", fix=fix))
         self._seen = self.pending[-1]
         if self._loaded != precision.prepared.loaded:  # the loop went back by itself: what is in memory is not its past
-            self._loaded, self.telemetry.attempt = precision.prepared.loaded, self.state.incidents.attempt
+            self._loaded, self.telemetry.attempt = precision.prepared.loaded, self.state.ledger.attempt
             if self.memory is not None:
                 self.memory.clear()
         done: Action = Continue()
@@ -159,12 +159,12 @@ class Guard:
     @property
     def window(self) -> int:
         """The place in the data order that the next step consumes: a rollback passes over those that broke the run."""
-        return self.state.incidents.window_index(self.state.step)
+        return self.state.ledger.window_index(self.state.step)
 
     def begin(self) -> None:
         """Carry out the switches that are due before the next step. Harmless twice."""
         for step, switch in self.judge.switch_due():
-            moved = {"demote": list(switch.demote), "promote": list(switch.promote), "lowered": switch.lower}
+            moved = {"demote": list(switch.demote), "promote": list(switch.promote), "lowered": switch.whole_run_to}
             self.telemetry.event(step, "precision.switched", **moved)
 
     def arrived(self, keep: int) -> StepFacts | None:
@@ -181,7 +181,7 @@ class Guard:
     def observe(self, facts: StepFacts) -> Judgement:
         """Judge a step and tell of it. What it asks for beside switches and limits is left to `act`."""
         judged = self.judge.observe(facts)
-        self.telemetry.record(facts, self.state.incidents, judged)
+        self.telemetry.record(facts, self.state.ledger, judged)
         if self.memory is not None:
             self.memory.observe(facts.step, judged.healthy)
         if self.disk is not None:
@@ -229,13 +229,13 @@ class Guard:
         if target is None:
             return None
         from_memory = self.memory is not None and target == in_memory
-        bad, incidents = list(action.bad), self.state.incidents
+        bad, ledger = list(action.bad), self.state.ledger
         source = "memory" if from_memory else "disk"
         fields = {"reason": action.reason, "to_step": target, "passed_over": bad, "source": source}
         self.telemetry.event(step, "guard.rollback", **fields)
-        incidents.attempt += 1
-        incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})
-        incidents.returned_to = [*(min(earlier, target) for earlier in incidents.returned_to), target]
+        ledger.attempt += 1
+        ledger.skipped_windows = sorted({*ledger.skipped_windows, *bad})
+        ledger.returned_to = [*(min(earlier, target) for earlier in ledger.returned_to), target]
         if self.disk is not None:
             self.disk.commit(target)
         if self.memory is not None and from_memory:
@@ -244,9 +244,9 @@ class Guard:
             self.state.load_state_dict(*self.disk.read(target))
             if self.memory is not None:
                 self.memory.clear()
-        self.state.drop_lowering()
-        self.judge.stay_lowered()
-        self.telemetry.attempt = incidents.attempt
+        self.state.drop_fallback()
+        self.judge.stay_fallen_back()
+        self.telemetry.attempt = ledger.attempt
         return target
 
     def _nothing_to_return_to(self, step: int, action: Rollback) -> Problem:

@@ -14,7 +14,7 @@ def train(run: Run) -> Outcome:
     """Train from the run's state to `train.steps`, a stop request or a halt. The outcome is the same on every rank."""
     total, guard = run.config.train.steps, run.guard
     known: dict[str, float] = {}
-    guard.judge.stay_lowered()
+    guard.judge.stay_fallen_back()
     while run.state.step < total and not guard.stopping:
         guard.pending.append(next_step(run))
         _tell_eager(run)
@@ -91,7 +91,7 @@ def _keep_flight(run: Run, judged: Judgement) -> None:
     try:
         samples = run.data.window(facts.window).samples
         codes = [verdict.code for verdict in judged.verdicts if not verdict.ok]
-        begins = run.flight.keep(facts, samples.tolist(), codes, run.state.incidents)
+        begins = run.flight.keep(facts, samples.tolist(), codes, run.state.ledger)
     except OSError as error:
         run.telemetry.event(facts.step, "flight.failed", text=str(error))
         return

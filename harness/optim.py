@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harness.core.config import TrainConfig
 from harness.core.errors import ConfigError, Problem
-from harness.core.update import materialise
+from harness.core.update import init_optimizer_state
 
 HIGH = 0.5
 
@@ -117,5 +117,5 @@ def build_optimizer(model: nn.Module, train: TrainConfig, device: torch.device) 
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=train.betas[0], fused=True)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    materialise(optimizer)
+    init_optimizer_state(optimizer)
     return optimizer

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from harness.checkpoint.recovery import Recovery
     from harness.core.collectives import ForwardClock
-    from harness.core.state import Incidents, TrainState
+    from harness.core.state import RunLedger, TrainState
     from harness.guard import Guard
     from harness.precision.compiling import EagerWatch
     from harness.telemetry import Telemetry
@@ -45,7 +45,7 @@ class Loss(Protocol):
 class Flight(Protocol):
     """Keeps what a later re-run of a bad step needs."""
 
-    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], incidents: Incidents) -> bool:
+    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
         """Whether the step begins a streak of bad ones. Raises OSError."""
         ...
 
@@ -102,7 +102,7 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
     judge = run.guard.judge
     limits = judge.limits() if limits is None else limits
     precision.begin_window(sample=judge.samples(run.stats_every))
-    demoted, lowered = precision.demoted, precision.lowered
+    demoted, fell_back_to = precision.demoted, precision.fell_back_to
     shares = shares or [Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))]
     own = _accumulate(run, window, shares)
     measure = judge.measures()
@@ -119,7 +119,7 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
         window=window.index,
         tokens=len(window.samples) * run.data.tokens_per_sample,
         demoted=demoted,
-        lowered=lowered,
+        fell_back_to=fell_back_to,
         limits=limits,
         slot_names=precision.slot_names,
         compared=compared,

@@ -16,8 +16,8 @@ from harness.core.errors import CheckpointError, ExitCode, HaltedError, HarnessE
 from harness.core.facts import Outcome, StepFacts
 from harness.core.metrics import row
 from harness.core.schema import validate
-from harness.core.state import Incidents
-from harness.runs import forget_outcome, write_outcome, write_plan
+from harness.core.state import RunLedger
+from harness.run_folder import forget_outcome, write_outcome, write_plan
 from harness.tracking import shipper
 from harness.tracking.console import Console
 from harness.tracking.history import OWN_LOOP
@@ -151,17 +151,17 @@ class Telemetry:
         """Everything so far is on disk."""
         self.journal.flush()
 
-    def record(self, facts: StepFacts, incidents: Incidents | None = None, judged: Judgement | None = None) -> None:
+    def record(self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None) -> None:
         """One step, in order: its row, what was said of it, and the line on the screen.
 
         In a loop without a guard: `telemetry.record(precision.facts())` after every step, which waits for its figures.
         """
-        incidents = incidents or Incidents()
+        ledger = ledger or RunLedger()
         self._last = facts.step
-        self.metrics(facts.step, row(facts, incidents, facts.step % self.config.fp8_every == 0))
+        self.metrics(facts.step, row(facts, ledger, facts.step % self.config.fp8_every == 0))
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
-        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, incidents.skips, incidents.rollbacks)
+        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, ledger.rollbacks)
 
     def validation(self, step: int, loss: float) -> None:
         """A validation after `step` steps; the mean loss, in our own loop in nats per token."""
@@ -235,7 +235,7 @@ class Telemetry:
             precision, self._precision = self._precision, None
             if error is None:  # the loop is over: what is still on its way gets its row, though nobody judges it
                 for facts in (each.facts() for each in precision.prepared.pending):
-                    self.record(facts, precision.prepared.state.incidents)
+                    self.record(facts, precision.prepared.state.ledger)
             if error is None or isinstance(error, HaltedError):
                 status, code = ("done", ExitCode.DONE) if error is None else ("halted", ExitCode.HALTED)
                 reason = f"{self._last} steps" if error is None else str(error)

@@ -23,7 +23,7 @@ MAX_LINES = 500
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
-LOOP = ("stop", "runs", "report", "telemetry", "guard", "run", "loop")
+LOOP = ("stop", "run_folder", "report", "telemetry", "guard", "run", "loop")
 # room -> rooms it may import from, itself always included
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
@@ -31,9 +31,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "precision": ("core", "capability", "monitors"),
     **dict.fromkeys(LEAVES, ("core",)),
     "stop": ("core",),
-    "runs": ("core",),
+    "run_folder": ("core",),
     "report": ("core", "checkpoint", "tracking"),
-    "telemetry": ("core", "capability", "monitors", "precision", "runs", "tracking", "report"),
+    "telemetry": ("core", "capability", "monitors", "precision", "run_folder", "tracking", "report"),
     "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
     "run": ("core", "checkpoint", "precision", "stop", "telemetry", "guard"),
     "loop": ("core", "monitors", "run"),

@@ -22,11 +22,11 @@ import torch
 from benchmarks.proof.child import describe
 from benchmarks.proof.registry import Answer, NotHere, Task
 from benchmarks.proof.timing import spread, wait
-from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry
+from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
 from harness.core.facts import Halt, Rollback, StepFacts
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.core.update import InFlight
 from harness.loop import next_step
 from harness.precision.recipe import TIERS, Recipe, load_recipe
@@ -168,13 +168,13 @@ def start(
         sections[section] = {**sections.get(section, {}), **values}
     config = RunConfig.model_validate(sections)
     try:
-        place = find_place(config, "python")
+        worker = join_worker(config, "python")
         with torch.device(task.device):
-            plan, model = build_plan(config, recipe, place)
-        data = build_data(config, folder, place)
-        screen, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, place)
-        telemetry = stack.enter_context(open_telemetry(config, folder, place, screen))
-        run = build_run(config, recipe, folder, place, plan, model, data, telemetry, Incidents(), store)
+            plan, model = build_plan(config, recipe, worker)
+        data = build_data(config, folder, worker)
+        screen, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, worker)
+        telemetry = stack.enter_context(open_telemetry(config, folder, worker, screen))
+        run = build_run(config, recipe, folder, worker, plan, model, data, telemetry, RunLedger(), store)
     except (ConfigError, MachineError) as error:
         raise NotHere("; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)) from error
     stack.callback(run.stop.uninstall)

@@ -5,7 +5,7 @@ the size and SHA-256 of every file, and of itself: it is accepted only if it is 
 serialises to.
 
 `good.json` is a list of steps, kept apart from the checkpoints, which are never changed once committed. One that cannot
-be read is taken for an empty list: goodness is earned again within a few steps.
+be read is taken for an empty list: the marks are earned again within a few steps.
 """
 
 from __future__ import annotations

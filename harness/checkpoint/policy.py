@@ -16,13 +16,13 @@ from harness.checkpoint.manifest import failed
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, Problem
 from harness.core.files import read_json, write_json
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 
 _AT_LEAST = 2
 
 
-class Goodness:
-    """A checkpoint is good once `healthy_steps` healthy steps in a row have followed it.
+class RollbackTargets:
+    """The checkpoints to roll back to: one is good once `healthy_steps` healthy steps in a row have followed it.
 
     An unhealthy step starts the count of every waiting checkpoint again. Marks are on disk, the counts (`waiting`) in
     the checkpoints: after a resume, call `resumed` with those of the checkpoint that was loaded. committed: asked
@@ -145,36 +145,36 @@ _LISTS = ("skipped_windows", "returned_to")
 _PRECISIONS = ("", "bf16", "fp32")
 
 
-def save_incidents(run_dir: Path, incidents: Incidents) -> None:
-    """Replace the run's incidents. Raises CheckpointError if they cannot be written."""
+def save_ledger(run_dir: Path, ledger: RunLedger) -> None:
+    """Replace the run's ledger. Raises CheckpointError if it cannot be written."""
     try:
-        write_json(run_dir / _FILE, asdict(incidents))
+        write_json(run_dir / _FILE, asdict(ledger))
     except OSError as error:
         raise failed("cannot be written", run_dir / _FILE, error) from error
 
 
-def load_incidents(run_dir: Path) -> Incidents:
-    """The run's incidents; new ones if it has none. Raises CheckpointError if they cannot be read as such."""
+def load_ledger(run_dir: Path) -> RunLedger:
+    """The run's ledger; a new one if it has none. Raises CheckpointError if it cannot be read as such."""
     path = run_dir / _FILE
     try:
-        return incidents_from(read_json(path))
+        return ledger_from(read_json(path))
     except FileNotFoundError:
-        return Incidents()
+        return RunLedger()
     except (OSError, ValueError) as error:
         raise CheckpointError(_damaged(path, str(error))) from error
 
 
-def incidents_from(raw: Any) -> Incidents:
-    """Incidents from what JSON says of them. Raises ValueError saying why they cannot be."""
+def ledger_from(raw: Any) -> RunLedger:
+    """The ledger that is `raw` in JSON. Raises ValueError saying why it is none."""
     lists = [raw.get(key) for key in _LISTS] if isinstance(raw, dict) else [None]
-    if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(Incidents)}:
+    if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(RunLedger)}:
         raise ValueError("its keys are not those of this version")
     if raw["lowered"] not in _PRECISIONS:
         raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
     counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered")]
     if not all(_is_count(value) for value in [*raw["skipped_windows"], *raw["returned_to"], *counts]):
         raise ValueError("a value is not a whole number from 0 to 2^63")
-    return Incidents(**raw)
+    return RunLedger(**raw)
 
 
 def _is_count(value: Any) -> bool:

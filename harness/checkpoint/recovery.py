@@ -8,28 +8,28 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.policy import Goodness
+from harness.checkpoint.policy import RollbackTargets
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Engine, Meta, Tensors, Tracker
-from harness.core.state import Incidents, TrainState, state_hash
+from harness.core.state import RunLedger, TrainState, state_hash
 
 
 @dataclass
 class Recovery:
     """Rank 0 decides and writes; every rank saves and loads together.
 
-    keep_incidents writes what a rollback must not undo.
+    keep_ledger writes what a rollback must not undo.
     """
 
     state: TrainState
     engine: Engine
     tracker: Tracker
     store: Store
-    good: Goodness
+    good: RollbackTargets
     saver: Saver
-    keep_incidents: Callable[[Incidents], None]
+    keep_ledger: Callable[[RunLedger], None]
 
     def load(self, step: int) -> Meta:
         """Restore the TrainState of `step`, as a resume (see `TrainState.resume`). Collective."""
@@ -78,15 +78,15 @@ class Recovery:
         `finish_rollback` completes the rest at the next start, and the steps from the checkpoint to a snapshot run
         once more.
         """
-        incidents = self.state.incidents
-        incidents.return_to = target
+        ledger = self.state.ledger
+        ledger.return_to = target
         if self.engine.rank == 0:
             self.tracker.flush()
-            self.keep_incidents(incidents)
+            self.keep_ledger(ledger)
             later = [each for each in self.store.steps() if each > target]
-            finish_rollback(incidents, self.store, self.keep_incidents)
+            finish_rollback(ledger, self.store, self.keep_ledger)
             self._note("rolled back", later)
-        incidents.return_to = 0
+        ledger.return_to = 0
         self.good.rolled_back(target)
         self.engine.barrier()
 
@@ -143,9 +143,9 @@ class Recovery:
             self.tracker.note("checkpoint", step=step, state=state, **fields)
 
 
-def finish_rollback(incidents: Incidents, store: Store, keep_incidents: Callable[[Incidents], None]) -> None:
+def finish_rollback(ledger: RunLedger, store: Store, keep_ledger: Callable[[RunLedger], None]) -> None:
     """Carry out a rollback that incidents.json has committed; nothing to do if there is none. Rank 0 only."""
-    if incidents.return_to:
-        store.discard_after(incidents.return_to)
-        incidents.return_to = 0
-        keep_incidents(incidents)
+    if ledger.return_to:
+        store.discard_after(ledger.return_to)
+        ledger.return_to = 0
+        keep_ledger(ledger)

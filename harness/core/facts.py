@@ -116,7 +116,7 @@ class StepFacts:
 
     step: number of the step just done; a run's first step is 1. window: its place in the data order. tokens: tokens
     (targets) of the window over all ranks. seconds: wall time of the step. demoted: FP8 layers that ran in BF16.
-    lowered: the precision that the whole run fell to, empty while it runs as planned. limits: those in force in this
+    fell_back_to: the precision that the whole run fell back to, empty: as planned. limits: those in force in this
     step. diverged: parameters whose bits differ between ranks, of those compared in this step.
     """
 
@@ -133,7 +133,7 @@ class StepFacts:
     stop: Annotated[bool, Metric("some rank was asked to stop", over_ranks="max")] = False
     demoted: tuple[str, ...] = ()
     slots: SlotStats | None = None
-    lowered: str = ""
+    fell_back_to: str = ""
     limits: Limits = Limits()
     bad_data: Annotated[
         int,
@@ -173,12 +173,12 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Move layers between FP8 and BF16, or the whole run to `lower` ("bf16" | "fp32"), for good."""
+    """Move layers between FP8 and BF16, or the whole run to `whole_run_to` ("bf16" | "fp32"), for good."""
 
     demote: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
     reason: str = ""
-    lower: str = ""
+    whole_run_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Verdict:
     """What one monitor says of one step.
 
     code: stable name such as `nonfinite.skip`. healthy: False keeps a checkpoint from being earned. proposal: what
-    the monitor would do; the responder decides, within budgets. evidence: JSON-able figures. look_closer: steps in
+    the monitor would do; the responder decides, within budgets. evidence: JSON-able figures. sample_steps: steps in
     which the statistics that cost should be measured, whatever their usual cadence. limits: for the updates to come,
     until the monitor gives others. skip: the update was skipped, and counts against guard.max_skips. suspect: whether
     what is needed to run the step again should be kept; None: if its update was skipped.
@@ -220,7 +220,7 @@ class Verdict:
     healthy: bool = True
     proposal: Action = field(default_factory=Continue)
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    look_closer: int = 0
+    sample_steps: int = 0
     limits: Limits = Limits()
     skip: bool = False
     suspect: bool | None = None
@@ -232,7 +232,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class CloserLook:
+class SamplingSpan:
     """Steps [first, last) in which every statistic is measured; none while first == last."""
 
     first: int = 0
@@ -241,9 +241,9 @@ class CloserLook:
     def __contains__(self, step: int) -> bool:
         return self.first <= step < self.last
 
-    def extended(self, first: int, steps: int) -> CloserLook:
+    def extended(self, first: int, steps: int) -> SamplingSpan:
         """With `steps` more from `first` on, without a gap if this one reaches there."""
-        return CloserLook(self.first if self.last >= first else first, max(self.last, first + steps))
+        return SamplingSpan(self.first if self.last >= first else first, max(self.last, first + steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What is measured in a step, derived from where it is declared: the fields of `StepFacts` and `SlotStats`.
 
-How figures travel (`SCALARS`, `AGREED`, `read`), their row in the journal (`row`), and the table in the docs (`page`).
+How figures travel (`SCALARS`, `REDUCED`, `read`), their row in the journal (`row`), and the table in the docs (`page`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 from harness.core.facts import EVERY_STEP, Metric, SlotStats, StepFacts
 
 if TYPE_CHECKING:
-    from harness.core.state import Incidents
+    from harness.core.state import RunLedger
 
 
 def _declared(facts: type) -> dict[str, tuple[type, Metric]]:
@@ -33,7 +33,7 @@ SLOT_ROWS: dict[str, Metric] = {name: metric for name, (_, metric) in _DECLARED.
 """One figure for every slot each, in the order of the rows of `PrecisionBackend.end_window`."""
 
 _BITS = 3
-AGREED: list[tuple[str, int]] = [
+REDUCED: list[tuple[str, int]] = [
     (name, bit)
     for name, metric in SCALARS.items()
     if metric.over_ranks in ("max", "min", "any bit")
@@ -51,26 +51,26 @@ def read(packed: Sequence[float]) -> dict[str, Any]:
     return values
 
 
-def _tokens_per_second(facts: StepFacts, _: Incidents) -> float:
+def _tokens_per_second(facts: StepFacts, _: RunLedger) -> float:
     return facts.tokens / facts.seconds if facts.seconds > 0 else math.nan
 
 
 # Of the run as a whole, beside what its steps measure: key, unit, what it is, and how it is had.
-_OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, Incidents], float]], ...] = (
+_OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]], ...] = (
     ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step", _tokens_per_second),
     (
         "guard/skipped",
         "",
         "updates that were skipped so far and count against guard.max_skips",
-        lambda _, incidents: float(incidents.skips),
+        lambda _, ledger: float(ledger.skips),
     ),
     ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
-    ("guard/rollbacks", "", "rollbacks so far", lambda _, incidents: float(incidents.rollbacks)),
-    ("guard/attempt", "", "raised by every rollback and resume", lambda _, incidents: float(incidents.attempt)),
+    ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(ledger.rollbacks)),
+    ("guard/attempt", "", "raised by every rollback and resume", lambda _, ledger: float(ledger.attempt)),
 )
 
 
-def row(facts: StepFacts, incidents: Incidents, with_slots: bool) -> dict[str, float]:
+def row(facts: StepFacts, ledger: RunLedger, with_slots: bool) -> dict[str, float]:
     """The journal's row of one step. `with_slots`: per-slot FP8 statistics too. What was not measured is left out."""
     values = {name: float(getattr(facts, name)) for name, metric in SCALARS.items() if metric.key}
     found = {
@@ -78,7 +78,7 @@ def row(facts: StepFacts, incidents: Incidents, with_slots: bool) -> dict[str, f
         for name, value in values.items()
         if SCALARS[name].often == EVERY_STEP or not math.isnan(value)
     }
-    found |= {key: value(facts, incidents) for key, _, _, value in _OF_THE_RUN}
+    found |= {key: value(facts, ledger) for key, _, _, value in _OF_THE_RUN}
     return found | slot_row(facts.slots) if with_slots and facts.slots is not None else found
 
 

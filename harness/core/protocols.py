@@ -104,8 +104,8 @@ class PrecisionBackend(Protocol):
     def demoted(self) -> tuple[str, ...]: ...
 
     @property
-    def lowered(self) -> str:
-        """What `lower` was called with, empty if it was not; part of the state."""
+    def fell_back_to(self) -> str:
+        """What `fall_back` was called with, empty if it was not; part of the state."""
         ...
 
     def context(self) -> AbstractContextManager[None]:
@@ -142,7 +142,7 @@ class PrecisionBackend(Protocol):
 
     def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None: ...
 
-    def lower(self, precision: str) -> None:
+    def fall_back(self, precision: str) -> None:
         """Run everything in `precision` ("bf16" | "fp32") from the next step on, for good."""
         ...
 

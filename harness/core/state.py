@@ -1,7 +1,7 @@
 """TrainState: everything a resume needs, in one object.
 
 The same object serves checkpoint, rollback and (by hash) comparison of ranks. What is forgotten here breaks the
-bit-exact resume test. Incidents (skipped windows, budgets, attempt) live outside what a rollback restores.
+bit-exact resume test. The run's ledger (skipped windows, budgets, attempt) is outside what a rollback restores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.errors import CheckpointError, HarnessError, MisuseError, Problem
-from harness.core.facts import CloserLook, Limits
+from harness.core.facts import Limits, SamplingSpan
 from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
 _LOSS_SCALE = "loss_scale"
@@ -29,7 +29,7 @@ _SHOWN = 400
 
 
 @dataclass
-class Incidents:
+class RunLedger:
     """What rollbacks must not undo: windows to pass over, budgets spent, which attempt this is.
 
     return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none. lowered: the
@@ -122,7 +122,7 @@ class RandomState:
         random.setstate((version, tuple(words), gauss_next))
 
 
-class OwnPart:
+class ExternalState:
     """Anything with torch's `state_dict` and `load_state_dict`, such as an optimizer or a scheduler, as a part.
 
     Its state may nest dicts, lists and tuples of tensors, numbers and text.
@@ -187,16 +187,16 @@ def state_hash(tensors: Tensors, meta: Meta) -> str:
 
 @dataclass
 class TrainState:
-    """step: windows consumed so far. parts: named Stateful pieces of the run. closer_look: when to measure everything.
+    """step: windows consumed so far. parts: named pieces of the run. dense_sampling: the steps that measure everything.
 
-    switches: switches decided but not yet due, (step, demote, promote, lower), as in `facts.Switch`. limits: those of
+    switches: decided but not yet due, (step, demote, promote, whole_run_to), as in `facts.Switch`. limits: those of
     the steps to come, by step; a step without any has none.
     """
 
     parts: dict[str, Stateful]
-    incidents: Incidents = field(default_factory=Incidents)
+    ledger: RunLedger = field(default_factory=RunLedger)
     step: int = 0
-    closer_look: CloserLook = field(default_factory=CloserLook)
+    dense_sampling: SamplingSpan = field(default_factory=SamplingSpan)
     switches: list[tuple[int, list[str], list[str], str]] = field(default_factory=list)
     limits: dict[int, Limits] = field(default_factory=dict)
 
@@ -205,7 +205,7 @@ class TrainState:
         self.step += 1
         self.limits.pop(self.step, None)
 
-    def drop_lowering(self) -> None:
+    def drop_fallback(self) -> None:
         """A fall of the whole run that was on its way when this state was saved has been decided long since."""
         self.switches = [switch for switch in self.switches if not switch[3]]
 
@@ -215,10 +215,10 @@ class TrainState:
         Collective: every rank must call it.
         """
         tensors: Tensors = {}
-        budgets = {key: getattr(self.incidents, key) for key in sorted(_BUDGETS)}
+        budgets = {key: getattr(self.ledger, key) for key in sorted(_BUDGETS)}
         meta: Meta = {
             "step": self.step,
-            "closer_look": [self.closer_look.first, self.closer_look.last],
+            "closer_look": [self.dense_sampling.first, self.dense_sampling.last],
             "budgets": budgets,
             "switches": [list(switch) for switch in self.switches],
             "limits": {str(step): limits.as_json() for step, limits in self.limits.items()},
@@ -256,12 +256,12 @@ class TrainState:
         the state, unless a rollback came in between: what it wrote stands.
         """
         self.load_state_dict(tensors, meta, parts)
-        incidents, budgets = self.incidents, meta["budgets"]
-        if budgets["attempt"] == incidents.attempt:
-            incidents.skips, incidents.switches = budgets["skips"], budgets["switches"]
-            incidents.lowered = budgets["lowered"]
+        ledger, budgets = self.ledger, meta["budgets"]
+        if budgets["attempt"] == ledger.attempt:
+            ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
+            ledger.lowered = budgets["lowered"]
         else:
-            self.drop_lowering()
+            self.drop_fallback()
 
     def _load(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], here: set[str]) -> None:
         saved = set(meta["parts"])
@@ -280,6 +280,8 @@ class TrainState:
         if meta["budgets"].keys() != _BUDGETS:
             raise ValueError("its budgets are not those of this version")
         self.step = int(meta["step"])
-        self.closer_look = CloserLook(*meta["closer_look"])
-        self.switches = [(step, demote, promote, lower) for step, demote, promote, lower in meta["switches"]]
+        self.dense_sampling = SamplingSpan(*meta["closer_look"])
+        self.switches = [
+            (step, demote, promote, whole_run_to) for step, demote, promote, whole_run_to in meta["switches"]
+        ]
         self.limits = {int(step): Limits.from_json(values) for step, values in meta["limits"].items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.facts import Limits, SlotStats, StepFacts
 from harness.core.health import by_device_and_dtype, grad_health
-from harness.core.metrics import AGREED, SCALARS, SLOT_ROWS, read
+from harness.core.metrics import REDUCED, SCALARS, SLOT_ROWS, read
 from harness.core.protocols import NO_LIMITS, PrecisionBackend
 
 
@@ -29,7 +29,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def materialise(optimizer: torch.optim.Optimizer) -> None:
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that Adam, AdamW and SGD would make lazily in their first step, as zeros.
 
     Zeros are what the first step starts from (for SGD only with dampening 0; with dampening nothing is made). A
@@ -207,38 +207,38 @@ def update(
     assert isinstance(loss, Tensor)
     overflow = ~torch.isfinite(norm)
     over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)  # NaN is over every limit
-    told = _told(own, gradients.device)
+    local = _pack_local(own, gradients.device)
     flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()
-    agreed = gradients.max_(torch.cat([flags, told, backend.amax()]))
-    skip, overflow = agreed[0].clone(), agreed[1].clone()
-    figures |= _agreed(agreed[2 : 2 + len(AGREED)])
+    reduced = gradients.max_(torch.cat([flags, local, backend.amax()]))
+    skip, overflow = reduced[0].clone(), reduced[1].clone()
+    figures |= _unpack_reduced(reduced[2 : 2 + len(REDUCED)])
     figures |= gradients.apply(skip, overflow, norm, limits.clip)
-    slots = backend.end_window(agreed[2 + len(AGREED) :], 1.0 - figures["applied"], gradients.mean)
+    slots = backend.end_window(reduced[2 + len(REDUCED) :], 1.0 - figures["applied"], gradients.mean)
     figures["scrubbed"] = backend.scrubbed()
     return figures, slots
 
 
-def _told(own: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
-    """This rank's share of what is agreed on, fp32 [AGREED], for the MAX over ranks: -inf for what was not measured."""
-    values = [-math.inf] * len(AGREED)
+def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
+    """This rank's figures for the MAX over ranks, fp32 [REDUCED]: -inf for what was not measured."""
+    values = [-math.inf] * len(REDUCED)
     late: dict[int, Tensor] = {}
-    for place, (name, bit) in enumerate(AGREED):
+    for place, (name, bit) in enumerate(REDUCED):
         value, over = own.get(name), SCALARS[name].over_ranks
         if isinstance(value, Tensor):
             late[place] = torch.nan_to_num(-value if over == "min" else value, nan=math.inf, posinf=math.inf)
         elif value is not None:
             values[place] = float(int(value) >> bit & 1) if over == "any bit" else -value if over == "min" else value
-    told = to_device(torch.tensor(values, dtype=torch.float32), device)
+    local = to_device(torch.tensor(values, dtype=torch.float32), device)
     for place, value in late.items():
-        told[place] = value
-    return told
+        local[place] = value
+    return local
 
 
-def _agreed(told: Tensor) -> dict[str, Tensor]:
-    """Figures by name of the reduced `_told`; NaN for what no rank measured."""
-    known = torch.where(told == -math.inf, math.nan, told)
+def _unpack_reduced(reduced: Tensor) -> dict[str, Tensor]:
+    """Figures by name of what `_pack_local` gave, reduced; NaN for what no rank measured."""
+    known = torch.where(reduced == -math.inf, math.nan, reduced)
     found: dict[str, Tensor] = {}
-    for place, (name, bit) in enumerate(AGREED):
+    for place, (name, bit) in enumerate(REDUCED):
         over = SCALARS[name].over_ranks
         if over == "any bit":
             found[name] = found[name] + known[place] * 2**bit if bit else known[place]
@@ -292,7 +292,7 @@ class InFlight:
     slot_names: tuple[str, ...]
     tokens: int = 0
     demoted: tuple[str, ...] = ()
-    lowered: str = ""
+    fell_back_to: str = ""
     limits: Limits = NO_LIMITS
     compared: tuple[str, ...] = ()
 
@@ -330,7 +330,7 @@ class InFlight:
             tokens=self.tokens,
             seconds=self.clock.seconds() if self.clock is not None else 0.0,
             demoted=self.demoted,
-            lowered=self.lowered,
+            fell_back_to=self.fell_back_to,
             limits=self.limits,
             slots=slots,
             diverged=tuple(name for name, one in zip(self.compared, rows[count:].tolist(), strict=True) if one),

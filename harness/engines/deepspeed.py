@@ -23,7 +23,7 @@ from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, MachineError, Problem
 from harness.core.health import grad_norm
 from harness.core.protocols import Meta, Stateful, TensorDict
-from harness.core.update import DynamicLossScale, materialise
+from harness.core.update import DynamicLossScale, init_optimizer_state
 from harness.engines.deepspeed_config import (
     Precision,
     build_config,
@@ -32,7 +32,7 @@ from harness.engines.deepspeed_config import (
     preflight,
     release_shared_memory,
 )
-from harness.engines.process_group import Ranks, join, leave, limit_every_group, lost_rank_named, read_launch
+from harness.engines.process_group import ProcessGroup, join, leave, limit_every_group, lost_rank_named, read_launch
 from harness.engines.torch_engine import (
     ModelPart,
     OptimizerPart,
@@ -158,7 +158,7 @@ class ZeroOptimizerPart:
 _SECTIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 
 
-class DeepSpeedEngine(Ranks):
+class DeepSpeedEngine(ProcessGroup):
     """Engine for the deepspeed launcher (see `core.protocols.Engine`).
 
     model and optimizer are fresh and on `device`; schedule maps applied updates to a learning rate. micro_batch:
@@ -283,7 +283,7 @@ class DeepSpeedEngine(Ranks):
                 ]
             ) from error
         limit_every_group(timeout_seconds)
-        materialise(optimizer)
+        init_optimizer_state(optimizer)
         if self._sharded:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # as after a first step
         self.module: nn.Module = self._engine

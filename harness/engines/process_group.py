@@ -185,8 +185,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-class Ranks:
-    """One rank's place and its small collectives, which give the same answer everywhere; alone, their argument."""
+class ProcessGroup:
+    """This rank of its group and small collectives, which give the same answer everywhere; alone, their argument."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

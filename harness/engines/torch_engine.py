@@ -18,7 +18,7 @@ from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem, some
 from harness.core.protocols import Meta, Stateful, TensorDict
 from harness.core.update import DynamicLossScale, TorchGradients, takes_found_inf
-from harness.engines.process_group import Ranks, join, leave, lost_rank_named, read_launch
+from harness.engines.process_group import ProcessGroup, join, leave, lost_rank_named, read_launch
 
 SCALAR_STATE = "step"
 """The one per-parameter optimizer state that is a counter, not a tensor of the parameter's shape."""
@@ -163,15 +163,15 @@ class OptimizerPart:
         require_same_optimizer(self.optimizer, meta)
         owned = self._owned()
         incoming: dict[str, dict[str, Any]] = {name: {} for name in owned}
-        strangers: set[str] = set()
+        unknown: set[str] = set()
         for full, value in [*tensors.items(), *meta.get("plain", {}).items()]:
             name, _, key = full.rpartition(".")
             if name in incoming:
                 incoming[name][key] = value
             elif full != "applied":
-                strangers.add(full)
-        if strangers or "applied" not in tensors:
-            what = f"state of no parameter of this run: {_named(strangers)}" if strangers else 'no "applied" count'
+                unknown.add(full)
+        if unknown or "applied" not in tensors:
+            what = f"state of no parameter of this run: {_named(unknown)}" if unknown else 'no "applied" count'
             raise CheckpointError(Problem(what, "optimizer", fix="resume with the same model"))
         state_of = self.optimizer.state
         live = {
@@ -201,7 +201,7 @@ _ARGUMENTS = signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
 
 
-class TorchEngine(Ranks):
+class TorchEngine(ProcessGroup):
     """Engine for plain torch (see `core.protocols.Engine`).
 
     model and optimizer are on `device`; schedule maps applied updates (0-d tensor) to a learning rate (0-d tensor).

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from harness.build import Place, build_run
+from harness.build import Worker, build_run
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.facts import LayerPlan, Window
-from harness.core.state import Incidents
-from harness.engines.process_group import Launch, Ranks
+from harness.core.state import RunLedger
+from harness.engines.process_group import Launch, ProcessGroup
 from harness.estimate import device
 from harness.estimate.recorder import Recorder, Transfer, Wait
 from harness.estimate.roofline import Card, Op
@@ -282,7 +282,7 @@ def built(
 
     Whether its tensors are fakes is up to the caller. It writes no file that outlives this context.
     """
-    place = Place(Launch(), "single", device, facts, Ranks(device))
+    worker = Worker(Launch(), "single", device, facts, ProcessGroup(device))
     # Copies of the state on the host, for saves and rollbacks, are no memory of the card's.
     config = config.model_copy(
         update={
@@ -301,7 +301,7 @@ def built(
         root = Path(folder)
         screen, store = Console(config.train.steps, stream=nowhere), Store(root, readonly=True)
         telemetry = Telemetry(None, Journal(Path(os.devnull)), screen, config.tracking)
-        run = build_run(config, recipe, root, place, plan, model, data, telemetry, Incidents(), store)
+        run = build_run(config, recipe, root, worker, plan, model, data, telemetry, RunLedger(), store)
         recorder.weights_are(model.parameters())
         recorder.label("buffers", model.buffers())
         optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]

@@ -30,8 +30,8 @@ class MonitorContext:
     learning rate. data: what the run reads, None in a loop that is not ours. bad_data: what bad samples lead to.
     vocab_size: tokens are in [0, vocab_size); None: unknown. layers: FP8 layers, padded names, in the plan's order.
     amax_history: updates that delayed scales look back on, None if scales are not delayed; margin: their powers of two
-    of headroom. scales_loss: there is an fp16 loss scale. refuge: what a run with a loss scale of ours may fall to
-    ("bf16" | "fp32"; collective), None if there is nothing.
+    of headroom. scales_loss: there is an fp16 loss scale. fallback_precision: what a run with a loss scale of ours
+    may fall back to ("bf16" | "fp32"; collective), None if there is nothing.
     """
 
     guard: GuardConfig
@@ -45,10 +45,10 @@ class MonitorContext:
     amax_history: int | None = None
     margin: int = 0
     scales_loss: bool = False
-    refuge: Callable[[], str] | None = None
+    fallback_precision: Callable[[], str] | None = None
 
 
-class Kept:
+class KeptWindow:
     """A monitor whose window in checkpoints is made of its attributes `_<name>` for each name in `kept`.
 
     Those are numbers, None, sequences and dicts of them, or one-dimensional arrays; a NaN in an array is stored as

@@ -9,7 +9,7 @@ from harness.core.errors import some
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
 from harness.core.health import name_faults
 from harness.core.protocols import Batches
-from harness.monitors.base import BadData, Kept, MonitorContext
+from harness.monitors.base import BadData, KeptWindow, MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
@@ -29,7 +29,7 @@ class _Found:
     texts: list[str]
 
 
-class DataMonitor(Kept):
+class DataMonitor(KeptWindow):
     """Names the samples behind `facts.bad_data` by reading the window again: all of it, on every rank alike.
 
     policy: what bad samples lead to. skip: only their window's update is lost, as the step itself saw to. fail: the run

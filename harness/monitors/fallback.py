@@ -19,13 +19,13 @@ import numpy.typing as npt
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
-from harness.monitors.base import Kept, MonitorContext, is_calibration
+from harness.monitors.base import KeptWindow, MonitorContext, is_calibration
 from harness.monitors.evidence import Bools, Evidence, FallbackConfig, unknown_names
 
 _NEVER = -1
 
 
-class FallbackController(Kept):
+class FallbackController(KeptWindow):
     """Proposes switches from slot statistics; what really runs where it reads from `facts.demoted`.
 
     layers: the FP8 layers of the plan, in order. A proposal is not repeated while it is on its way (facts are judged
@@ -64,7 +64,7 @@ class FallbackController(Kept):
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step; deterministic. Raises MisuseError if facts name a layer or slot not in `layers`."""
         quiet = Verdict("precision.ok", facts.step)
-        if not self.policy.enabled or facts.slots is None or facts.lowered or self._lowering:
+        if not self.policy.enabled or facts.slots is None or facts.fell_back_to or self._lowering:
             return quiet
         self._follow(facts)
         if not facts.applied or facts.applied_steps <= self.policy.warmup_steps:
@@ -75,7 +75,7 @@ class FallbackController(Kept):
         verdict = self._judge(facts.step) or quiet
         if self._evidence.suspicious(~self._demoted):
             # A layer whose values vanish costs more every step: do not wait for samples at their usual distance.
-            return replace(verdict, look_closer=self.policy.window)
+            return replace(verdict, sample_steps=self.policy.window)
         return verdict
 
     def _follow(self, facts: StepFacts) -> None:
@@ -106,7 +106,7 @@ class FallbackController(Kept):
         demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]
         self._stuck_since = (step if self._stuck_since == _NEVER else self._stuck_since) if stuck else _NEVER
         if stuck and self.policy.over_budget == "bf16" and step - self._stuck_since >= self.policy.window:
-            return self._lower(step, stuck, over)
+            return self._fall_back(step, stuck, over)
         promote = self._returning(step, ready) if self._demoted.any() else []
         self._asked[[*demote, *promote]] = step
         in_streak = self._over_budget_at != _NEVER and step - self._over_budget_at <= self.policy.window
@@ -152,7 +152,7 @@ class FallbackController(Kept):
             evidence={"layers": {self.layers[i]: self._describe(i, over) for i in stuck}, "allowed": limit},
         )
 
-    def _lower(self, step: int, stuck: list[int], over: Bools) -> Verdict:
+    def _fall_back(self, step: int, stuck: list[int], over: Bools) -> Verdict:
         self._lowering = True
         limit, count = self.policy.max_demoted(len(self.layers)), len(self.layers)
         text = (
@@ -161,7 +161,9 @@ class FallbackController(Kept):
             "allows: the whole run goes to BF16, for good"
         )
         evidence = {"layers": {self.layers[i]: self._describe(i, over) for i in stuck}, "allowed": limit}
-        return Verdict("precision.lowered", step, text, proposal=Switch(reason=text, lower="bf16"), evidence=evidence)
+        return Verdict(
+            "precision.lowered", step, text, proposal=Switch(reason=text, whole_run_to="bf16"), evidence=evidence
+        )
 
     def _describe(self, layer: int, over: Bools) -> dict[str, Any]:
         """What speaks against `layer`, for the record."""
@@ -198,7 +200,7 @@ def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     return f"{slot} {statistic} {', '.join(f'{value:g}' for value in values)}"
 
 
-class WholeRunFallback(Kept):
+class WholeRunFallback(KeptWindow):
     """Proposes to leave fp16 after `failed_steps` failed updates in a row.
 
     A failed update is one that was skipped, not for its samples or a spike, although the loss scale was not just
@@ -222,14 +224,14 @@ class WholeRunFallback(Kept):
     @classmethod
     def build(cls, context: MonitorContext) -> WholeRunFallback | None:
         """For runs without FP8 layers that may leave fp16. Collective."""
-        if context.layers or context.refuge is None or not context.fallback.enabled:
+        if context.layers or context.fallback_precision is None or not context.fallback.enabled:
             return None
-        return cls(context.fallback.failed_steps, context.refuge())
+        return cls(context.fallback.failed_steps, context.fallback_precision())
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         quiet = Verdict("precision.ok", facts.step)
-        if self.failed_steps is None or self._proposed or facts.lowered or facts.bad_data or facts.over_limits:
+        if self.failed_steps is None or self._proposed or facts.fell_back_to or facts.bad_data or facts.over_limits:
             return quiet
         if facts.applied:
             self._failures, self._last_scale = 0, None
@@ -246,5 +248,9 @@ class WholeRunFallback(Kept):
             f"{facts.grad_norm:g}, loss scale {facts.loss_scale:g}): the run goes on in {self.precision}, for good"
         )
         return Verdict(
-            "precision.lowered", facts.step, text, proposal=Switch(reason=text, lower=self.precision), evidence=evidence
+            "precision.lowered",
+            facts.step,
+            text,
+            proposal=Switch(reason=text, whole_run_to=self.precision),
+            evidence=evidence,
         )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from harness.core.errors import some
 from harness.core.facts import ROLES, SlotStats, StepFacts, Verdict, jsonable
-from harness.monitors.base import Kept, MonitorContext
+from harness.monitors.base import KeptWindow, MonitorContext
 
 NAMED_IN_TEXT = 5
 WORST_IN_TEXT = 3
@@ -22,7 +22,7 @@ _Told = tuple[str, str, dict[str, Any]]
 """Kind, text and evidence of a verdict."""
 
 
-class Fp8Monitor(Kept):
+class Fp8Monitor(KeptWindow):
     """Reports scrubbed infinities and dead slots; informational, every verdict is healthy.
 
     dead_after: applied steps in a row with amax 0 that make a slot dead; each slot is reported once.
@@ -90,7 +90,7 @@ def _scrubbed(step: int, slots: SlotStats) -> Verdict:
     )
 
 
-class Fp8StormMonitor(Kept):
+class Fp8StormMonitor(KeptWindow):
     """Reports storms; single layers are the fallback's to judge and to move.
 
     saturation: limit of the ratio amax * scale / fp8_max for each role, in the order of ROLES. underflow: limit of the
@@ -130,7 +130,7 @@ class Fp8StormMonitor(Kept):
         """The verdict on one step. Deterministic."""
         found: list[_Told] = [] if self._due is None else [self._due]
         slots = facts.slots
-        if slots is not None and facts.applied and not facts.lowered and facts.applied_steps > self.warmup_steps:
+        if slots is not None and facts.applied and not facts.fell_back_to and facts.applied_steps > self.warmup_steps:
             found += self._judge(slots, facts.demoted)
         self._due = found[1] if len(found) > 1 else None
         if not found:
@@ -172,7 +172,7 @@ class Fp8StormMonitor(Kept):
         return text, {"slots": figures, "count": count, "of": judged}
 
 
-class Fp8FrozenMonitor(Kept):
+class Fp8FrozenMonitor(KeptWindow):
     """Finds delayed scales that stand still although they do not fit their tensor's amax.
 
     After a correct update a scale puts the largest amax of the history `margin` powers of two under the format's
@@ -213,7 +213,7 @@ class Fp8FrozenMonitor(Kept):
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         slots = facts.slots
-        if slots is None or facts.lowered:
+        if slots is None or facts.fell_back_to:
             return Verdict("fp8.ok", facts.step)
         if slots.names is not self._names and slots.names != self._names:
             self._names = slots.names

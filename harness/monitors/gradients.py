@@ -11,7 +11,16 @@ from statistics import median, median_low
 from typing import Any
 
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.monitors.base import AHEAD, ARMED_AFTER, Kept, MonitorContext, from_log, is_calibration, level, why_skipped
+from harness.monitors.base import (
+    AHEAD,
+    ARMED_AFTER,
+    KeptWindow,
+    MonitorContext,
+    from_log,
+    is_calibration,
+    level,
+    why_skipped,
+)
 
 SKIP_SIGMA = 6.0
 """Robust sigmas that a norm must be over the usual one, however small `skip_growth` is: for noisy gradients."""
@@ -26,7 +35,7 @@ MOSTLY = 0.5
 """A share of zeros that is reported whatever the baseline was."""
 
 
-class GradientMonitor(Kept):
+class GradientMonitor(KeptWindow):
     """Judges skipped updates, sets the limits for those to come, and reports gradient norms that grow.
 
     max_consecutive_skips: skipped steps in a row that make it propose a rollback past their windows. skip_growth,
@@ -156,7 +165,7 @@ class GradientMonitor(Kept):
         return min(median(norms), median(norms[:OLDEST]))
 
 
-class ClippingMonitor(Kept):
+class ClippingMonitor(KeptWindow):
     """Reports when nearly every update is clipped.
 
     max_grad_norm: the run's limit. warmup_steps: applied steps of the learning rate's warm-up, which do not count:
@@ -205,7 +214,7 @@ class ClippingMonitor(Kept):
         return Verdict("gradient.clipping", facts.step, text, evidence=evidence)
 
 
-class UnderflowMonitor(Kept):
+class UnderflowMonitor(KeptWindow):
     """Watches the shares of the still scaled gradient that are exactly 0, and over half of fp16's largest value.
 
     rise: the share of zeros is reported when it is this much over that of the run's first measurements and still
@@ -238,7 +247,7 @@ class UnderflowMonitor(Kept):
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         quiet = Verdict("underflow.ok", facts.step)
-        if not facts.applied or facts.lowered or math.isnan(facts.grad_zeros):
+        if not facts.applied or facts.fell_back_to or math.isnan(facts.grad_zeros):
             return quiet
         self._latest.append(facts.grad_zeros)
         if len(self._first) < BASELINE:
@@ -282,7 +291,7 @@ class UnderflowMonitor(Kept):
         return Verdict("gradient.overflow", facts.step, text, evidence=evidence)
 
 
-class ParameterMonitor(Kept):
+class ParameterMonitor(KeptWindow):
     """Watches the L2 norm of the trainable parameters, at the steps in which it was measured.
 
     growth: a norm this many times the smallest of the last `within` steps is reported. A norm of 0 is no measure.

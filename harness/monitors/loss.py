@@ -8,7 +8,7 @@ from itertools import islice
 from statistics import median
 
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.monitors.base import AHEAD, ARMED_AFTER, Kept, Level, MonitorContext, from_log, level, why_skipped
+from harness.monitors.base import AHEAD, ARMED_AFTER, KeptWindow, Level, MonitorContext, from_log, level, why_skipped
 
 JUDGED_AFTER = 16
 """Losses until spikes are told; a limit, which acts by itself, needs twice as many."""
@@ -21,7 +21,7 @@ IMPROVEMENT = 0.005
 0.5%, and a loss that falls as slowly as the -0.07th power of the steps falls by 4.7% while they double."""
 
 
-class LossMonitor(Kept):
+class LossMonitor(KeptWindow):
     """Finds losses far above the recent ones, and limits those to come.
 
     A loss spikes when log(loss) > centre + spike_sigma * max(0.01, sigma), both from the last `spike_window` losses
@@ -113,7 +113,7 @@ class LossMonitor(Kept):
         )
 
 
-class PlateauMonitor(Kept):
+class PlateauMonitor(KeptWindow):
     """Looks at the loss and the gradient norm of the last `window` applied steps, in two halves.
 
     The loss stands still if the later half's median is not IMPROVEMENT under the earlier one's. The gradient has

@@ -7,13 +7,13 @@ from collections import deque
 
 from harness.core.errors import some
 from harness.core.facts import Rollback, StepFacts, Verdict
-from harness.monitors.base import Kept, MonitorContext
+from harness.monitors.base import KeptWindow, MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
 
 
-class RanksMonitor(Kept):
+class RanksMonitor(KeptWindow):
     """Judges `facts.diverged` and the ranks' forward passes.
 
     ratio: the slowest rank's forward passes over the fastest one's that make a slow step. window: steps looked back on.

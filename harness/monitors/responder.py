@@ -13,7 +13,7 @@ from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts, Swit
 
 if TYPE_CHECKING:
     from harness.core.config import GuardConfig
-    from harness.core.state import Incidents
+    from harness.core.state import RunLedger
 
 
 import functools
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 class Responder:
     """One action a step: Halt before Rollback before Switch before Continue, within the guard's budgets.
 
-    What was spent is kept in `incidents`, which a rollback does not restore. The loop carries the action out:
-    it adds `Rollback.bad` to `incidents.skipped_windows`, and halts when there is no good checkpoint to go back to.
+    What was spent is kept in `ledger`, which a rollback does not restore. The loop carries the action out:
+    it adds `Rollback.bad` to `ledger.skipped_windows`, and halts when there is no good checkpoint to go back to.
 
     notes: the responder's own verdicts of the last `decide` (a refused switch, told once); log them beside the
     monitors'.
     """
 
-    def __init__(self, guard: GuardConfig, incidents: Incidents) -> None:
+    def __init__(self, guard: GuardConfig, ledger: RunLedger) -> None:
         self.guard = guard
-        self.incidents = incidents
+        self.ledger = ledger
         self.notes: list[Verdict] = []
         self._refusal_told = False
 
@@ -53,13 +53,13 @@ class Responder:
         if not self.guard.enabled:
             return Continue()
         skips = [verdict for verdict in verdicts if verdict.skip]
-        self.incidents.skips += len(skips)
+        self.ledger.skips += len(skips)
         halts = [v.proposal.reason for v in verdicts if isinstance(v.proposal, Halt)]
         if halts:
             return Halt("; ".join(halts))
-        if skips and self.incidents.skips > self.guard.max_skips:
+        if skips and self.ledger.skips > self.guard.max_skips:
             return Halt(
-                f"{self.incidents.skips} updates were skipped, more than guard.max_skips "
+                f"{self.ledger.skips} updates were skipped, more than guard.max_skips "
                 f"({self.guard.max_skips}); last: {skips[-1].text}. "
                 "Look for bad data in the windows that the journal names, lower train.lr, or, if nothing is wrong with "
                 "them, raise guard.max_skips, guard.skip_growth or guard.spike_sigma, in a new run: "
@@ -87,27 +87,30 @@ class Responder:
 
     def _rollback(self, proposals: Sequence[Rollback]) -> Action:
         reason = "; ".join(proposal.reason for proposal in proposals)
-        if self.incidents.rollbacks >= self.guard.max_rollbacks:
+        if self.ledger.rollbacks >= self.guard.max_rollbacks:
             return Halt(
                 f"{reason}; and all of guard.max_rollbacks ({self.guard.max_rollbacks}) are spent. "
                 "Lower train.lr, lengthen train.warmup_steps, try the bf16 recipe, or look at the windows that the "
                 "journal names, in a new run from a good checkpoint: "
                 "--name NEW --resume runs/<run>/checkpoints/step-<N>"
             )
-        self.incidents.rollbacks += 1
-        bad = {window for proposal in proposals for window in proposal.bad} - set(self.incidents.skipped_windows)
+        self.ledger.rollbacks += 1
+        bad = {window for proposal in proposals for window in proposal.bad} - set(self.ledger.skipped_windows)
         return Rollback(reason, tuple(sorted(bad)), any(proposal.from_disk for proposal in proposals))
 
     def _switch(self, proposals: Sequence[tuple[int, Switch]]) -> Action:
-        lower = next((switch.lower for _, switch in proposals if switch.lower), "")
-        if lower and not self.incidents.lowered:
+        whole_run_to = next((switch.whole_run_to for _, switch in proposals if switch.whole_run_to), "")
+        if whole_run_to and not self.ledger.lowered:
             # One way and once, so it needs no budget; single layers have nothing left to decide.
-            self.incidents.lowered = lower
-            return Switch(reason="; ".join(switch.reason for _, switch in proposals if switch.lower), lower=lower)
+            self.ledger.lowered = whole_run_to
+            return Switch(
+                reason="; ".join(switch.reason for _, switch in proposals if switch.whole_run_to),
+                whole_run_to=whole_run_to,
+            )
         demote = list(dict.fromkeys(layer for _, switch in proposals for layer in switch.demote))
         promote = [layer for layer in dict.fromkeys(n for _, s in proposals for n in s.promote) if layer not in demote]
         # Demotions come first: they protect the run, promotions only make it faster.
-        left = max(0, self.guard.max_switches - self.incidents.switches)
+        left = max(0, self.guard.max_switches - self.ledger.switches)
         granted_down = demote[:left]
         granted_up = promote[: left - len(granted_down)]
         refused = demote[len(granted_down) :] + promote[len(granted_up) :]
@@ -119,12 +122,12 @@ class Responder:
                     proposals[0][0],
                     f"guard.max_switches ({self.guard.max_switches}) is spent: {', '.join(refused)} and any later "
                     "layer keep their precision",
-                    evidence={"refused": refused, "switches": self.incidents.switches},
+                    evidence={"refused": refused, "switches": self.ledger.switches},
                 )
             )
         if not granted_down and not granted_up:
             return Continue()
-        self.incidents.switches += len(granted_down) + len(granted_up)
+        self.ledger.switches += len(granted_down) + len(granted_up)
         reason = "; ".join(switch.reason for _, switch in proposals)
         return Switch(tuple(granted_down), tuple(granted_up), reason)
 
@@ -166,21 +169,21 @@ class Judge:
     comparison: RankComparison | None = None
 
     def __post_init__(self) -> None:
-        self.responder = Responder(self.config, self.state.incidents)
+        self.responder = Responder(self.config, self.state.ledger)
 
     def observe(self, facts: StepFacts) -> Judgement:
         """Judge one step; once for each, in order, the same on every rank. Raises nothing of its own."""
         verdicts = tuple(monitor.observe(facts) for monitor in self.monitors)
         action = self.responder.decide(verdicts)
         due = facts.step + SWITCH_DELAY
-        closer = max((verdict.look_closer for verdict in verdicts), default=0)
-        if closer:
-            self.state.closer_look = self.state.closer_look.extended(due, closer)
+        more = max((verdict.sample_steps for verdict in verdicts), default=0)
+        if more:
+            self.state.dense_sampling = self.state.dense_sampling.extended(due, more)
         limits = functools.reduce(Limits.stricter, (verdict.limits for verdict in verdicts), NO_LIMITS)
         if limits != NO_LIMITS:
             self.state.limits[due] = limits
         if isinstance(action, Switch):
-            self.state.switches.append((due, list(action.demote), list(action.promote), action.lower))
+            self.state.switches.append((due, list(action.demote), list(action.promote), action.whole_run_to))
         healthy, suspect = self.responder.healthy(verdicts), self.responder.suspect(facts, verdicts, action)
         return Judgement(facts, verdicts, tuple(self.responder.notes), action, healthy, suspect)
 
@@ -189,27 +192,27 @@ class Judge:
         due = [switch for switch in self.state.switches if switch[0] <= self.state.step + 1]
         self.state.switches = [switch for switch in self.state.switches if switch not in due]
         done: list[tuple[int, Switch]] = []
-        for step, demote, promote, lower in due:
+        for step, demote, promote, whole_run_to in due:
             before = self.precision.demoted
             promote = [layer for layer in promote if layer not in self.held]
-            if lower:
-                self.precision.lower(lower)
+            if whole_run_to:
+                self.precision.fall_back(whole_run_to)
             else:
                 self.precision.switch(demote, promote)
             moved = tuple(layer for layer in self.precision.demoted if layer not in before)
-            done.append((step, Switch(moved, tuple(promote), lower=lower)))
+            done.append((step, Switch(moved, tuple(promote), whole_run_to=whole_run_to)))
         return done
 
-    def stay_lowered(self) -> None:
+    def stay_fallen_back(self) -> None:
         """After a state was loaded: one from before the whole run's fall must not bring the old precision back."""
-        fallen = self.state.incidents.lowered
-        if fallen and not self.precision.lowered and not any(lower for *_, lower in self.state.switches):
-            self.precision.lower(fallen)
+        fallen = self.state.ledger.lowered
+        if fallen and not self.precision.fell_back_to and not any(switch[3] for switch in self.state.switches):
+            self.precision.fall_back(fallen)
 
     @property
     def lr_factor(self) -> float:
         """What the next step's learning rate is multiplied by: every rollback before it lowers it, for good."""
-        past = self.state.incidents.rollbacks_before(self.state.step + 1)
+        past = self.state.ledger.rollbacks_before(self.state.step + 1)
         return self.config.rollback_lr_factor**past
 
     def limits(self) -> Limits:
@@ -217,9 +220,9 @@ class Judge:
         return self.state.limits.get(self.state.step + 1, NO_LIMITS)
 
     def samples(self, every: int) -> bool:
-        """Whether the next step measures the FP8 statistics that cost: every so many steps, and in a closer look."""
+        """Whether the next step measures the FP8 statistics that cost: every so many steps, all in dense sampling."""
         step = self.state.step + 1
-        return step % every == 0 or step in self.state.closer_look
+        return step % every == 0 or step in self.state.dense_sampling
 
     def compared(self, step: int) -> tuple[tuple[str, ...], Tensor | None]:
         """After the update of `step`: the parameters whose bits were compared between ranks, and which of them differ.
@@ -229,7 +232,7 @@ class Judge:
         return self.comparison.after(step) if self.comparison is not None else ((), None)
 
     def measures(self) -> bool:
-        """Whether the next step measures norms and shares that cost: the first, every so many, all of a closer look."""
+        """Whether the next step measures norms and shares that cost: the first, every so many, all in such a span."""
         step = self.state.step + 1
         usual = (step - 1) % self.config.measure_every == 0
-        return self.config.enabled and (usual or step in self.state.closer_look)
+        return self.config.enabled and (usual or step in self.state.dense_sampling)

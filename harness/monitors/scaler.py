@@ -6,10 +6,10 @@ import math
 from collections import deque
 
 from harness.core.facts import Halt, StepFacts, Verdict
-from harness.monitors.base import Kept, MonitorContext
+from harness.monitors.base import KeptWindow, MonitorContext
 
 
-class ScalerMonitor(Kept):
+class ScalerMonitor(KeptWindow):
     """Watches the loss scale. Without a scaler (scale always 1) it stays silent.
 
     floor: a calibrated scale below this is reported. Calibrated means that an update was applied under a scale over 1:
@@ -41,7 +41,7 @@ class ScalerMonitor(Kept):
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
-        if facts.lowered:  # the whole run left fp16, and with it the need for a scale
+        if facts.fell_back_to:  # the whole run left fp16, and with it the need for a scale
             return Verdict("scaler.ok", facts.step)
         scale = facts.loss_scale
         self._scaling = self._scaling or scale > 1

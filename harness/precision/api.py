@@ -235,8 +235,8 @@ class Precision:
     def promote(self, layers: str | Iterable[str]) -> tuple[str, ...]:
         """Bring demoted layers back to FP8, with the scale that was kept warm; otherwise as `demote`."""
         ready = self._between_steps("promote()")
-        if ready.backend.lowered:
-            what = f"the whole run went to {ready.backend.lowered}, for good"
+        if ready.backend.fell_back_to:
+            what = f"the whole run went to {ready.backend.fell_back_to}, for good"
             raise misuse("promote()", what, fix="raise fallback.max_demoted_share, or load an earlier state")
         names = ready.select("promote()", layers)
         ready.judge.held -= set(names)

@@ -157,8 +157,8 @@ class Plan:
         layers: dict[str, str] = {}
         for layer in self.layers:
             name, precision = pad_numbers(layer.module), layer.precision
-            if backend.lowered and precision in ("fp8", "fp16"):
-                precision = backend.lowered
+            if backend.fell_back_to and precision in ("fp8", "fp16"):
+                precision = backend.fell_back_to
             elif precision == "fp8" and name in backend.demoted:
                 precision = "bf16"
             elif precision == "fp8" and name not in used:
@@ -297,7 +297,7 @@ def _no_common_rung(recipe: Recipe, facts: MachineFacts, judged: Sequence[Judgem
     return MachineError(Problem(f"{what} every rank", where, each, fix))
 
 
-def agree_on_refuge(facts: MachineFacts, device: torch.device) -> str:
+def agree_on_fallback(facts: MachineFacts, device: torch.device) -> str:
     """Where a run goes that must leave fp16: "bf16" if every rank's card has it, else "fp32"."""
     import torch
 

@@ -19,10 +19,10 @@ from harness.capability.tier import Tier, check_usable, tier_of
 from harness.core.collectives import ForwardClock, RankComparison, world_rank, world_size
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
-from harness.core.facts import CloserLook, Limits, Switch
+from harness.core.facts import Limits, SamplingSpan, Switch
 from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
-from harness.core.state import Incidents, TrainState
+from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, StepClock
 from harness.monitors.base import MonitorContext
 from harness.monitors.fallback import FallbackController, WholeRunFallback
@@ -30,7 +30,7 @@ from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.precision.convert import build_backend, build_loss_scale
 from harness.precision.misuse import OpenWindow
-from harness.precision.plan import agree_on_refuge, agree_on_rung, make_plan, pad_numbers
+from harness.precision.plan import agree_on_fallback, agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 
@@ -66,7 +66,7 @@ class Prepared:
             amax_history=recipe.fp8.amax_history_len if recipe.fp8.scaling == "delayed" else None,
             margin=recipe.fp8.margin,
             scales_loss=self.loss_scale is not None,
-            refuge=None if self.loss_scale is None else lambda: agree_on_refuge(facts, self.device),
+            fallback_precision=None if self.loss_scale is None else lambda: agree_on_fallback(facts, self.device),
         )
         self.model = model
         self._owned: dict[int, nn.Parameter] = {}
@@ -111,8 +111,13 @@ class Prepared:
         judged, and what the recipe's fallback moved is returned; every rank does the same.
         """
         limits, step = self.judge.limits(), self.state.step + 1
-        ran = {"demoted": self.backend.demoted, "lowered": self.backend.lowered, "limits": limits, "tokens": tokens}
-        window = self.state.incidents.window_index(self.state.step)
+        ran = {
+            "demoted": self.backend.demoted,
+            "fell_back_to": self.backend.fell_back_to,
+            "limits": limits,
+            "tokens": tokens,
+        }
+        window = self.state.ledger.window_index(self.state.step)
         compared, differs = self.judge.compared(step)
         names = self.backend.slot_names
         self.last = InFlight.send(
@@ -127,8 +132,10 @@ class Prepared:
                 _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
             for _, switch in self.judge.switch_due():
                 reason = judged.action.reason if isinstance(judged.action, Switch) else ""
-                moved = Switch(() if switch.lower else switch.demote, switch.promote, reason, switch.lower)
-        return moved if moved and (moved.demote or moved.promote or moved.lower) else None
+                moved = Switch(
+                    () if switch.whole_run_to else switch.demote, switch.promote, reason, switch.whole_run_to
+                )
+        return moved if moved and (moved.demote or moved.promote or moved.whole_run_to) else None
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
         """FP8 layers (padded names) that the patterns mean: names as in the model come before padded ones.
@@ -172,7 +179,7 @@ class Prepared:
         own = {
             "resolved": self.plan.resolved,
             "state": meta,
-            "incidents": asdict(self.state.incidents),
+            "incidents": asdict(self.state.ledger),
             "last": None if self.last is None else _last(self.last, bool(self.pending)),
         }
         return {"tensors": {name: value.detach().clone() for name, value in flat.items()}, "meta": own}
@@ -189,10 +196,10 @@ class Prepared:
         missing = sorted((mine["meta"].keys() - meta.keys()) | (mine["tensors"].keys() - {"last"} - tensors.keys()))
         if missing:
             raise _bad_state(f"{', '.join(missing)} missing", "give what state_dict() returned, both halves of it")
-        incidents, saved = self.state.incidents, meta["incidents"]
-        if saved["attempt"] >= incidents.attempt:  # a rollback since then must not be undone
+        ledger, saved = self.state.ledger, meta["incidents"]
+        if saved["attempt"] >= ledger.attempt:  # a rollback since then must not be undone
             for name, value in saved.items():
-                setattr(incidents, name, value)
+                setattr(ledger, name, value)
         by_part: dict[str, TensorDict] = {part: _part(tensors, part) for part in self.parts}
         self.state.resume(by_part, meta["state"], self.parts)
         self.loaded += 1
@@ -238,7 +245,7 @@ def _last(facts: InFlight, pending: bool) -> dict[str, Any]:
         "limits": facts.limits.as_json(),
         "judged": not pending,
         "demoted": list(facts.demoted),
-        "lowered": facts.lowered,
+        "lowered": facts.fell_back_to,
         "figures": list(SCALARS),
     }
 
@@ -253,7 +260,9 @@ def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ..
     packed = torch.cat([scalars, packed[len(names) :].detach().cpu()])
     step, demoted = meta["step"], tuple(meta["demoted"])
     limits, window = Limits.from_json(meta.get("limits", (None, None, None))), meta.get("window", step - 1)
-    return InFlight(step, window, packed, None, slot_names, demoted=demoted, lowered=meta["lowered"], limits=limits)
+    return InFlight(
+        step, window, packed, None, slot_names, demoted=demoted, fell_back_to=meta["lowered"], limits=limits
+    )
 
 
 def _of_0_9(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
@@ -268,10 +277,11 @@ def _of_0_9(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[Map
     if meta["loss_scale"] is not None:
         parts["loss_scale"] = meta["loss_scale"]
     lowered = meta["fp8"].get("lowered", "")
-    state = TrainState({}, Incidents(lowered=lowered), meta["steps"], CloserLook(*meta["closer_look"])).state_dict()[1]
+    span = SamplingSpan(*meta["closer_look"])
+    state = TrainState({}, RunLedger(lowered=lowered), meta["steps"], span).state_dict()[1]
     tensors = {"own.applied" if name == "applied" else name: tensor for name, tensor in tensors.items()}
-    incidents = asdict(Incidents(lowered=lowered))
-    return tensors, {"state": {**state, "parts": parts}, "incidents": incidents, "last": meta["last"],
+    ledger = asdict(RunLedger(lowered=lowered))
+    return tensors, {"state": {**state, "parts": parts}, "incidents": ledger, "last": meta["last"],
                      "resolved": meta["resolved"]}  # fmt: skip
 
 

@@ -170,7 +170,7 @@ def probe_layers(
         return plan
     shapes = sorted({(row.shape[0], row.shape[1]) for row in plan.layers if row.precision == "fp8"})
     if tier_of(facts)[0] is Tier.CPU or not shapes:
-        why = "this rung has no FP8" if not shapes else "it times GPU kernels, and this is a rehearsal on a CPU"
+        why = "this rung has no FP8" if not shapes else "it times GPU kernels, and this is an emulation on a CPU"
         return replace(plan, notes=(*plan.notes, f"layers.probe does nothing here: {why}"))
     if earlier and earlier.get("resolved") == plan.resolved:
         note = "layers.probe: not timed again, as chosen when this run began"

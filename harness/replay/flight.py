@@ -22,14 +22,14 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, PlainValidator
 
-from harness.checkpoint.policy import incidents_from, load_incidents
+from harness.checkpoint.policy import ledger_from, load_ledger
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import Limits, StepFacts, jsonable
 from harness.core.files import read_json, step_name, write_json
 from harness.core.schema import Strict
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.tracking.history import RunHistory
 
 FOLDER = "flight"
@@ -51,16 +51,16 @@ class BadStep(Strict):
     of its seed.
 
     window: the step's place in the data order. samples: sample numbers, in reading order. limits: [loss, norm, clip]
-    in force, None where there was none. codes: of the verdicts that were not ok. lowered, demoted: as in StepFacts.
-    loss, grad_norm, loss_scale: figures, or "nan", "inf" as text. bad_data: bits, as in StepFacts. incidents: the
-    run's, then. world_size, engine, threads, torch_version, device: where the step ran.
+    in force, None where there was none. codes: of the verdicts that were not ok. demoted, bad_data: as in StepFacts;
+    lowered: its fell_back_to. loss, grad_norm, loss_scale: figures, or "nan", "inf" as text. incidents: the run's
+    ledger, then. world_size, engine, threads, torch_version, device: where the step ran.
     """
 
     step: Count
     base: Count
     window: Count
     samples: tuple[Count, ...]
-    incidents: Annotated[Incidents, PlainValidator(incidents_from)]
+    incidents: Annotated[RunLedger, PlainValidator(ledger_from)]
     limits: tuple[float | None, float | None, float | None]
     applied: bool
     loss: Figure
@@ -110,7 +110,7 @@ class FlightRecorder:
         self._first = 0
         self._last = (0, 0)
 
-    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], incidents: Incidents) -> bool:
+    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
         """Record the step of `facts`; True if it begins a streak of bad steps. Raises OSError.
 
         What stands from an earlier attempt at the same step is replaced.
@@ -118,10 +118,10 @@ class FlightRecorder:
         base = nearest(self._store.steps(), facts.step)
         record = {
             "step": facts.step, "base": base, "window": facts.window,
-            "samples": [int(sample) for sample in samples], "incidents": asdict(incidents),
+            "samples": [int(sample) for sample in samples], "incidents": asdict(ledger),
             "limits": facts.limits.as_json(), "applied": facts.applied,
             **{name: jsonable(getattr(facts, name)) for name in ("loss", "grad_norm", "loss_scale")},
-            "bad_data": facts.bad_data, "codes": codes, "demoted": facts.demoted, "lowered": facts.lowered,
+            "bad_data": facts.bad_data, "codes": codes, "demoted": facts.demoted, "lowered": facts.fell_back_to,
             **asdict(self.surroundings),
         }  # fmt: skip
         final = self.folder / step_name(facts.step)
@@ -136,7 +136,7 @@ class FlightRecorder:
             temporary.rename(final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        return self._in_streak(facts.step, incidents.attempt)
+        return self._in_streak(facts.step, ledger.attempt)
 
     def _in_streak(self, step: int, attempt: int) -> bool:
         """Whether `step` begins a streak; records that are no longer wanted are deleted."""
@@ -220,11 +220,11 @@ class Branches:
     """The attempts of a run, and what each had in common with the others."""
 
     def __init__(self, folder: Path) -> None:
-        """Of the run in `folder`. Raises ConfigError if it is none, CheckpointError if its incidents cannot be read."""
+        """Of the run in `folder`. Raises ConfigError if it is none, CheckpointError if its ledger cannot be read."""
         history = RunHistory.read(folder)
         self.folder = history.run_dir
         self.records = {record.step: record for record in read_records(folder)}
-        self.incidents = load_incidents(folder)
+        self.ledger = load_ledger(folder)
         self.rollbacks = history.rollbacks
         self.rows = {(row.step, row.attempt): row for row in history.rows if "train/loss" in row.values}
         started = [event["step"] for event in history.events if event["code"] == "run.started_from"]
@@ -243,18 +243,18 @@ class Branches:
             raise ConfigError(Problem(what, str(self.folder / FOLDER), fix=fix))
         return max(attempts)
 
-    def incidents_of(self, step: int) -> Incidents:
+    def ledger_of(self, step: int) -> RunLedger:
         """What earlier rollbacks meant for the attempt in which `step` is replayed."""
         if step in self.records:
             return copy.deepcopy(self.records[step].incidents)
-        attempt, now = self.attempt_of(step), self.incidents
+        attempt, now = self.attempt_of(step), self.ledger
         later = {window for each in self.rollbacks if each.attempt >= attempt for window in each.passed_over}
         back: list[int] = []
         for each in self.rollbacks:
             if each.attempt < attempt:
                 back = [*(min(earlier, each.to_step) for earlier in back), each.to_step]
         skipped = [window for window in now.skipped_windows if window not in later]
-        return Incidents(attempt=attempt, skipped_windows=skipped, returned_to=back)
+        return RunLedger(attempt=attempt, skipped_windows=skipped, returned_to=back)
 
     def config_of(self, step: int, config: RunConfig) -> RunConfig:
         """The config under which `step` ran: the learning rate's schedule depends on train.steps."""
@@ -280,7 +280,7 @@ class Branches:
         """Checkpoints on the branch of `step` that lie before it, the best to start from first; not verified."""
         attempt = self.attempt_of(step)
         current = Store(self.folder / "checkpoints", readonly=True)
-        found = [(each, self.incidents.attempt, current) for each in current.steps()]
+        found = [(each, self.ledger.attempt, current) for each in current.steps()]
         for record in self.records.values():
             store = base_store(self.folder, record.step)
             found += [(each, record.attempt, store) for each in store.steps()]

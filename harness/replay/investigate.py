@@ -24,12 +24,12 @@ from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.protocols import Meta, Tensors
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.replay.answer import Answer, Sample, growth, unfit
 from harness.replay.flight import BadStep, Branches, Difference, Surroundings
 from harness.replay.origin import Finding, Origin, locate, watch
 from harness.run import Run, Share, train_step
-from harness.runs import read_plan
+from harness.run_folder import read_plan
 
 NEVER_APPLIED = Limits(loss=float("-inf"))
 """Limits that no update keeps to."""
@@ -55,11 +55,11 @@ class Rerun:
 
     def start(self, step: int, store: Store) -> None:
         """Go to the checkpoint of `step`, with the budgets that were spent by then. Raises CheckpointError."""
-        recovery, incidents = self.run.recovery, self.run.state.incidents
+        recovery, ledger = self.run.recovery, self.run.state.ledger
         recovery.store = store
         meta = recovery.load(step)
-        incidents.skips, incidents.switches = meta["budgets"]["skips"], meta["budgets"]["switches"]
-        self.run.guard.judge.stay_lowered()
+        ledger.skips, ledger.switches = meta["budgets"]["skips"], meta["budgets"]["switches"]
+        self.run.guard.judge.stay_fallen_back()
 
     def close(self) -> None:
         """Nothing more will be run; the state can still be read."""
@@ -124,7 +124,7 @@ class Rerun:
         return copied, copy.deepcopy(meta)
 
     def restore(self, kept: Kept) -> None:
-        """Back to `kept`; incidents stay."""
+        """Back to `kept`; the ledger stays."""
         tensors, meta = kept
         self.run.state.load_state_dict(tensors, copy.deepcopy(meta))
 
@@ -153,8 +153,8 @@ _PROGRESS_SECONDS = 5.0
 _TEXT = 48
 
 Say = Callable[[str], None]
-Builder = Callable[[RunConfig, str, Incidents, int], Rerun]
-"""(config, recipe, incidents, ranks of the run) -> that run at its initial state, in one process."""
+Builder = Callable[[RunConfig, str, RunLedger, int], Rerun]
+"""(config, recipe, ledger, ranks of the run) -> that run at its initial state, in one process."""
 
 
 class Investigation:
@@ -169,7 +169,7 @@ class Investigation:
         if self.record:
             _refuse_foreign_scale(self.record, read_plan(self.folder))
             torch.set_num_threads(self.record.threads)
-        self.run = build(self.config, config.recipe, branches.incidents_of(step), self.world_size)
+        self.run = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
         self.difference: Difference | None = None
         self.before: tuple[StepFacts, Origin] | None = None
 
@@ -295,7 +295,7 @@ class Investigation:
         self.say(f"step {self.step}: in float32")
         engine = self.config.engine.model_copy(update={"compile": "none"})
         config = self.config.model_copy(update={"engine": engine})
-        exact = self.build(config, "fp32", self.history.incidents_of(self.step), self.world_size)
+        exact = self.build(config, "fp32", self.history.ledger_of(self.step), self.world_size)
         tensors, meta = kept
         exact.run.state.parts["model"].load_state_dict(tensors["model"], meta["parts"]["model"])
         exact.run.state.step = self.step - 1
@@ -335,8 +335,8 @@ def _refuse_foreign_scale(record: BadStep, plan: Mapping[str, Any]) -> None:
 
 def _precision(resolved: str, facts: StepFacts) -> str:
     """The rung, and what of it ran in another precision by then."""
-    if facts.lowered:
-        return f"{resolved}, all lowered to {facts.lowered}"
+    if facts.fell_back_to:
+        return f"{resolved}, all of it in {facts.fell_back_to}"
     return f"{resolved}, {len(facts.demoted)} layers in bf16" if facts.demoted else resolved
 
 

@@ -15,9 +15,9 @@ from harness.core.errors import ConfigError, DataError, Problem
 from harness.report import RunFolder
 
 if TYPE_CHECKING:
-    from harness.build import Place
+    from harness.build import Worker
     from harness.core.config import RunConfig
-    from harness.core.state import Incidents
+    from harness.core.state import RunLedger
     from harness.replay.investigate import Rerun
 
 REPORT = "replay.json"
@@ -36,7 +36,7 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
-    from harness.build import find_place
+    from harness.build import join_worker
     from harness.core.config import load_config
     from harness.core.files import write_json
     from harness.replay.answer import lines, plain
@@ -49,7 +49,7 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     config = load_config(str(branches.folder / "config.yaml"), ["engine.name=auto"])
     _check_recipe(branches.folder, config.recipe)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
-        build = partial(rebuild, branches.folder, Path(scratch), find_place(config, "python"))
+        build = partial(rebuild, branches.folder, Path(scratch), join_worker(config, "python"))
         answer = Investigation(branches, step, config, build, say).answer(anomaly)
     for line in lines(answer):
         say(line)
@@ -62,7 +62,7 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
 
 def _check_recipe(folder: Path, recipe: str) -> None:
     from harness.precision.recipe import load_recipe
-    from harness.runs import read_plan
+    from harness.run_folder import read_plan
 
     sha256 = load_recipe(recipe).sha256()
     if sha256 != read_plan(folder).get("recipe_sha256", sha256):
@@ -76,33 +76,33 @@ def _check_recipe(folder: Path, recipe: str) -> None:
 
 
 def rebuild(
-    folder: Path, scratch: Path, place: Place, config: RunConfig, recipe_name: str, incidents: Incidents, ranks: int
+    folder: Path, scratch: Path, worker: Worker, config: RunConfig, recipe_name: str, ledger: RunLedger, ranks: int
 ) -> Rerun:
     """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
     from harness.build import build_data, build_plan, build_run, open_store, open_telemetry
     from harness.precision.recipe import load_recipe
     from harness.replay.flight import FlightRecorder
     from harness.replay.investigate import Rerun
-    from harness.runs import read_plan
+    from harness.run_folder import read_plan
     from harness.tracking.console import Console
 
     scratch = Path(tempfile.mkdtemp(dir=scratch))
     recipe = load_recipe(recipe_name)
-    plan, model = build_plan(config, recipe, place, read_plan(folder))
+    plan, model = build_plan(config, recipe, worker, read_plan(folder))
     if not (folder / "data" / "corpus.json").is_file():
         fix = "restore the data folder from another copy of this run"
         raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
-    data = build_data(config, folder, place)
+    data = build_data(config, folder, worker)
     quiet = Console(config.train.steps, stream=io.StringIO())
-    telemetry = open_telemetry(config, scratch, place, quiet, incidents.attempt)
+    telemetry = open_telemetry(config, scratch, worker, quiet, ledger.attempt)
     # Nothing is saved, so no memory for copies of the state is wanted.
     spare = {
         "checkpoint": config.checkpoint.model_copy(update={"background": False}),
         "guard": config.guard.model_copy(update={"snapshot_every": 0}),
     }
     config = config.model_copy(update=spare)
-    store = open_store(scratch, place)
-    run = build_run(config, recipe, scratch, place, plan, model, data, telemetry, incidents, store)
+    store = open_store(scratch, worker)
+    run = build_run(config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store)
     assert isinstance(run.flight, FlightRecorder)
     surroundings, run.flight = run.flight.surroundings, None
     return Rerun(run, model, ranks, plan.resolved, surroundings)

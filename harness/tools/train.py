@@ -1,4 +1,4 @@
-"""The main job, end to end: place, folder, plan, data, engine, loop, report, summary."""
+"""The main job, end to end: worker, folder, plan, data, engine, loop, report, summary."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 
 from harness import loop
 from harness.build import (
-    Place,
+    Worker,
     build_data,
     build_plan,
     build_run,
-    find_place,
+    join_worker,
     open_store,
     open_telemetry,
-    read_incidents,
+    read_ledger,
 )
-from harness.checkpoint.policy import load_incidents
+from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
 from harness.core.facts import Outcome
@@ -31,7 +31,7 @@ from harness.core.state import state_bytes
 from harness.optim import MOMENTS
 from harness.precision.plan import Plan
 from harness.run import Run
-from harness.runs import (
+from harness.run_folder import (
     RUNS,
     RunLock,
     base_name,
@@ -58,11 +58,11 @@ def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
     config = request.config
     source = _find_source(request.resume, request.name)
-    place = find_place(config, request.launcher)
-    lead = place.ranks.rank == 0
-    if problems := place.ranks.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
+    worker = join_worker(config, request.launcher)
+    lead = worker.group.rank == 0
+    if problems := worker.group.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
         raise MachineError([Problem(**each) for each in problems])
-    folder = Path(place.ranks.broadcast(str(_find_folder(request, source)) if lead else None))
+    folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
     with _Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
         if resuming:
@@ -72,8 +72,8 @@ def train(request: Request) -> int:
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
-        earlier = place.ranks.broadcast(read_plan(origin) if lead and origin else None)
-        plan, model = build_plan(config, request.recipe, place, earlier)
+        earlier = worker.group.broadcast(read_plan(origin) if lead and origin else None)
+        plan, model = build_plan(config, request.recipe, worker, earlier)
         if request.strict and not plan.rungs[0].taken:
             raise MachineError(
                 Problem(
@@ -84,13 +84,13 @@ def train(request: Request) -> int:
                 )
             )
         size = state_bytes(model, MOMENTS[config.train.optimizer])
-        if problems := place.ranks.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
+        if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
         if lead and not resuming:
             forget_run(folder)  # an earlier start may have been killed before it was a run
-        data = build_data(config, folder, place)
-        started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {place.engine}"
-        console.say(f"run {folder}  ({started}, {place.ranks.world_size} rank(s) on {place.device.type})")
+        data = build_data(config, folder, worker)
+        started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
+        console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
         console.say(plan_table(plan.as_dict()))
         if lead:
             if source and not resuming:
@@ -98,17 +98,17 @@ def train(request: Request) -> int:
             write_config(folder, config)
             write_plan(folder, plan.as_dict())
             forget_outcome(folder)
-        store = open_store(folder, place)
-        incidents = read_incidents(folder, place, store)
-        start = place.ranks.broadcast(store.newest_valid() if lead else None) if resuming else None
+        store = open_store(folder, worker)
+        ledger = read_ledger(folder, worker, store)
+        start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
         telemetry = open_telemetry(
-            config, folder, place, console, incidents.attempt, (start or 0) + 1 if resuming else None
+            config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
         with telemetry:
-            telemetry.begin(_tags(plan, place), _flat(config.model_dump(mode="json")), data.facts())
-            run = build_run(config, request.recipe, folder, place, plan, model, data, telemetry, incidents, store)
+            telemetry.begin(_tags(plan, worker), _flat(config.model_dump(mode="json")), data.facts())
+            run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store)
             try:
                 try:
                     _restore(run, source, start)
@@ -201,10 +201,10 @@ def _restore(run: Run, source: Path | None, start: int | None) -> None:
         run.state.load_state_dict(*Store(source.parent, readonly=True).load(step))
         theirs = source.parent.parent
         if same_data_order(run.folder, theirs):
-            incidents = run.state.incidents
-            incidents.skipped_windows = list(load_incidents(theirs).skipped_windows)
+            ledger = run.state.ledger
+            ledger.skipped_windows = list(load_ledger(theirs).skipped_windows)
             if run.engine.rank == 0:
-                run.recovery.keep_incidents(incidents)
+                run.recovery.keep_ledger(ledger)
         telemetry.event(step, "run.started_from", path=str(source))
         telemetry.screen.event(f"started from {source}")
         run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
@@ -243,13 +243,13 @@ def _finish(run: Run, plan: Plan, outcome: Outcome) -> None:
         run.telemetry.end(outcome, plan.as_it_ran(run.precision), ("config.yaml",))
 
 
-def _tags(plan: Plan, place: Place) -> dict[str, str]:
+def _tags(plan: Plan, worker: Worker) -> dict[str, str]:
     return {
         "precision.requested": plan.requested,
         "precision.resolved": plan.resolved,
         "tier": plan.tier,
-        "engine": place.engine,
-        "ranks": str(place.ranks.world_size),
+        "engine": worker.engine,
+        "ranks": str(worker.group.world_size),
         "recipe.sha256": plan.recipe_sha256,
         "git.commit": _git_commit(),
         "torch": torch.__version__,

@@ -15,7 +15,7 @@ import torch
 from dist_support import run_ranks
 from torch import nn
 
-from harness.checkpoint.policy import Goodness
+from harness.checkpoint.policy import RollbackTargets
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.store import Store
 from harness.core.config import TrainConfig
@@ -39,9 +39,9 @@ def recovery(store: Store, engine: TorchEngine) -> Recovery:
         engine=engine,
         tracker=Journal(Path(os.devnull)),
         store=store,
-        good=Goodness(store, 1),
+        good=RollbackTargets(store, 1),
         saver=Saver(store, lambda good: []),
-        keep_incidents=lambda incidents: None,
+        keep_ledger=lambda ledger: None,
     )
 
 

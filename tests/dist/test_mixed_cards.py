@@ -21,7 +21,7 @@ from harness.capability.probe import LibraryFacts
 from harness.capability.probe import Device, MachineFacts
 from harness.core.errors import MachineError
 from harness.precision.plan import make_plan
-from harness.precision.plan import agree_on_refuge, agree_on_rung
+from harness.precision.plan import agree_on_fallback, agree_on_rung
 from harness.precision.recipe import Recipe, load_recipe
 from harness.precision.shape_probe import cache_file, probe_layers
 
@@ -95,7 +95,7 @@ def rank_main(folder: Path) -> None:
             answer["taken"] = [v.rung for v in verdicts if v.taken]
         except MachineError as refused:
             answer = {"rung": None, "error": str(refused)}
-        answers.append({**answer, "refuge": agree_on_refuge(facts, CPU), "timed": timed})
+        answers.append({**answer, "fallback_precision": agree_on_fallback(facts, CPU), "timed": timed})
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(answers))
 
@@ -142,9 +142,9 @@ def test_no_common_rung_is_one_error_that_names_both_machines(two_ranks: list[li
 def test_the_way_out_of_fp16_is_one_that_both_cards_have(two_ranks: list[list[dict[str, Any]]]) -> None:
     expected = {"H100": "bf16", "A100": "bf16", "L4": "bf16", "CPU": "bf16", "T4": "fp32", "V100": "fp32"}
     for index, (_, *cards, _) in enumerate(CASES):
-        refuges = {expected[str(card).partition("+")[0]] for card in cards}
+        fallbacks = {expected[str(card).partition("+")[0]] for card in cards}
         for answers in two_ranks:
-            assert answers[index]["refuge"] == ("bf16" if refuges == {"bf16"} else "fp32")
+            assert answers[index]["fallback_precision"] == ("bf16" if fallbacks == {"bf16"} else "fp32")
 
 
 def test_rank_0_times_layers_for_all(two_ranks: list[list[dict[str, Any]]]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import Guard, Precision
-from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry, read_incidents
+from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry, read_ledger
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
 from harness.core.state import seed_everything
@@ -134,19 +134,19 @@ def trainer(folder: Path, name: str, ranks: int) -> dict[str, Any]:
     config, recipe = settings(folder, ranks), policy(name)
     run_dir = folder / f"trainer-{name}"
     run_dir.mkdir(exist_ok=True)
-    place = find_place(config, "python" if ranks == 1 else "torchrun")
-    plan, model = build_plan(config, recipe, place)
-    data = build_data(config, run_dir, place)
-    store = open_store(run_dir, place)
-    incidents = read_incidents(run_dir, place, store)
-    with open_telemetry(config, run_dir, place, Console(STEPS, stream=io.StringIO())) as telemetry:
-        run = build_run(config, recipe, run_dir, place, plan, model, data, telemetry, incidents, store)
+    worker = join_worker(config, "python" if ranks == 1 else "torchrun")
+    plan, model = build_plan(config, recipe, worker)
+    data = build_data(config, run_dir, worker)
+    store = open_store(run_dir, worker)
+    ledger = read_ledger(run_dir, worker, store)
+    with open_telemetry(config, run_dir, worker, Console(STEPS, stream=io.StringIO())) as telemetry:
+        run = build_run(config, recipe, run_dir, worker, plan, model, data, telemetry, ledger, store)
         facts = judged_by(run.guard)
         assert train(run).status == "done"
         run.stop.uninstall()
     parts = {each: part for each, part in run.state.parts.items() if each in ("model", "optimizer", "fp8", "loss_scale")}
-    incidents = asdict(run.state.incidents)
-    return {"facts": facts, "state": state(parts), "incidents": incidents, "run": run, "data": data}
+    ledger = asdict(run.state.ledger)
+    return {"facts": facts, "state": state(parts), "incidents": ledger, "run": run, "data": data}
 
 
 def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
     own = precision.state_dict()["tensors"]
     parts = state({"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied.count)})
     parts |= {each.replace(".", "/", 1): tensor.tolist() for each, tensor in own.items() if each.startswith(("fp8.", "loss_"))}
-    return {"facts": facts, "state": parts, "incidents": asdict(guard.state.incidents)}
+    return {"facts": facts, "state": parts, "incidents": asdict(guard.state.ledger)}
 
 
 def session(folder: Path, ranks: int) -> dict[str, Any]:
@@ -206,9 +206,9 @@ def check(found: dict[str, Any]) -> None:
         scales = [float(figures.split(",")[3]) for figures, _ in each["facts"]]
         skipped = [step for step, (figures, _) in enumerate(each["facts"]) if "False" in figures]
         assert skipped == [NAN_LOSS, INF_GRADIENT, *STREAK], "the faults fired, and nothing else was skipped"
-        incidents = each["incidents"]
-        assert incidents[0] == incidents[1]
-        assert incidents[0]["returned_to"] == [25], "both rolled back, to a snapshot"
+        ledger = each["incidents"]
+        assert ledger[0] == ledger[1]
+        assert ledger[0]["returned_to"] == [25], "both rolled back, to a snapshot"
         rates = [float(figures.split(",")[2]) for figures, _ in each["facts"]]
         assert rates[-1] < 0.6 * rates[SPIKE], "and went on at half the learning rate"
         if name == "fp16_scaler":

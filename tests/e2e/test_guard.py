@@ -76,9 +76,9 @@ def test_a_broken_run_rolls_back_passes_over_the_bad_windows_and_finishes(tmp_pa
         assert before[step] == after[step], "same state, same windows: bit for bit up to the first one passed over"
     assert all(math.isnan(before[step]) for step in first_bad_steps(first["passed_over"]))
     assert all(math.isfinite(loss) for loss in after.values())
-    incidents = json.loads((run / "incidents.json").read_text())
-    assert incidents["rollbacks"] == 1
-    assert incidents["skipped_windows"] == first["passed_over"]
+    ledger = json.loads((run / "incidents.json").read_text())
+    assert ledger["rollbacks"] == 1
+    assert ledger["skipped_windows"] == first["passed_over"]
     assert list((run / "checkpoints").glob("rolledback-*")), "the newer branch is kept aside"
 
 

@@ -17,13 +17,13 @@ import torch
 import yaml
 from e2e_support import ROOT, events, harness, metrics, train
 
-from harness.build import find_place
+from harness.build import join_worker
 from harness.checkpoint.store import Store
 from harness.core.config import load_config
 from harness.core.errors import ConfigError
 from harness.core.facts import StepFacts
 from harness.core.files import find
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.tools.replay import rebuild, replay
 
 pytestmark = pytest.mark.faults(10)
@@ -167,7 +167,7 @@ def test_steps_without_a_record(backward_run: Path, monkeypatch: pytest.MonkeyPa
 class NoRoom:
     """A flight recorder on a full disk."""
 
-    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], incidents: Incidents) -> bool:
+    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
         raise OSError(28, "No space left on device")
 
 
@@ -176,8 +176,8 @@ def test_a_record_that_cannot_be_kept_is_an_event_and_ends_nothing(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = load_config(str(backward_run / "config.yaml"))
-    place = find_place(config, "python")
-    again = rebuild(backward_run, tmp_path, place, config, config.recipe, Incidents(), 1)
+    worker = join_worker(config, "python")
+    again = rebuild(backward_run, tmp_path, worker, config, config.recipe, RunLedger(), 1)
     again.start(5, Store(backward_run / "checkpoints", readonly=True))
     again.run.flight = NoRoom()
     facts = [again.advance() for _ in range(4)]
@@ -193,10 +193,10 @@ def test_what_is_due_before_a_step_is_done_before_every_run_of_it(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = load_config(str(backward_run / "config.yaml"), ["guard.rollback_lr_factor=0.5"])
-    place = find_place(config, "python")
-    once = Incidents(attempt=2, returned_to=[0])
-    again = rebuild(backward_run, tmp_path, place, config, "fp8_hybrid", once, 1)
-    plain = rebuild(backward_run, tmp_path, place, config, "fp8_hybrid", Incidents(), 1)
+    worker = join_worker(config, "python")
+    once = RunLedger(attempt=2, returned_to=[0])
+    again = rebuild(backward_run, tmp_path, worker, config, "fp8_hybrid", once, 1)
+    plain = rebuild(backward_run, tmp_path, worker, config, "fp8_hybrid", RunLedger(), 1)
     layer = again.run.precision.slot_names[0].rpartition(".")[0]
     again.run.state.switches.append((1, [layer], [], ""))
     kept = again.keep()

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.policy import Retention, RollbackTargets
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
 
@@ -51,8 +51,8 @@ def base(root: Path, scenario: str) -> None:
     for step in STEPS:
         save(root, step)
     if scenario == "prune":
-        goodness = Goodness(Store(root), 0)
-        goodness.saved(20)
+        targets = RollbackTargets(Store(root), 0)
+        targets.saved(20)
     if scenario in ("resave", "quarantine"):
         damage(root, 50)
 

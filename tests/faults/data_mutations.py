@@ -8,7 +8,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "tags of YAML are refused",
-        "harness/core/schema.py",
         'if getattr(event, "tag", None) is not None:',
         "if False:",
         "tests/faults/test_hostile_files.py -k set",
@@ -16,7 +15,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "aliases of YAML are refused",
-        "harness/core/schema.py",
         "if isinstance(event, yaml.AliasEvent):",
         "if False:",
         "tests/faults/test_hostile_files.py -k endless",
@@ -24,7 +22,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "YAML is nested no deeper than a limit",
-        "harness/core/schema.py",
         "if self._depth > MAX_DEPTH:",
         "if False:",
         "tests/faults/test_hostile_files.py -k deep",
@@ -32,7 +29,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "keys of YAML are words",
-        "harness/core/schema.py",
         "if not isinstance(key, yaml.ScalarNode):",
         "if False:",
         "tests/faults/test_hostile_files.py -k list",
@@ -40,7 +36,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "numbers are no longer than a number",
-        "harness/core/schema.py",
         " and len(node.value) > _MAX_DIGITS:",
         " and False:",
         "tests/faults/test_hostile_files.py -k decimal",
@@ -48,7 +43,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "control characters are refused",
-        "harness/core/schema.py",
         "found = CONTROL.search(node.value) if isinstance(node, yaml.ScalarNode) else None",
         "found = None",
         "tests/faults/test_hostile_files.py -k escape",
@@ -56,7 +50,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "thousands of wrong keys make one screen",
-        "harness/core/schema.py",
         "items[:_MOST]",
         "items",
         "tests/faults/test_hostile_files.py -k many",
@@ -64,7 +57,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a backend that is not registered is refused",
-        "harness/precision/recipe.py",
         "if name not in tuple(BACKENDS):",
         "if False:",
         "tests/unit/precision/test_backend_registry.py -k not_registered",
@@ -72,7 +64,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a JSON key given twice is refused",
-        "harness/core/files.py",
         "object_pairs_hook=_unique, ",
         "",
         "tests/faults/test_hostile_files.py::test_hostile_deepspeed_json_is_refused[twice]",
@@ -80,7 +71,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "JSON is bounded in depth and numbers",
-        "harness/core/files.py",
         "    check_plain(value, _STATE_BITS, finite=True)\n",
         "",
         "tests/faults/test_hostile_files.py -k infinite",
@@ -88,7 +78,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "files are read up to a limit",
-        "harness/core/files.py",
         "if max(len(data), status.st_size) > limit:",
         "if False:",
         "tests/faults/test_hostile_files.py -k sparse",
@@ -96,7 +85,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "names of runs cannot steer a terminal",
-        "harness/runs.py",
         "plain = name.isprintable() and len(name.encode()) <= _MAX_NAME",
         "plain = True",
         "tests/faults/test_hostile_files.py -k run_name",
@@ -104,7 +92,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "messages hold no control characters",
-        "harness/core/errors.py",
         'return CONTROL.sub(lambda found: repr(found[0])[1:-1], "\\n".join(lines))',
         'return "\\n".join(lines)',
         "tests/faults/test_data_faults.py -k one_screen",
@@ -112,7 +99,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "headers of tensors are checked before they are used",
-        "harness/checkpoint/manifest.py",
         "        _check_header(path, size)\n",
         "        pass\n",
         "tests/faults/test_hostile_runs.py -k forged_tensors",
@@ -120,7 +106,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "state of another shape is refused by name",
-        "harness/core/state.py",
         "except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:",
         "except ZeroDivisionError as error:",
         "tests/faults/test_hostile_runs.py -k forged_state",
@@ -128,7 +113,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a record of a bad step names its own folder",
-        "harness/replay/flight.py",
         "return found if path.parent.name == step_name(found.step) else None",
         "return found",
         "tests/faults/test_planted_files.py -k records_of",
@@ -136,7 +120,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "planted files are taken away first",
-        "harness/core/files.py",
         "        path.unlink()\n",
         "",
         "tests/faults/test_planted_files.py -k planted",
@@ -144,7 +127,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "deep rows of the journal are passed over",
-        "harness/tracking/journal.py",
         "except (ValueError, RecursionError):",
         "except ValueError:",
         "tests/faults/test_hostile_runs.py -k journal_has",
@@ -152,7 +134,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "marks are whole numbers",
-        "harness/checkpoint/manifest.py",
         "{step for step in good if type(step) is int and step >= 0}",
         "{int(step) for step in good}",
         "tests/faults/test_hostile_runs.py::test_hostile_advice_is_passed_over[checkpoints/good.json-odd]",
@@ -160,7 +141,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a text that shrank under a run is named",
-        "harness/data/tokens.py",
         "if len(data) < count:",
         "if False:",
         "tests/faults/test_data_faults.py -k shrinks_under",
@@ -168,7 +148,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "the text stays open under a run",
-        "harness/data/tokens.py",
         "data += more",
         "data += open(self._path, 'rb').read()[start : start + count]",
         "tests/faults/test_data_faults.py -k goes_away",
@@ -176,7 +155,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "data.bad=fail fails for files that are no text",
-        "harness/data/text.py",
         'if bad == "fail" and content != _INSIDE:',
         "if False:",
         "tests/faults/test_data_faults.py -k no_text",
@@ -184,7 +162,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "data.bad=skip passes over unreadable files",
-        "harness/data/text.py",
         'if bad != "skip":',
         "if True:",
         "tests/faults/test_data_faults.py -k cannot_be_read",
@@ -192,7 +169,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "folders that cannot be listed are told",
-        "harness/data/text.py",
         "    yield from closed\n",
         "",
         "tests/faults/test_data_faults.py -k closed",
@@ -200,7 +176,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "the snapshot is verified at every start",
-        "harness/data/tokens.py",
         "if digest.hexdigest() != sha256:",
         "if False:",
         "tests/unit/data/test_tokens.py -k flipped",
@@ -208,23 +183,20 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a lock is not taken through a link",
-        "harness/runs.py",
-        " | os.O_NOFOLLOW",
-        "",
+        "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW",
+        "os.O_RDWR | os.O_CREAT",
         "tests/faults/test_planted_files.py -k lock",
     ),
     Mutation(
         24,
         "a journal is not written through a link",
-        "harness/tracking/journal.py",
-        " | os.O_NOFOLLOW",
-        "",
+        "os.O_APPEND | os.O_NOFOLLOW",
+        "os.O_APPEND",
         "tests/faults/test_planted_files.py -k journal",
     ),
     Mutation(
         24,
         "model.target is none of Python's own functions",
-        "harness/models/__init__.py",
         'if module_name.partition(".")[0] in sys.stdlib_module_names:',
         "if False:",
         "tests/faults/test_planted_files.py -k pythons_own",
@@ -232,7 +204,6 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "the owner of a lock is read with care",
-        "harness/runs.py",
         "KeyError, RecursionError):",
         "KeyError):",
         "tests/faults/test_planted_files.py -k hostile_owner",
@@ -240,9 +211,8 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a pickle import is seen",
-        "harness/precision/plan.py",
-        "from __future__ import annotations",
-        "from __future__ import annotations\nimport pickle",
+        "def make_plan(",
+        "import pickle\n\n\ndef make_plan(",
         "tests/faults/test_no_execution.py",
     ),
 )

@@ -8,7 +8,6 @@ GUARD = (
     Mutation(
         8,
         "unfit samples gate the update",
-        "harness/core/update.py",
         ' | bool(own.get("bad_data"))',
         "",
         "tests/faults/test_bad_data.py -k leave_no_trace",
@@ -16,7 +15,6 @@ GUARD = (
     Mutation(
         9,
         "samples are checked before the forward pass",
-        "harness/run.py",
         "found = check_batch(inputs, targets, run.task.vocab_size)",
         "found = 0",
         "tests/faults/test_bad_data.py -k label_out_of_range",
@@ -24,7 +22,6 @@ GUARD = (
     Mutation(
         10,
         "the first module that spoils its output is the one named",
-        "harness/replay/origin.py",
         "if call.clean and spoiled and self._now.forward is None:",
         "if call.clean and spoiled:",
         "tests/unit/replay/test_nonfinite.py",
@@ -32,7 +29,6 @@ GUARD = (
     Mutation(
         10,
         "a step is run again after what was due before it",
-        "harness/loop.py",
         "    run.guard.begin()\n",
         "",
         "tests/e2e/test_replay.py -k what_is_due",
@@ -40,7 +36,6 @@ GUARD = (
     Mutation(
         10,
         "gradients of several ranks in one process become their mean",
-        "harness/run.py",
         "torch._foreach_div_(gradients, float(len(shares)))",
         "pass",
         "tests/e2e/test_replay.py -k two_ranks",
@@ -48,7 +43,6 @@ GUARD = (
     Mutation(
         11,
         "the gate on the gradient norm",
-        "harness/core/update.py",
         " | (norm > limits.norm)",
         "",
         "tests/faults/test_ladder.py -k gradient-1000",
@@ -56,7 +50,6 @@ GUARD = (
     Mutation(
         11,
         "the gate on the loss",
-        "harness/core/update.py",
         "~(loss <= limits.loss) | ",
         "",
         "tests/faults/test_ladder.py -k loss-10",
@@ -64,7 +57,6 @@ GUARD = (
     Mutation(
         11,
         "skips in a row roll back",
-        "harness/monitors/gradients.py",
         "if run >= self.max_consecutive_skips:",
         "if run >= 10**9:",
         "tests/faults/test_ladder.py -k from_memory",
@@ -72,7 +64,6 @@ GUARD = (
     Mutation(
         12,
         "what was skipped stays out of the detector's window",
-        "harness/monitors/base.py",
         '    if facts.applied:\n        return ""\n',
         '    return ""\n',
         "tests/unit/monitors/test_gradient_monitor.py",
@@ -80,15 +71,13 @@ GUARD = (
     Mutation(
         13,
         "a rollback passes over the windows that did it",
-        "harness/guard.py",
-        "incidents.skipped_windows = sorted({*incidents.skipped_windows, *bad})",
+        "ledger.skipped_windows = sorted({*ledger.skipped_windows, *bad})",
         "bad = []",
         "tests/faults/test_ladder.py -k from_memory",
     ),
     Mutation(
         13,
         "skipped updates have a budget",
-        "harness/monitors/gradients.py",
         "            skip=True,\n",
         "",
         "tests/unit/monitors/test_registry.py -k is_a_skip",
@@ -96,15 +85,13 @@ GUARD = (
     Mutation(
         13,
         "rollbacks have a budget",
-        "harness/monitors/responder.py",
-        "if self.incidents.rollbacks >= self.guard.max_rollbacks:",
-        "if self.incidents.rollbacks >= 10**9:",
+        "if self.ledger.rollbacks >= self.guard.max_rollbacks:",
+        "if self.ledger.rollbacks >= 10**9:",
         "tests/unit/monitors/test_responder.py",
     ),
     Mutation(
         14,
         "the loss scale has a floor",
-        "harness/precision/convert.py",
         "scale.clamp(config.floor, config.cap)",
         "scale.clamp(0.0, config.cap)",
         "tests/unit/precision/test_loss_scale.py",
@@ -112,7 +99,6 @@ GUARD = (
     Mutation(
         14,
         "the loss scale has a cap",
-        "harness/precision/convert.py",
         "scale.clamp(config.floor, config.cap)",
         "scale.clamp(config.floor)",
         "tests/faults/test_loss_scale_collapse.py",
@@ -120,7 +106,6 @@ GUARD = (
     Mutation(
         15,
         "an infinite amax is taken out of the history",
-        "harness/precision/scaling.py",
         "    if scrub_inf:\n",
         "    if False:\n",
         "tests/faults/test_fp8_storms.py -k damaged_histories",
@@ -128,7 +113,6 @@ GUARD = (
     Mutation(
         16,
         "the fallback demotes",
-        "harness/monitors/fallback.py",
         "demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]",
         "demote, stuck = [], []",
         "tests/faults/test_fp8_storms.py::test_a_layer_in_a_storm_leaves_fp8_within_two_windows[down]",
@@ -136,7 +120,6 @@ GUARD = (
     Mutation(
         17,
         "a skipped step restores the FP8 histories",
-        "harness/precision/scaling.py",
         "self.history.copy_(torch.where(skipped, history, self.history))",
         "pass",
         "tests/faults/test_ladder.py -k gradient-1000",
@@ -144,7 +127,6 @@ GUARD = (
     Mutation(
         21,
         "ranks compare their weights",
-        "harness/monitors/ranks.py",
         "if facts.diverged:",
         "if False:",
         "tests/faults/test_rank_divergence.py -k one_bit",
@@ -152,9 +134,8 @@ GUARD = (
     Mutation(
         22,
         "ranks agree on the gate",
-        "harness/core/update.py",
-        "gradients.max_(torch.cat([flags, told, backend.amax()]))",
-        "torch.cat([flags, told, backend.amax()])",
+        "gradients.max_(torch.cat([flags, local, backend.amax()]))",
+        "torch.cat([flags, local, backend.amax()])",
         "tests/dist/test_engines_ddp.py -k fault_on_one_rank",
     ),
 )

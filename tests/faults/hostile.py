@@ -9,10 +9,10 @@ from pathlib import Path
 
 from e2e_support import TEXT
 
-from harness.checkpoint.policy import save_incidents
+from harness.checkpoint.policy import save_ledger
 from harness.checkpoint.store import Store
 from harness.core.config import DataConfig
-from harness.core.state import Incidents, RandomState, TrainState
+from harness.core.state import RandomState, RunLedger, TrainState
 from harness.data.tokens import prepare
 
 SECONDS = 10
@@ -98,7 +98,7 @@ def make_run(folder: Path) -> Path:
     """What a run leaves behind, as far as others read it."""
     folder.mkdir()
     Store(folder / "checkpoints").save(1, *state().state_dict())
-    save_incidents(folder, Incidents())
+    save_ledger(folder, RunLedger())
     prepare(data_config(), folder)
     row = {"kind": "metrics", "step": 1, "attempt": 1, "time": 0.0, "metrics": {"train/loss": 1.0}}
     (folder / "journal.jsonl").write_text(json.dumps(row) + "\n")

@@ -2,7 +2,7 @@
 
     python tests/faults/mutations.py [--only WORD] [--list]
 
-Every mutation is one replacement in one file, made in a copy of the tree. The tests named must pass without it and
+Every mutation replaces a text that is in one place, in a copy of the tree. The tests named must pass without it and
 fail with it. Exit code 1 if one does not.
 """
 
@@ -18,7 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mutation_list import MUTATIONS, Mutation
+from mutation import Mutation, places, texts
+from mutation_list import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 600
@@ -52,14 +53,14 @@ def noticed(mutation: Mutation) -> str:
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         tree = Path(folder) / "tree"
         copy_tree(tree)
-        path = tree / mutation.file
-        text = path.read_text()
-        if text.count(mutation.old) != 1:
-            return f"{mutation.file} has the line {text.count(mutation.old)} times"
+        sources = texts(tree)
+        found = places(sources, mutation.old)
+        if len(found) != 1:
+            return f"its text is in {len(found)} places: {', '.join(str(each.relative_to(tree)) for each in found)}"
         good, told = passes(tree, mutation.test)
         if not good:
             return f"fails without the mutation: {told}"
-        path.write_text(text.replace(mutation.old, mutation.new))
+        found[0].write_text(sources[found[0]].replace(mutation.old, mutation.new))
         return "the tests still pass" if passes(tree, mutation.test)[0] else ""
 
 
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mutation in chosen:
         line = f"row {mutation.row:>2}  {mutation.protection}"
         if given.list:
-            print(f"{line}  ({mutation.file}; {mutation.test})")
+            print(f"{line}  ({mutation.test})")
             continue
         began = time.monotonic()
         problem = noticed(mutation)

@@ -8,7 +8,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "memory that ranks share goes with them",
-        "harness/engines/deepspeed.py",
         "        release_shared_memory(self.rank)\n",
         "",
         "tests/e2e/test_ranks.py::test_every_launcher_gives_the_same_fp32_losses[deepspeed-2]",
@@ -16,7 +15,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a rank notices that its launcher is gone",
-        "harness/stop.py",
         "if self._parent and os.getppid() != self._parent:",
         "if False:",
         "tests/unit/test_stop.py -k dies_while",
@@ -24,7 +22,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a rank knows its launcher from before the imports",
-        "harness/stop.py",
         "self._parent, self._grandparent = (_PARENT, _GRANDPARENT) if launched else (0, 0)",
         "self._parent, self._grandparent = _launchers() if launched else (0, 0)",
         "tests/unit/test_stop.py -k dies_while",
@@ -32,7 +29,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a signal while the run starts ends it with 75",
-        "harness/tools/start.py",
         "    stop_while_starting()\n",
         "",
         "tests/faults/test_signals.py -k imports",
@@ -40,7 +36,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a signal that an import swallows is remembered",
-        "harness/stop.py",
         "self.reason = self.reason or _start_up.reason",
         'self.reason = self.reason or ""',
         "tests/unit/test_stop.py -k swallows",
@@ -48,7 +43,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a second signal while it ends changes nothing",
-        "harness/cli.py",
         "        end_at_a_signal(ExitCode.STOPPED)\n",
         "",
         "tests/unit/test_stop.py -k second_signal",
@@ -56,7 +50,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a signal during the farewell leaves the exit code",
-        "harness/tools/train.py",
         "run.stop.uninstall(outcome.exit_code)",
         "run.stop.uninstall()",
         "tests/faults/test_signals.py -k farewell",
@@ -64,7 +57,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a hang-up is a request to stop",
-        "harness/stop.py",
         "signal.SIGUSR1, signal.SIGHUP)",
         "signal.SIGUSR1)",
         "tests/unit/test_stop.py -k first_signal",
@@ -72,7 +64,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "the wrapper waits for ranks that outlive their launcher",
-        "launch/outcome.sh",
         'while rank_runs "$1" && [',
         "while false && [",
         "tests/unit/test_launch_scripts.py -k outlive",
@@ -80,7 +71,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "torchrun waits for ranks that save",
-        "launch/torchrun.sh",
         "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=",
         "export UNUSED=",
         "tests/faults/test_signals.py -k patience",
@@ -88,7 +78,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "the reason of a rank that was asked alone is known to all",
-        "harness/loop.py",
         "        reason = _reason(run)\n",
         "        reason = run.stop.reason\n",
         "tests/faults/test_signals.py::test_signals_to_the_launcher_or_one_rank_stop_all[torchrun-2]",
@@ -96,7 +85,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "one writer of a run",
-        "harness/runs.py",
         "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
         "tests/faults/test_two_runs.py -k same_moment",
@@ -104,7 +92,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "who loses the race leaves the owner's name in the lock",
-        "harness/runs.py",
         "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW",
         "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_TRUNC",
         "tests/faults/test_two_runs.py -k same_moment",
@@ -112,7 +99,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "a rank names the one that it lost",
-        "harness/engines/process_group.py",
         "        meet()\n",
         "",
         "tests/faults/test_lost_ranks.py -k killed_rank",
@@ -120,7 +106,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "a rank that lost another speaks at once",
-        "harness/cli.py",
         " and not isinstance(error, LostRankError)",
         "",
         "tests/faults/test_lost_ranks.py -k torchrun-SIGKILL",
@@ -128,7 +113,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "the groups that DeepSpeed makes for itself time out",
-        "harness/engines/deepspeed.py",
         "        limit_every_group(timeout_seconds)\n",
         "",
         "tests/faults/test_lost_ranks.py -k deepspeed-SIGSTOP",
@@ -136,7 +120,6 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         1,
         "a run that starts from another's checkpoint remembers it",
-        "harness/tools/train.py",
         "                write_source(folder, source)\n",
         "                pass\n",
         "tests/e2e/test_hostile.py -k first_save",

@@ -8,7 +8,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         1,
         "a checkpoint is written under another name and renamed whole",
-        "harness/checkpoint/store.py",
         'temporary = self.root / f"{_TMP}{final.name}"',
         "temporary = final",
         "tests/faults/test_checkpoint_kill.py -k save_killed",
@@ -16,7 +15,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         1,
         "what is saved is a copy of the moment",
-        "harness/checkpoint/saver.py",
         "return self._staging.copy(tensors) if self._staging is not None else None",
         "return tensors if self._staging is not None else None",
         "tests/unit/checkpoint/test_saver.py -k state_of_the_moment",
@@ -24,7 +22,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         2,
         "never fewer than two that verify",
-        "harness/checkpoint/policy.py",
         "if missing > 0:",
         "if False:",
         "tests/unit/checkpoint/test_policy.py",
@@ -32,7 +29,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         4,
         "what changed since it verified is read again",
-        "harness/checkpoint/store.py",
         "known[0] == self._files(step) and",
         "",
         "tests/unit/checkpoint/test_store.py -k changed_since",
@@ -40,7 +36,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         4,
         "times of new files are not relied on",
-        "harness/checkpoint/store.py",
         "(known[1] or not settled)",
         "True",
         "tests/unit/checkpoint/test_store.py -k so_new",
@@ -48,7 +43,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         25,
         "random numbers of a step start on every GPU",
-        "harness/core/state.py",
         "            generator.manual_seed(seed)\n",
         "            pass\n",
         "tests/unit/core/test_train_state.py -k every_gpu",
@@ -56,7 +50,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         2,
         "a mark waits for its save",
-        "harness/checkpoint/saver.py",
         "if self._now is not None and self._now.step == step:",
         "if False:",
         "tests/unit/checkpoint/test_saver.py -k waits_for_its_save",
@@ -64,7 +57,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         3,
         "a save that failed never becomes good",
-        "harness/checkpoint/saver.py",
         "self._failed.add(self._now.step)",
         "pass",
         "tests/unit/checkpoint/test_saver.py -k never_becomes_good",
@@ -72,7 +64,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         5,
         "room for three checkpoints",
-        "harness/checkpoint/store.py",
         "if free < count * bytes_each:",
         "if False:",
         "tests/unit/checkpoint/test_preflight.py",
@@ -80,7 +71,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         25,
         "ranks compare what they read",
-        "harness/checkpoint/recovery.py",
         "if found and not problems:",
         "if False:",
         "tests/dist/test_different_folders.py",

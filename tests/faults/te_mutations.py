@@ -16,7 +16,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         15,
         "TE leaves the roll to the harness",
-        _LIBRARY,
         "    fp8_meta[manager.get_buffer_info()] = []\n",
         "",
         _SAME,
@@ -24,7 +23,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         15,
         "a TE that rolls all the same is refused",
-        _LIBRARY,
         "if _held_by_te(manager) != held:",
         "if False:",
         "tests/te_cpu/test_te_refusals.py -k other_transformer_engine",
@@ -32,29 +30,30 @@ TRANSFORMER_ENGINE = (
     Mutation(
         15,
         "TE's quantizers use the state that rolls",
-        _LIBRARY,
         "                module.quantizers[key] = state.make_quantizers()\n",
         "",
         _SAME,
     ),
-    Mutation(15, "TE's scales roll", _RULE, "        self.scale.copy_(scale)\n", "", _SAME),
+    Mutation(15, "TE's scales roll", "        self.scale.copy_(scale)\n", "", _SAME),
     Mutation(
-        15, "scales roll once per micro-batch", _RULE, 'if self.config.roll == "micro_batch":', "if False:", _SAME
+        15,
+        "scales roll once per micro-batch",
+        'if self.config.roll == "micro_batch":\n            self._roll(',
+        "if False:\n            self._roll(",
+        _SAME,
     ),
-    Mutation(15, "scales roll once per step", _RULE, 'if self.config.roll == "step":', "if False:", _SAME),
+    Mutation(15, "scales roll once per step", 'if self.config.roll == "step":', "if False:", _SAME),
     Mutation(
         15,
         "infinite amaxes are scrubbed under TE",
-        _RULE,
         "config.amax_compute_algo, config.scrub_inf",
         "config.amax_compute_algo, False",
         _SAME,
     ),
-    Mutation(15, "the recipe's margin under TE", _RULE, "config.margin,", "0,", _SAME),
+    Mutation(15, "the recipe's margin under TE", "config.margin,", "0,", _SAME),
     Mutation(
         15,
         "gradients have the limit of their own format under TE",
-        _TE,
         '"e5m2" if fp8.format == "hybrid" else "e4m3"]',
         '"e4m3"]',
         _SAME,
@@ -62,7 +61,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "a skipped step puts TE's state back",
-        _RULE,
         "        skipped = skip > 0\n",
         "        skipped = skip > 1\n",
         _SAME,
@@ -70,7 +68,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "a new window drops what was staged under TE",
-        _RULE,
         "        self.history[0].zero_()\n        self._entry = (",
         "        self._entry = (",
         "tests/unit/precision/test_te_scales.py -k staged_without_a_backward",
@@ -78,7 +75,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "forwards without gradients record nothing under TE",
-        _LINEAR,
         'elif kind != "delayed" or self.follows or self._records():',
         "elif True:",
         _SAME,
@@ -86,7 +82,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "a deep copy records nothing under TE",
-        _LINEAR,
         "[_unrecorded(q) for q in own] for",
         "[q for q in own] for",
         "tests/te_cpu/conftest.py -k deep_copy_follows",
@@ -94,7 +89,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demoted layer computes in BF16 under TE",
-        _LINEAR,
         "in_fp8 = watch.active and not self.demoted",
         "in_fp8 = watch.active",
         _SAME,
@@ -102,7 +96,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demoted layer keeps a shadow amax under TE",
-        _LINEAR,
         "            elif self.demoted:\n                observe(",
         "            elif False:\n                observe(",
         _SAME,
@@ -110,7 +103,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demoted layer's gradient is measured under TE",
-        _LINEAR,
         "if out.requires_grad and (watch.everything or self.demoted or self._samples()):",
         "if out.requires_grad and (watch.everything or self._samples()):",
         _SAME,
@@ -118,7 +110,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "which layers are demoted is restored under TE",
-        _TE,
         '        self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])\n',
         "",
         "tests/te_cpu/test_te_refusals.py -k continues_bit_for_bit",
@@ -126,7 +117,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "sampled statistics are of the scale in use under TE",
-        _LINEAR,
         'self.fp8_meta[key].scale[column] if kind == "delayed" else None',
         "None",
         _SAME,
@@ -134,7 +124,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "gradients are cast by the scale of the gradient slot",
-        _LINEAR,
         '("scaling_bwd", 0) if role == 2',
         '("scaling_fwd", 1) if role == 2',
         _SAME,
@@ -142,7 +131,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         22,
         "ranks share amaxes under TE",
-        _RULE,
         "self._roll(reduce(self.history[0].clone()))",
         "self._roll(self.history[0].clone())",
         "tests/te_cpu/test_te_several.py -k ranks",
@@ -150,7 +138,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         25,
         "formats of another run are refused under TE",
-        _TE,
         'elif list(meta["formats"]) != self.formats:',
         "elif False:",
         "tests/te_cpu/test_te_refusals.py -k another_run",
@@ -158,7 +145,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         25,
         "a history of another length is refused under TE",
-        _TE,
         "elif lengths[0] != lengths[1]:",
         "elif False:",
         "tests/te_cpu/conftest.py -k round_trip",
@@ -166,7 +152,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         25,
         "another scaling is refused under TE",
-        _TE,
         "if kind != self.scaling:",
         "if False:",
         "tests/te_cpu/conftest.py -k last_amaxes",
@@ -174,7 +159,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a layer goes by the context of its own model",
-        _LINEAR,
         "as_it_is = state.fp8_enabled == in_fp8 and (not in_fp8 or state.fp8_recipe is recipe)",
         "as_it_is = True",
         "tests/te_cpu/test_te_several.py -k own_model_alone",
@@ -182,7 +166,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "inputs are cast to BF16 before TE quantises them",
-        _LINEAR,
         "input = input.to(torch.bfloat16 if watch.active else own_dtype)",
         "pass",
         _SAME,
@@ -190,7 +173,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "rows are filled up to what TE's GEMMs take",
-        _LINEAR,
         "missing = -tokens % multiple",
         "missing = 0",
         _SAME,
@@ -198,7 +180,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a second backward under TE is refused",
-        _LINEAR,
         "        if self._passed:\n",
         "        if False:\n",
         "tests/te_cpu/test_te_refusals.py -k used_twice",
@@ -206,7 +187,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "gradients of gradients under TE are refused",
-        _LINEAR,
         "        if torch.is_grad_enabled():\n            why",
         "        if False:\n            why",
         "tests/te_cpu/conftest.py -k gradients_of_gradients",
@@ -214,7 +194,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a compiled TE layer is refused",
-        _LINEAR,
         "            if torch.compiler.is_compiling():\n",
         "            if False:\n",
         "tests/te_cpu/test_te_refusals.py -k compiled_model",
@@ -222,7 +201,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a recomputation after scales moved is refused",
-        _TE,
         "            self._watch.rolled_under = self._open > 0\n",
         "",
         "tests/te_cpu/conftest.py -k scales_moved",
@@ -230,7 +208,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "backward computes again in FP8",
-        _TE,
         "self._watch.active = self._watch.in_backward = True",
         "self._watch.in_backward = True",
         "tests/te_cpu/conftest.py -k checkpointing_changes",
@@ -238,7 +215,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "te.checkpoint's queues are emptied of what nobody took",
-        _LIBRARY,
         "            queue.clear()\n        self._noted.clear()\n",
         "            pass\n        self._noted.clear()\n",
         "tests/te_cpu/test_te_recompute.py -k dropped_last",
@@ -246,7 +222,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint computes again has the scales of its own forward",
-        _LIBRARY,
         "        if time < len(self._rolls):\n",
         "        if False:\n",
         "tests/te_cpu/test_te_recompute.py -k interleaved",
@@ -254,7 +229,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint keeps for a dropped loss is not taken for another",
-        _LIBRARY,
         "            queue.clear()\n\n    def moved",
         "            pass\n\n    def moved",
         "tests/te_cpu/test_te_recompute.py -k dropped_first",
@@ -262,7 +236,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a second loss of one context is known to be of before the roll",
-        _TE,
         "            self._watch.rolled_under = True",
         "            pass",
         "tests/te_cpu/test_te_recompute.py -k torch_checkpoint_is_refused",
@@ -270,7 +243,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "nodes of several threads are not compared by their numbers",
-        _LIBRARY,
         "        self._one_thread &= threading.get_ident() == self._thread\n\n    def note",
         "        pass\n\n    def note",
         "tests/te_cpu/test_te_recompute.py -k beside_the_training",
@@ -278,7 +250,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a te.checkpoint within another goes by no number of a thread of autograd's",
-        _LINEAR,
         "elif (watch.rolled_under or not watch.nested) and not",
         "elif not",
         "tests/te_cpu/test_te_recompute.py -k thread_of_its_own",
@@ -286,7 +257,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint computes first is recorded",
-        _LINEAR,
         "return torch.is_grad_enabled() or (watch.with_gradients and library.checkpointing())",
         "return torch.is_grad_enabled()",
         "tests/te_cpu/test_te_scenarios.py -k te_checkpoint",
@@ -294,7 +264,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a recipe key that TE drops is refused",
-        _LIBRARY,
         "    if dropped:\n",
         "    if False:\n",
         "tests/te_cpu/test_te_refusals.py -k other_transformer_engine",
@@ -302,7 +271,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demotion unfuses",
-        _LINEAR,
         'return kind == "delayed" and watch.active and not self.demoted',
         'return kind == "delayed" and watch.active',
         "tests/te_cpu/test_te_fused.py -k demoted",
@@ -310,7 +278,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what a fused norm hands on is computed for whoever else takes it",
-        _FUSED,
         "{id(each): each.value() for each in found}",
         "{id(each): each.source for each in found}",
         "tests/te_cpu/test_te_fused_declared.py -k right_all_the_same",
@@ -318,7 +285,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what is written to a norm's output reaches its layer",
-        _FUSED,
         "                each.settled = value\n",
         "                pass\n",
         "tests/te_cpu/test_te_fused_declared.py -k has_a_hold",
@@ -326,7 +292,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a gradient that a fused pair would lose is refused",
-        _FUSED,
         "            made.register_hook(_Lost(linear))\n",
         "",
         "tests/te_cpu/test_te_fused_declared.py -k refused_by_name",
@@ -334,7 +299,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a fused norm's input that was written to is refused",
-        _FUSED,
         "if self.source._version != self.version:",
         "if False:",
         "tests/te_cpu/test_te_fused_declared.py -k refused_by_name",
@@ -342,7 +306,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a LayerNorm's bias is not in rows that are filled up",
-        _LINEAR,
         "return whole and (te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % multiple)",
         "return whole",
         "tests/te_cpu/test_te_fused.py -k both_apart",
@@ -350,7 +313,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "a fused evaluation records nothing",
-        _FUSED,
         "quantizers=casts, training=linear.training",
         'quantizers=vars(block).setdefault("first", casts), training=linear.training',
         "tests/te_cpu/test_te_fused.py -k leaves_no_trace",
@@ -358,7 +320,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "an MLP is fused only if it is SwiGLU of the first half",
-        _FUSED,
         '{step, getattr(other, "step", "")} == {"silu", "up"}',
         "other is not None",
         "tests/te_cpu/test_te_fused_between.py -k no_swiglu",
@@ -366,7 +327,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "an MLP is fused only if silu is what is applied",
-        _FUSED,
         'step == "gate" and func is F.silu and',
         'step == "gate" and',
         "tests/te_cpu/test_te_fused_between.py -k no_swiglu",
@@ -374,7 +334,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what was made of a fused layer's output is computed before that is written to",
-        _FUSED,
         "            each.settle_others()\n",
         "            pass\n",
         "tests/te_cpu/test_te_fused_between.py -k written_meanwhile",
@@ -382,7 +341,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what a fused MLP kept to itself is not computed after its step",
-        _FUSED,
         "        if self.linear.window != self.window:\n",
         "        if False:\n",
         "tests/te_cpu/test_te_fused_between.py -k after_the_context",
@@ -390,7 +348,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a backward hook takes a fused MLP apart",
-        _LINEAR,
         "return wanted and whole and not te_fused.hooked(self, second, *self.around, *second.around)",
         "return wanted and whole",
         "tests/te_cpu/test_te_fused_between.py -k backward_hook",
@@ -398,7 +355,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demoted second layer takes the MLP apart",
-        _LINEAR,
         "input.gradients == torch.is_grad_enabled() and self._fuses()",
         "input.gradients == torch.is_grad_enabled() and watch.active",
         "tests/te_cpu/test_te_fused_mlp.py -k demoted",
@@ -406,7 +362,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "casts of a fused MLP are sampled with its parts apart",
-        _LINEAR,
         "            if self._samples() and (grads or watch.with_gradients or watch.in_backward):\n",
         "            if False:\n",
         "tests/te_cpu/test_te_fused_mlp.py -k sampled",
@@ -414,7 +369,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "biases are not in rows that are filled up for a fused MLP",
-        _LINEAR,
         "whole = not self.use_bias or not normed.numel() // self.in_features % multiple",
         "whole = True",
         "tests/te_cpu/test_te_fused_mlp.py -k all_apart",
@@ -422,7 +376,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "an evaluation of a fused MLP records nothing of its first layer",
-        _LINEAR,
         "            layers = (*before[1:], self)\n",
         "            layers = (self,)\n",
         "tests/te_cpu/test_te_fused.py -k leaves_no_trace",
@@ -430,7 +383,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "te.checkpoint's queues of fused MLPs are known, too",
-        _LINEAR,
         "meta = (self._block(before) if before else self).fp8_meta",
         "meta = self.fp8_meta",
         "tests/te_cpu/test_te_fused_mlp.py -k dropped",
@@ -438,7 +390,6 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a recipe that fuses nothing says so in the plan",
-        "harness/precision/plan.py",
         "        notes = (*notes, note)\n",
         "",
         "tests/unit/precision/test_fuse.py",

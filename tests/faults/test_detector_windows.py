@@ -65,7 +65,7 @@ def build_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         amax_history=recipe.fp8.amax_history_len,
         margin=recipe.fp8.margin,
         scales_loss=loss_scale is not None,
-        refuge=lambda: "bf16",
+        fallback_precision=lambda: "bf16",
     )
     return lambda: build_monitors(context)
 

@@ -19,8 +19,8 @@ from harness.core.config import load_config
 from harness.core.facts import SWITCH_DELAY
 from harness.core.files import find
 from harness.precision import scaling
-from harness.precision.backends.arena import Arena
 from harness.precision.backends.native import NativeBackend
+from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.recipe import load_recipe
 from harness.tools.start import Request
 from harness.tools.train import train
@@ -76,9 +76,9 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
     def install(history: Mapping[str, float], staged: Mapping[str, float]) -> list[str]:
         fired: list[str] = []
-        begin, amax = Arena.begin_window, NativeBackend.amax
+        begin, amax = SlotBuffers.begin_window, NativeBackend.amax
 
-        def begin_window(self: Arena, sample: bool) -> None:
+        def begin_window(self: SlotBuffers, sample: bool) -> None:
             begin(self, sample)
             if self.window == AT:
                 for slot, value in history.items():
@@ -87,13 +87,13 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
         def stage(self: NativeBackend) -> Tensor:
             values = amax(self)
-            if self.arena.window == AT:
+            if self.slot_buffers.window == AT:
                 for slot, value in staged.items():
                     values[self.slot_names.index(slot)] = value
                     fired.append(slot)
             return values
 
-        monkeypatch.setattr(Arena, "begin_window", begin_window)
+        monkeypatch.setattr(SlotBuffers, "begin_window", begin_window)
         monkeypatch.setattr(NativeBackend, "amax", stage)
         return fired
 

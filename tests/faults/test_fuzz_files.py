@@ -21,18 +21,18 @@ from fuzzing import PIECES, Damage, damage, damaged, fuzz, one_screen
 from hypothesis import strategies as st
 
 from harness.checkpoint.manifest import add_mark, check_folder, read_marks
-from harness.checkpoint.policy import load_incidents, save_incidents
+from harness.checkpoint.policy import load_ledger, save_ledger
 from harness.checkpoint.store import Store
 from harness.core.config import DataConfig, RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, DataError
 from harness.core.files import parse_json
 from harness.core.schema import parse_yaml, read_yaml, validate
-from harness.core.state import Incidents, RandomState, TrainState
+from harness.core.state import RandomState, RunLedger, TrainState
 from harness.data.text import read_text
 from harness.data.tokens import prepare
 from harness.precision.recipe import Recipe, load_recipe
 from harness.replay.flight import read_records
-from harness.runs import read_outcome, read_plan
+from harness.run_folder import read_outcome, read_plan
 from harness.tracking.journal import Position, decode, encode, read_rows
 
 pytestmark = pytest.mark.faults(24)
@@ -111,7 +111,7 @@ def files() -> tuple[Path, Mapping[str, bytes]]:
         7, {"model": {"w": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bfloat16)}}, {"step": 7, "parts": {}}
     )
     add_mark(store.root, 7)
-    save_incidents(root, Incidents(2, [3], 1, returned_to=[4]))
+    save_ledger(root, RunLedger(2, [3], 1, returned_to=[4]))
     prepare(DataConfig(path=str(TEXT), context=32), root)
     (root / "outcome.json").write_text('{"status": "done", "step": 7, "reason": "because"}')
     (root / "plan.json").write_text('{"resolved": "fp8", "layers": [{"module": "a", "shape": [1, 2], "reason": "x"}]}')
@@ -173,7 +173,7 @@ def test_damaged_files_of_a_run_are_passed_over_or_refused(examples: int, figure
         try:
             read_all(root)
             try:
-                load_incidents(root)
+                load_ledger(root)
             except CheckpointError as error:
                 one_screen(error)
             if name.startswith("data/"):

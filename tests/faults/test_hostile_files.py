@@ -17,7 +17,7 @@ from harness.core.errors import ConfigError
 from harness.core.schema import read_yaml
 from harness.engines.deepspeed_config import build_config
 from harness.precision.recipe import load_recipe
-from harness.runs import choose_folder
+from harness.run_folder import choose_folder
 
 pytestmark = pytest.mark.faults(24)
 

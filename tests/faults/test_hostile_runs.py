@@ -15,13 +15,13 @@ import pytest
 from hostile import JSON, SCREEN, SECONDS, Trap, data_config, make_run, state
 
 from harness.checkpoint.manifest import read_marks
-from harness.checkpoint.policy import load_incidents
+from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, ConfigError, DataError, HarnessError
 from harness.core.files import dump_json
 from harness.data.tokens import prepare
 from harness.replay.flight import read_records
-from harness.runs import read_outcome, read_plan, same_data_order
+from harness.run_folder import read_outcome, read_plan, same_data_order
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import Position
 
@@ -77,7 +77,7 @@ ADVISORY: Mapping[str, tuple[Callable[[Path], Any], Any]] = {
 }
 """By file: its reader, and what it says where there is none. These files only advise."""
 NEEDED: Mapping[str, tuple[Callable[[Path], Any], type[HarnessError]]] = {
-    "incidents.json": (load_incidents, CheckpointError),
+    "incidents.json": (load_ledger, CheckpointError),
     "data/corpus.json": (lambda folder: prepare(data_config(), folder), DataError),
     "data/train.bin": (lambda folder: prepare(data_config(), folder), DataError),
     f"{STEP}/manifest.json": (lambda folder: Store(folder / "checkpoints", readonly=True).load(1), CheckpointError),

@@ -24,7 +24,7 @@ ALLOWED = {
     ("harness/core/schema.py", "yaml.load"), ("harness/core/files.py", "json.loads"),
     ("harness/tracking/journal.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
     ("harness/precision/shape_probe.py", "json.loads"),
-    ("harness/runs.py", "json.loads"), ("harness/checkpoint/saver.py", "json.loads"),
+    ("harness/run_folder.py", "json.loads"), ("harness/checkpoint/saver.py", "json.loads"),
 }  # fmt: skip
 
 

@@ -15,11 +15,11 @@ from harness.core.config import ModelConfig
 from harness.core.errors import CheckpointError, ConfigError
 from harness.core.facts import StepFacts
 from harness.core.files import step_name, write_json
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.models import build_model
 from harness.replay.flight import FlightRecorder, Surroundings, read_records
 from harness.report import page as report
-from harness.runs import RunLock, read_outcome
+from harness.run_folder import RunLock, read_outcome
 from harness.tracking.journal import Journal
 
 pytestmark = pytest.mark.faults(24)
@@ -84,14 +84,14 @@ def test_records_of_bad_steps_cannot_have_other_folders_deleted(run_dir: Path) -
     facts = StepFacts(step=900, window=900, loss=1.0, grad_norm=1.0, lr=1e-3, loss_scale=1.0, applied=False,
                       applied_steps=1, tokens=4, seconds=0.1)  # fmt: skip
     recorder = FlightRecorder(run_dir, Store(run_dir / "checkpoints"), Surroundings("fp32", 1, "single", "cpu"))
-    recorder.keep(facts, [1], ["loss.skip"], Incidents())
+    recorder.keep(facts, [1], ["loss.skip"], RunLedger())
     kept = json.loads((run_dir / "flight" / "step-00000900" / "record.json").read_bytes())
     (run_dir / "flight" / "step-..").mkdir()
     for step in range(1, 6):
         write_json(record_of(run_dir, step), kept | {"step": f"../../../{victim.name}"})
     write_json(record_of(run_dir, 6), kept)
     assert [found.step for found in read_records(run_dir)] == [900]
-    recorder.keep(replace(facts, step=950), [1], ["loss.skip"], Incidents())
+    recorder.keep(replace(facts, step=950), [1], ["loss.skip"], RunLedger())
     assert (victim / "file").read_text() == "mine"
     write_json(record_of(run_dir, 5), kept | {"step": 5})
     assert [found.step for found in read_records(run_dir)] == [5, 900, 950], "with its own step it is a record"

@@ -66,7 +66,7 @@ def sleepy():
     model.register_forward_pre_hook(sleep)
     return model
 """
-STAGES = ("find_place", "build_plan", "build_data", "write_plan", "open_store", "open_telemetry", "build_run")
+STAGES = ("join_worker", "build_plan", "build_data", "write_plan", "open_store", "open_telemetry", "build_run")
 # The same, with signals from within: WHERE is what is going on when they come, "<signal> <how often>".
 WITHIN = """
 import os, signal, sys

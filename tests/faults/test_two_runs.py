@@ -29,7 +29,7 @@ from launch_support import (
 )
 
 from harness.core.errors import CheckpointError
-from harness.runs import RunLock
+from harness.run_folder import RunLock
 
 pytestmark = pytest.mark.faults(7)
 
@@ -39,7 +39,7 @@ CONTENDERS = 4
 CONTENDER = """
 import sys
 from pathlib import Path
-from harness.runs import RunLock
+from harness.run_folder import RunLock
 from harness.core.errors import CheckpointError
 print("ready", flush=True)
 for line in sys.stdin:

@@ -11,7 +11,6 @@ TORCHAO = (
     Mutation(
         16,
         "a compiled amax cannot be dropped",
-        _LINEAR,
         ', mutates=("after",))',
         ")",
         f"{_COMPILED} -k whatever_is_trained",
@@ -19,7 +18,6 @@ TORCHAO = (
     Mutation(
         16,
         "an amax is noted by what the compiler keeps",
-        _LINEAR,
         "found[needs.index(True)]",
         "found[0]",
         f"{_COMPILED} -k whatever_is_trained",
@@ -27,7 +25,6 @@ TORCHAO = (
     Mutation(
         16,
         "compiled layers are demoted, too",
-        _LINEAR,
         "        elif self.block.switching:\n",
         "        elif False:\n",
         f"{_COMPILED} -k back_in_fp8",
@@ -35,15 +32,13 @@ TORCHAO = (
     Mutation(
         16,
         "a copy of a torchao layer records nothing",
-        _LINEAR,
-        "record = torch.is_grad_enabled() and not self.follows",
-        "record = torch.is_grad_enabled()",
+        "record = torch.is_grad_enabled() and not self.follows\n        if not torch.compiler",
+        "record = torch.is_grad_enabled()\n        if not torch.compiler",
         f"{_COMPILED} -k deep_copy",
     ),
     Mutation(
         16,
         "scales of rows inside of an operator",
-        _LINEAR,
         "DispatchKey.AutogradFunctionality, False)",
         "DispatchKey.AutogradFunctionality, True)",
         f"{_COMPILED} -k rowwise",

@@ -8,7 +8,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "a request whose answer was lost is looked up, not repeated",
-        "harness/tracking/shipper.py",
         'FIXED = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}',
         'FIXED = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}',
         "tests/faults/test_tracking_outages.py::test_a_server_that_fails_delays_delivery_and_nothing_else[swallow]",
@@ -16,7 +15,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "a resumed run is running again",
-        "harness/tracking/mlflow.py",
         'if self._status != "RUNNING":',
         "if False:",
         "tests/faults/test_tracking_outages.py::test_a_server_that_fails_delays_delivery_and_nothing_else[refuse]",
@@ -24,7 +22,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "rows keep the journal's time, by which MLflow knows them again",
-        "harness/tracking/mlflow.py",
         "stamp = _milliseconds(row)",
         'stamp = __import__("time").time_ns() // 10**6',
         "tests/unit/tracking/test_shipper.py -k killed_midway",
@@ -32,7 +29,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "a run delivered late has the times of the run",
-        "harness/tracking/mlflow.py",
         "start_time=_milliseconds(first) if first else None,",
         "start_time=None,",
         "tests/faults/test_tracking_outages.py::test_a_run_that_ends_in_an_outage_can_be_delivered_from_elsewhere[error]",
@@ -40,7 +36,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         19,
         "half a row is taken back before the next",
-        "harness/tracking/journal.py",
         "            self._torn = end\n",
         "",
         "tests/faults/test_journal_disk.py -k half_a_row",
@@ -48,7 +43,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         19,
         "a disk that refuses a row is not raised into training",
-        "harness/tracking/journal.py",
         "        except OSError:\n            pass\n",
         "        except KeyError:\n            pass\n",
         "tests/faults/test_journal_disk.py -k any_call_costs",
@@ -56,7 +50,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         19,
         "rows lost are counted and told",
-        "harness/tracking/journal.py",
         "self._lost += 1",
         "pass",
         "tests/faults/test_journal_disk.py -k any_call_costs",
@@ -64,7 +57,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         26,
         "times of rows come from a clock that nobody can set",
-        "harness/tracking/journal.py",
         "return self._offset + _elapsed()",
         "return time.time()",
         "tests/faults/test_clock_jumps.py -k rows_keep",
@@ -72,7 +64,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         26,
         "a resume goes on from the time of the last row",
-        "harness/tracking/journal.py",
         "max(time.time(), not_before)",
         "time.time()",
         "tests/faults/test_clock_jumps.py -k rows_keep",
@@ -80,7 +71,6 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         26,
         "time limits follow a clock that nobody can set",
-        "harness/stop.py",
         "and time.monotonic() >= self._deadline",
         "and time.time() >= self._deadline",
         "tests/faults/test_clock_jumps.py -k only_the_rows_clock",

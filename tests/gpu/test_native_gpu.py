@@ -63,8 +63,8 @@ def test_torch_operations_give_the_same_bits_as_the_kernel(fp8_gpu: torch.device
     fused = nn.Sequential(nn.Linear(256, 512)).to(fp8_gpu)
     plain = copy.deepcopy(fused)
     backends = [backend_on(model, "native", fp8_gpu) for model in (fused, plain)]
-    arena = backends[1].arena  # type: ignore[attr-defined]
-    arena.cast = native_triton.quantize_pair
+    buffers = backends[1].slot_buffers  # type: ignore[attr-defined]
+    buffers.cast = native_triton.quantize_pair
     for number in range(3):
         x = 10.0**number * torch.randn(200, 256, device=fp8_gpu)
         grad = torch.randn(200, 512, device=fp8_gpu, dtype=torch.bfloat16)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.build import build_data, build_plan, build_run, find_place, open_store, open_telemetry
+from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry
 from harness.core.config import load_config
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.precision.recipe import Recipe, load_recipe
 from harness.run import Run, train_step
 from harness.tracking.console import Console
@@ -31,14 +31,14 @@ def native_recipe(stats_every: int) -> Recipe:
 def run(tmp_path: Path, fp8_gpu: torch.device, request: pytest.FixtureRequest) -> Iterator[Run]:
     config = load_config("tiny", [f"data.path={TEXT}"])
     recipe = native_recipe(request.param)
-    place = find_place(config, "python")
-    plan, model = build_plan(config, recipe, place)
-    data = build_data(config, tmp_path, place)
-    store = open_store(tmp_path, place)
+    worker = join_worker(config, "python")
+    plan, model = build_plan(config, recipe, worker)
+    data = build_data(config, tmp_path, worker)
+    store = open_store(tmp_path, worker)
     with open(os.devnull, "w") as quiet:
         screen = Console(config.train.steps, stream=quiet)
-        with open_telemetry(config, tmp_path, place, screen) as telemetry:
-            yield build_run(config, recipe, tmp_path, place, plan, model, data, telemetry, Incidents(), store)
+        with open_telemetry(config, tmp_path, worker, screen) as telemetry:
+            yield build_run(config, recipe, tmp_path, worker, plan, model, data, telemetry, RunLedger(), store)
 
 
 @pytest.mark.parametrize("run", [1, 1000], indirect=True, ids=["statistics-every-step", "no-statistics"])

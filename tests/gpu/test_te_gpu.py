@@ -98,7 +98,7 @@ def test_a_demoted_layer_is_bf16_and_returns_with_a_warm_scale(pair: Pair, fp8_g
 def test_with_every_layer_in_bf16_histories_go_on(pair: Pair, fp8_gpu: torch.device) -> None:
     backend, model = pair
     window(backend, model, *batch(fp8_gpu))
-    backend.lower("bf16")
+    backend.fall_back("bf16")
     assert backend.demoted == ("00", "01")
     x, grad = batch(fp8_gpu, 3.0)
     window(backend, model, x, grad)

@@ -32,7 +32,7 @@ class AutocastBackend:
     def __init__(self, precision: str, device: torch.device, loss_scale: LossScale | None = None) -> None:
         self.dtype, self.device, self._loss_scale = DTYPES[precision], device, loss_scale
         self._planned = precision
-        self.lowered = ""
+        self.fell_back_to = ""
         self.note = "torch.autocast" if self.dtype else "no autocast"
         self._nothing = torch.zeros(0, device=device)
 
@@ -67,23 +67,23 @@ class AutocastBackend:
     def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
         """No layer can be named here, so there is nothing to switch."""
 
-    def lower(self, precision: str) -> None:
+    def fall_back(self, precision: str) -> None:
         """From fp16 to "bf16" or "fp32", neither of which needs a loss scale."""
-        self.lowered, self.dtype = precision, DTYPES[precision]
+        self.fell_back_to, self.dtype = precision, DTYPES[precision]
         if self._loss_scale is not None:
             self._loss_scale.retire()
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """Empty, but for the names that readers look for."""
-        return {}, {"slots": [], "demoted": [], "lowered": self.lowered}
+        return {}, {"slots": [], "demoted": [], "lowered": self.fell_back_to}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore which precision the run is in; the loss scale restores itself.
 
         Only fp16 falls: what a run of another rung fell to says nothing of this one.
         """
-        self.lowered = meta["lowered"] if self._planned == "fp16" and not meta["slots"] else ""
-        self.dtype = DTYPES[self.lowered or self._planned]
+        self.fell_back_to = meta["lowered"] if self._planned == "fp16" and not meta["slots"] else ""
+        self.dtype = DTYPES[self.fell_back_to or self._planned]
 
 
 def of_plan(

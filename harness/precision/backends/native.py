@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
-from harness.precision.backends.arena import Arena, keep_freed_memory
 from harness.precision.backends.native_gemm import Carrier, Operand, has_fp8_units, operands_as_they_are, plain_operand
+from harness.precision.backends.slot_buffers import SlotBuffers, keep_freed_memory
 from harness.precision.compiling import Block, Blocks, define, layer_of, register
 from harness.precision.layers import pickled_as_linear, swap_linears, twin
 from harness.precision.plan import Plan, pad_numbers
@@ -35,7 +35,7 @@ from harness.precision.recipe import Recipe
 
 Needs = tuple[bool, bool, bool]
 # Attributes that a plain Linear has not, or that must not be copied.
-_OF_THE_LAYER = {"arena", "slot", "block", "handle", "follows", "_compiled_call_impl"}
+_OF_THE_LAYER = {"slot_buffers", "slot", "block", "handle", "follows", "_compiled_call_impl"}
 
 
 class NativeLinear(nn.Linear):
@@ -50,23 +50,23 @@ class NativeLinear(nn.Linear):
     compiled block is not compiled.
     """
 
-    arena: Arena
+    slot_buffers: SlotBuffers
     slot: int
     block: Block
     handle: Tensor
     follows: bool = False
 
-    def attach(self, arena: Arena, slot: int, block: Block) -> None:
-        """Take slots `slot` to `slot + 2` of `arena`."""
-        self.arena, self.slot, self.block, self.handle = arena, slot, block, register(self)
+    def attach(self, buffers: SlotBuffers, slot: int, block: Block) -> None:
+        """Take slots `slot` to `slot + 2` of `buffers`."""
+        self.slot_buffers, self.slot, self.block, self.handle = buffers, slot, block, register(self)
 
     @property
     def demoted(self) -> bool:
         """In BF16 now, keeping a shadow amax so that the layer can return to FP8 with a warm scale."""
-        return self.slot in self.arena.demoted
+        return self.slot in self.slot_buffers.demoted
 
     def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not self.arena.active or not input.is_floating_point():  # F.linear says what is wrong with integers
+        if not self.slot_buffers.active or not input.is_floating_point():  # F.linear says what is wrong with integers
             return F.linear(input, self.weight, self.bias)
         record = torch.is_grad_enabled() and not self.follows
         if torch.compiler.is_compiling():
@@ -80,19 +80,19 @@ class NativeLinear(nn.Linear):
     def _compiled(self, rows: Tensor, record: bool) -> Tensor:
         """Traced: every attribute read here is a guard, which two blocks or two windows may share or not."""
         given = (self.weight, self.bias, self.handle, record)
-        if self.arena.traced is None:
+        if self.slot_buffers.traced is None:
             return linear_operator(rows.to(torch.bfloat16), *given)[0]
-        linear, switching = self.arena.traced
+        linear, switching = self.slot_buffers.traced
         if self.block.switching:
             return switching(rows.to(torch.bfloat16), *given)
-        return linear(rows, *given, self.arena.gradient)
+        return linear(rows, *given, self.slot_buffers.gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLinear:
         made = memo[id(self)] = type(self).__new__(type(self))
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_LAYER}
         made.__dict__.update(copy.deepcopy(state, memo))
         made.follows = True
-        made.attach(self.arena, self.slot, self.block)
+        made.attach(self.slot_buffers, self.slot, self.block)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -103,20 +103,20 @@ class NativeLinear(nn.Linear):
     def quantized_weight(self, weight: Tensor, record: bool, rights: bool = True) -> Operand:
         """`weight` as an operand under the current scale, quantised once per optimizer step.
 
-        Fused optimizers do not bump a Parameter's version: arena epoch and window stand for it. Without `record` the
+        Fused optimizers do not bump a Parameter's version: epoch and window stand for it. Without `record` the
         weights may be anything (an evaluation of averaged ones, say) and are quantised every time. rights: backward
         wants it, too.
         """
         if not record:
-            return self.arena.operand(weight.detach(), self.slot + 1, record, rights)
-        key = (self.arena.epoch, self.arena.window, weight._version, weight.data_ptr())
-        held = self.arena.weights.get(self.slot)
+            return self.slot_buffers.operand(weight.detach(), self.slot + 1, record, rights)
+        key = (self.slot_buffers.epoch, self.slot_buffers.window, weight._version, weight.data_ptr())
+        held = self.slot_buffers.weights.get(self.slot)
         if held is not None and held[0] == key:
             return held[1]
         plain = weight.detach()
-        quantized = self.arena.operand(plain, self.slot + 1, record)
+        quantized = self.slot_buffers.operand(plain, self.slot + 1, record)
         # Holding the weight keeps its address: freed, it could be that of the next one that somebody computes.
-        self.arena.weights[self.slot] = (key, quantized, plain)
+        self.slot_buffers.weights[self.slot] = (key, quantized, plain)
         return quantized
 
     def multiply(
@@ -127,14 +127,14 @@ class NativeLinear(nn.Linear):
         rows: [m, k] of any float dtype. needs: gradients of rows, weight and bias that somebody will want. A demoted
         layer's operands are plain bfloat16.
         """
-        arena, slot = self.arena, self.slot
+        buffers, slot = self.slot_buffers, self.slot
         if self.demoted:
             left, right = plain_operand(rows), plain_operand(weight)
             if record:
-                arena.observe(left.values, slot)
-                arena.observe(weight, slot + 1)
+                buffers.observe(left.values, slot)
+                buffers.observe(weight, slot + 1)
         else:
-            left = arena.activation(rows, slot, record, needs[1])
+            left = buffers.activation(rows, slot, record, needs[1])
             right = self.quantized_weight(weight, record, needs[0])
         return left.nt(right, bias), left, right
 
@@ -145,15 +145,15 @@ class NativeLinear(nn.Linear):
 
         grad: [m, n] of any float dtype. The operands are `multiply`'s.
         """
-        arena, slot = self.arena, self.slot + 2
+        buffers, slot = self.slot_buffers, self.slot + 2
         grad = grad.to(torch.bfloat16).contiguous()
         grad_bias = grad.sum(0, dtype=torch.float32) if needs[2] else None
         if isinstance(left, Carrier) and left.inverse is None:
             scaled: Operand = Carrier(grad)
             if record:
-                arena.observe(grad, slot)
+                buffers.observe(grad, slot)
         else:
-            scaled = arena.activation(grad, slot, record, needs[1])
+            scaled = buffers.activation(grad, slot, record, needs[1])
         grad_rows = scaled.nn(right) if needs[0] else None
         grad_weight = scaled.tn(left) if needs[1] else None
         self.release(record)
@@ -161,8 +161,8 @@ class NativeLinear(nn.Linear):
 
     def release(self, record: bool) -> None:
         """Backward has used the quantised weight."""
-        if record and self.arena.may_release():
-            self.arena.weights.pop(self.slot, None)
+        if record and self.slot_buffers.may_release():
+            self.slot_buffers.weights.pop(self.slot, None)
 
 
 class _Matmul(torch.autograd.Function):
@@ -210,7 +210,7 @@ def _linear(
     assert isinstance(left, Carrier)
     # An operator's outputs may not alias its inputs.
     values = left.values.clone() if left.inverse is None else left.values
-    return out, values, torch.tensor([layer.arena.inverses[layer.slot]], device=rows.device)
+    return out, values, torch.tensor([layer.slot_buffers.inverses[layer.slot]], device=rows.device)
 
 
 def _fake_linear(
@@ -267,7 +267,7 @@ linear_operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.fp8_linear
 
 
 class NativeBackend:
-    """Delayed scaling for the Linear layers that the plan names, on one arena.
+    """Delayed scaling for the Linear layers that the plan names, in one SlotBuffers.
 
     fp8_units: multiply FP8 bytes by `torch._scaled_mm`, which a CPU has too, for tests; None: where the GPU can.
     """
@@ -281,14 +281,14 @@ class NativeBackend:
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         on_units = has_fp8_units(device) if fp8_units is None else fp8_units
-        self.arena = _arena_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
+        self.slot_buffers = _buffers_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
         self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
         self._blocks = Blocks(model, NativeLinear)
         for index, module in enumerate(self.modules.values()):
-            module.attach(self.arena, 3 * index, self._blocks.of(module))
-        self.slot_names = self.arena.names
-        self.note = self.arena.kernel_note
-        self.lowered = ""
+            module.attach(self.slot_buffers, 3 * index, self._blocks.of(module))
+        self.slot_names = self.slot_buffers.names
+        self.note = self.slot_buffers.kernel_note
+        self.fell_back_to = ""
 
     @property
     def demoted(self) -> tuple[str, ...]:
@@ -298,87 +298,89 @@ class NativeBackend:
     @contextmanager
     def context(self) -> Iterator[None]:
         """FP8 in the converted layers, bf16 autocast elsewhere. With gradients off it leaves no trace."""
-        with self._active(), torch.autocast(self.arena.device.type, dtype=torch.bfloat16):
+        with self._active(), torch.autocast(self.slot_buffers.device.type, dtype=torch.bfloat16):
             yield
 
     @contextmanager
     def backward_context(self, last: bool | None = None) -> Iterator[None]:
         """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
-        self.arena.backward_begins(last)
+        self.slot_buffers.backward_begins(last)
         with self._active():
             yield
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        if self.arena.active:
+        if self.slot_buffers.active:
             raise MisuseError(
                 Problem("precision contexts do not nest", "context()", fix="leave the first context before the next")
             )
-        self.arena.active = True
+        self.slot_buffers.active = True
         try:
             yield
         finally:
-            self.arena.active = False
+            self.slot_buffers.active = False
 
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins; `sample`: measure underflow, clipped share and SQNR too."""
-        if sample is not self.arena.sampling:
-            self.arena.sampling = sample
+        if sample is not self.slot_buffers.sampling:
+            self.slot_buffers.sampling = sample
             self._mark_blocks()
-        self.arena.begin_window(sample)
+        self.slot_buffers.begin_window(sample)
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """After backward of one micro-batch. reduce: MAX over ranks, used only under `roll: micro_batch`."""
-        self.arena.end_micro_batch(reduce)
+        self.slot_buffers.end_micro_batch(reduce)
 
     def amax(self) -> Tensor:
         """What the window's one MAX all-reduce must carry: staging amax, float32 [slots]; a copy."""
-        self.arena.before_update()
-        return self.arena.staged()
+        self.slot_buffers.before_update()
+        return self.slot_buffers.staged()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update scales unless skipped; float32 [6, slots] statistics (rows: arena.STAT_ROWS)."""
-        self.arena.end_window(amax, skip)
-        return self.arena.stats(mean(self.arena.sums) if self.arena.sampling else self.arena.sums)
+        """Update scales unless skipped; float32 [6, slots] statistics (rows: slot_buffers.STAT_ROWS)."""
+        self.slot_buffers.end_window(amax, skip)
+        return self.slot_buffers.stats(
+            mean(self.slot_buffers.sums) if self.slot_buffers.sampling else self.slot_buffers.sums
+        )
 
     def scrubbed(self) -> Tensor:
         """Infinite amaxes dropped in this window, float32 0-d."""
-        return self.arena.scrubbed
+        return self.slot_buffers.scrubbed
 
     def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
         """Move layers (padded names) to BF16 and back, between two steps."""
         by_name = {pad_numbers(name): module for name, module in self.modules.items()}
-        self.arena.demoted |= {by_name[name].slot for name in demote}
-        self.arena.demoted -= {by_name[name].slot for name in promote}
+        self.slot_buffers.demoted |= {by_name[name].slot for name in demote}
+        self.slot_buffers.demoted -= {by_name[name].slot for name in promote}
         self._mark_blocks()
 
     def _mark_blocks(self) -> None:
-        self._blocks.mark(self.arena.sampling, [module for module in self.modules.values() if module.demoted])
+        self._blocks.mark(self.slot_buffers.sampling, [module for module in self.modules.values() if module.demoted])
 
-    def lower(self, precision: str) -> None:
+    def fall_back(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
-        self.lowered = precision
+        self.fell_back_to = precision
         self.switch([pad_numbers(layer) for layer in self.layers], ())
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """The arena's state and the demoted set."""
-        tensors, meta = self.arena.state_dict()
-        return tensors, {**meta, "demoted": list(self.demoted), "lowered": self.lowered}
+        """The slots' state and the demoted set."""
+        tensors, meta = self.slot_buffers.state_dict()
+        return tensors, {**meta, "demoted": list(self.demoted), "lowered": self.fell_back_to}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore scales, histories and which layers are in BF16. Raises CheckpointError if slots differ.
 
         What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
         """
-        self.arena.load_state_dict(tensors, meta)
-        self.lowered = meta["lowered"] if meta["slots"] else ""
-        self.arena.demoted.clear()
+        self.slot_buffers.load_state_dict(tensors, meta)
+        self.fell_back_to = meta["lowered"] if meta["slots"] else ""
+        self.slot_buffers.demoted.clear()
         self.switch(meta["demoted"], ())
 
 
-def _arena_of(on_units: bool) -> type[Arena]:
+def _buffers_of(on_units: bool) -> type[SlotBuffers]:
     if not on_units:
-        return Arena
-    from harness.precision.backends.native_fp8 import Fp8Arena  # and with it Triton and dynamo: seconds
+        return SlotBuffers
+    from harness.precision.backends.native_fp8 import Fp8SlotBuffers  # and with it Triton and dynamo: seconds
 
-    return Fp8Arena
+    return Fp8SlotBuffers

@@ -5,7 +5,7 @@ device: scales and inverses are read there. Bit for bit the values of the bfloat
 
 Under torch.compile the compiler sees casts and amaxes, and fuses them with their neighbours; GEMMs, weights and the FP8
 state are in operators that it calls. A graph finds its layer by its handle (`precision.compiling`); what such an
-operator reads and writes of the FP8 state is not known to the compiler. An amax reaches the arena through the GEMM that
+operator reads and writes of the FP8 state is not known to the compiler. An amax reaches its slot through the GEMM that
 follows it, so that none can be dropped, and recomputed activations record the same one again.
 
 Layers of a block in which one is demoted, and all layers in a sampled window, go another way, through one operator that
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harness.precision.backends import native_triton
-from harness.precision.backends.arena import Arena
 from harness.precision.backends.native_gemm import Carrier, Fp8Pair, Operand, operands_as_they_are, padded
 from harness.precision.backends.native_gemm import plain_operand as plain
+from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.compiling import define, layer_of
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS, SampledStats
@@ -94,8 +94,8 @@ def _cast(x: Tensor, scale: Tensor, fmt: str, transpose: bool) -> tuple[Tensor, 
 def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
     """float32 [6]: scales of input, weight and grad_output, then their inverses. after: says when they are read."""
     layer = layer_of(handle)
-    arena, slot = layer.arena, layer.slot
-    return torch.cat([arena.scale[slot : slot + 3], arena.inverse[slot : slot + 3]])
+    buffers, slot = layer.slot_buffers, layer.slot
+    return torch.cat([buffers.scale[slot : slot + 3], buffers.inverse[slot : slot + 3]])
 
 
 def _fake_scales(handle: Tensor, after: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def _fp8_forward(
     """The forward GEMM: rows FP8 [m, k], cast under `scales`; bfloat16 [m, n]. Quantises the weight if need be."""
     layer = layer_of(handle)
     if record:
-        layer.arena.stage(layer.slot, amax)
+        layer.slot_buffers.stage(layer.slot, amax)
     left = Fp8Pair(rows, None, scales[_INVERSE : _INVERSE + 1])
     return left.nt(layer.quantized_weight(weight, record), bias)
 
@@ -138,7 +138,7 @@ def _fp8_backward(
     """
     layer = layer_of(handle)
     if record:
-        layer.arena.stage(layer.slot + 2, amax)
+        layer.slot_buffers.stage(layer.slot + 2, amax)
     left = Fp8Pair(grad, turned, scales[_INVERSE + 2 : _INVERSE + 3])
     nothing = grad.new_empty(0, dtype=torch.bfloat16)
     rows = left.nn(layer.quantized_weight(weight, record)) if needs[0] else nothing
@@ -195,8 +195,8 @@ def _fp8_switching_backward(
             left: Operand = Carrier(rows)
             right: Operand = plain(weight)
         else:
-            arena, inverse = cast("Fp8Arena", layer.arena), then[_INVERSE : _INVERSE + 1]
-            left = arena.again(rows.contiguous(), then[_SCALE : _SCALE + 1], inverse, layer.slot)
+            buffers, inverse = cast("Fp8SlotBuffers", layer.slot_buffers), then[_INVERSE : _INVERSE + 1]
+            left = buffers.again(rows.contiguous(), then[_SCALE : _SCALE + 1], inverse, layer.slot)
             right = layer.quantized_weight(weight, record)
         found = layer.gradients(grad, left, right, record, (needs[0], needs[1], needs[2]))
     nothing = [grad.new_empty(0) if value is None else value for value in found[:2]]
@@ -239,8 +239,8 @@ def switching(rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor,
     return _ops.fp8_switching(rows, weight, bias, handle, record)[0]
 
 
-class Fp8Arena(Arena):
-    """An arena that casts to `Fp8Pair`s, with statistics on samples of large tensors.
+class Fp8SlotBuffers(SlotBuffers):
+    """Slot buffers that cast to `Fp8Pair`s, with statistics on samples of large tensors.
 
     A quantised weight serves all micro-batches of a window. In the last one backward gives it up layer by layer, as
     autograd does with the bfloat16 weights of autocast: kept until the update it would add to the peak. Where nobody
@@ -258,13 +258,13 @@ class Fp8Arena(Arena):
         self._backwards, self._expected, self._last = 0, 1, True
 
     def begin_window(self, sample: bool = False) -> None:
-        """As `Arena.begin_window`."""
+        """As `SlotBuffers.begin_window`."""
         super().begin_window(sample)
         self.sampled.sampling = sample
         self._backwards = 0
 
     def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Fp8Pair:
-        """As `Arena.activation`; the rounding to bfloat16 is part of the cast."""
+        """As `SlotBuffers.activation`; the rounding to bfloat16 is part of the cast."""
         if rows.dtype not in native_triton.DTYPES:
             rows = rows.to(torch.bfloat16)
         if record and self.sampling:
@@ -272,7 +272,7 @@ class Fp8Arena(Arena):
         return self._pair(rows.contiguous(), slot, record, rights, through_bf16=True)
 
     def operand(self, x: Tensor, slot: int, record: bool, rights: bool = True) -> Fp8Pair:
-        """As `Arena.operand`."""
+        """As `SlotBuffers.operand`."""
         if x.dtype not in native_triton.DTYPES:
             x = x.float()
         if record and self.sampling:
@@ -291,7 +291,7 @@ class Fp8Arena(Arena):
         return Fp8Pair(None, pair[1], inverse)
 
     def observe(self, x: Tensor, slot: int) -> None:
-        """As `Arena.observe`."""
+        """As `SlotBuffers.observe`."""
         if self.sampling:
             self.sampled.add(slot, x, self.scale[slot])
         self._stage(x, slot)
@@ -301,12 +301,12 @@ class Fp8Arena(Arena):
         return self._last
 
     def backward_begins(self, last: bool | None) -> None:
-        """As `Arena.backward_begins`."""
+        """As `SlotBuffers.backward_begins`."""
         self._backwards += 1
         self._last = self._backwards >= self._expected if last is None else last
 
     def before_update(self) -> None:
-        """As `Arena.before_update`; the weights that are left are of no more use."""
+        """As `SlotBuffers.before_update`; the weights that are left are of no more use."""
         self.weights.clear()
         self._expected = max(1, self._backwards)
 

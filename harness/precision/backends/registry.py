@@ -98,7 +98,7 @@ def _te_lacks(scaling: str, facts: MachineFacts) -> str:
 
 def _native_fp8(facts: MachineFacts, tier: Tier, _: str) -> Answer:
     if tier is Tier.CPU:
-        return True, "rehearsal in PyTorch: FP8 values held in bf16"
+        return True, "emulation in PyTorch: FP8 values held in bf16"
     if tier in _FP8_TIERS:
         return True, "torch._scaled_mm on FP8 tensor cores"
     return False, f"torch._scaled_mm needs compute capability 8.9 or more, {_here(facts, tier)}"

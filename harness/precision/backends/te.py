@@ -87,7 +87,7 @@ class TransformerEngineBackend:
             self._scales = DelayedScales(list(self.modules.values()), fp8, fp8_max, library.version)
         else:
             self._scales = TensorScales(fp8_max, self._watch.amax, blocks=fp8.scaling == "block")
-        self.lowered = ""
+        self.fell_back_to = ""
         self._open = 0
 
     def _start(self) -> None:
@@ -180,9 +180,9 @@ class TransformerEngineBackend:
         self._watch.demoted |= {self.modules[name].slot for name in demote}
         self._watch.demoted -= {self.modules[name].slot for name in promote}
 
-    def lower(self, precision: str) -> None:
+    def fall_back(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
-        self.lowered = precision
+        self.fell_back_to = precision
         self.switch(list(self.modules), ())
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
@@ -192,7 +192,7 @@ class TransformerEngineBackend:
         state is a pickle, and empty after a BF16 forward: never used.
         """
         meta: Meta = {"slots": list(self.slot_names), "formats": list(self.formats), "demoted": list(self.demoted)}
-        return self._scales.tensors(), {**meta, "scaling": self.scaling, "lowered": self.lowered}
+        return self._scales.tensors(), {**meta, "scaling": self.scaling, "lowered": self.fell_back_to}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore in place. Raises CheckpointError naming what differs: slots, formats, scaling or history length.
@@ -203,12 +203,12 @@ class TransformerEngineBackend:
             here = self._scales.tensors()
             new = {"history": torch.zeros_like(here["history"]), "scale": torch.ones_like(here["scale"])}
             self._scales.load(new)
-            self.lowered = ""
+            self.fell_back_to = ""
             self.switch((), list(self.modules))
             return
         self._check_same(tensors, meta)
         self._scales.load(tensors)
-        self.lowered = meta["lowered"]
+        self.fell_back_to = meta["lowered"]
         self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])
 
     def _check_same(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:

@@ -301,7 +301,7 @@ class TorchaoBackend:
         self._blocks = Blocks(model, WatchedLinear)
         for index, module in enumerate(self.modules.values()):
             module.attach(self._watch, 3 * index, self._blocks.of(module))
-        self.lowered = ""
+        self.fell_back_to = ""
 
     @property
     def demoted(self) -> tuple[str, ...]:
@@ -359,9 +359,9 @@ class TorchaoBackend:
         demoted = [module for module in self.modules.values() if module.demoted]
         self._blocks.mark(self._watch.stats.sampling, demoted)
 
-    def lower(self, precision: str) -> None:
+    def fall_back(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
-        self.lowered = precision
+        self.fell_back_to = precision
         self.switch([pad_numbers(layer) for layer in self.layers], ())
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
@@ -370,7 +370,7 @@ class TorchaoBackend:
             "slots": list(self.slot_names),
             "formats": ["dynamic"] * len(self.slot_names),
             "demoted": list(self.demoted),
-            "lowered": self.lowered,
+            "lowered": self.fell_back_to,
         }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -382,6 +382,6 @@ class TorchaoBackend:
             fix = "resume with the recipe and model that wrote the checkpoint"
             raise CheckpointError(Problem("FP8 state is of other slots, or of delayed scaling", "fp8 state", fix=fix))
         self._watch.amax.copy_(tensors["history"][0] if meta["slots"] else torch.zeros_like(self._watch.amax))
-        self.lowered = meta["lowered"] if meta["slots"] else ""
+        self.fell_back_to = meta["lowered"] if meta["slots"] else ""
         self._watch.demoted.clear()
         self.switch(meta["demoted"] if meta["slots"] else (), ())

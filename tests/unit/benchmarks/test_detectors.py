@@ -15,7 +15,7 @@ from benchmarks.loss_traces import SETTLED, Trace, read_run, read_traces, synthe
 from harness.core.config import GuardConfig
 from harness.core.errors import DataError
 from harness.core.metrics import row
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.tracking.journal import encode
 
 TRACES = RESULTS / "traces_quickstart_cpu.json"
@@ -117,7 +117,7 @@ def journal(folder: Path, skipped: int | None = None, steps: int = 5) -> Path:
     rows: list[dict[str, Any]] = [{"kind": "run", "params": {"train.seed": 3}}]
     for step in range(1, steps + 1):
         facts = gate.feed(math.nan if step == skipped else 2.0 / step, 0.1 * step)[0]
-        rows.append({"kind": "metrics", "step": step, "attempt": 1, "metrics": row(facts, Incidents(), False)})
+        rows.append({"kind": "metrics", "step": step, "attempt": 1, "metrics": row(facts, RunLedger(), False)})
     (folder / "journal.jsonl").write_bytes(b"".join(encode(row) for row in rows))
     return folder
 

@@ -15,7 +15,7 @@ from trace_support import CADENCE, SLOTS, clean_trace
 from benchmarks.traces import read_trace, resample
 from harness.core.errors import ConfigError, DataError
 from harness.core.metrics import row
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.tracking.journal import encode
 
 RECORDED, START, BLOCK = 100, 20, 40
@@ -66,7 +66,7 @@ def test_blocks_that_would_break_the_cadence_or_do_not_fit_are_refused(
 def _rows(steps: int) -> list[dict[str, Any]]:
     facts = clean_trace(steps).facts()
     return [
-        {"kind": "metrics", "step": one.step, "attempt": 1, "metrics": row(one, Incidents(), True)} for one in facts
+        {"kind": "metrics", "step": one.step, "attempt": 1, "metrics": row(one, RunLedger(), True)} for one in facts
     ]
 
 

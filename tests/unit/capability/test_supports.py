@@ -74,7 +74,7 @@ def test_slow_ways_on_a_cpu_say_so() -> None:
     assert "slow" in can_run("autocast", "fp16", machine(Tier.CPU), Tier.CPU)[1]
     assert "slow" in can_run("autocast", "bf16", machine(Tier.CPU), Tier.CPU)[1]
     assert "amx_bf16" in can_run("autocast", "bf16", machine(Tier.CPU, isa=("amx_bf16",)), Tier.CPU)[1]
-    assert "rehearsal in PyTorch" in can_run("native", "fp8", machine(Tier.CPU), Tier.CPU)[1]
+    assert "emulation in PyTorch" in can_run("native", "fp8", machine(Tier.CPU), Tier.CPU)[1]
 
 
 @pytest.mark.parametrize(("backend", "precision"), [("native", "bf16"), ("nccl", "fp8"), ("autocast", "fp8")])

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from harness.core.errors import CheckpointError, ExitCode
-from harness.runs import RunLock
+from harness.run_folder import RunLock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from harness.runs import RunLock
+from harness.run_folder import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("locked", flush=True)
 time.sleep(60)

@@ -1,4 +1,4 @@
-"""Goodness is earned by healthy steps in a row; retention never leaves fewer than two that verify."""
+"""Checkpoints become rollback targets by healthy steps in a row; retention never leaves fewer than two that verify."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.policy import Goodness, Retention, best
+from harness.checkpoint.policy import Retention, RollbackTargets, best
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
 
@@ -24,107 +24,107 @@ def damage(store: Store, step: int) -> None:
     (store.path(step) / "state.json").write_bytes(b"{}")
 
 
-def healthy(goodness: Goodness, *steps: int) -> None:
+def healthy(targets: RollbackTargets, *steps: int) -> None:
     for step in steps:
-        goodness.observe(step, True)
+        targets.observe(step, True)
 
 
 def test_a_checkpoint_is_good_after_enough_healthy_steps(tmp_path: Path) -> None:
-    goodness = Goodness(saved(tmp_path, 10), 3)
-    goodness.saved(10)
-    healthy(goodness, 9, 10, 11)
-    assert goodness.newest_good() is None
-    healthy(goodness, 12)
-    assert goodness.newest_good() == 10
+    targets = RollbackTargets(saved(tmp_path, 10), 3)
+    targets.saved(10)
+    healthy(targets, 9, 10, 11)
+    assert targets.newest_good() is None
+    healthy(targets, 12)
+    assert targets.newest_good() == 10
 
 
 def test_an_unhealthy_step_starts_the_count_again(tmp_path: Path) -> None:
-    goodness = Goodness(saved(tmp_path, 10), 3)
-    goodness.saved(10)
-    healthy(goodness, 10, 11)
-    goodness.observe(12, False)
-    healthy(goodness, 13, 14)
-    assert goodness.newest_good() is None
-    healthy(goodness, 15)
-    assert goodness.newest_good() == 10
+    targets = RollbackTargets(saved(tmp_path, 10), 3)
+    targets.saved(10)
+    healthy(targets, 10, 11)
+    targets.observe(12, False)
+    healthy(targets, 13, 14)
+    assert targets.newest_good() is None
+    healthy(targets, 15)
+    assert targets.newest_good() == 10
 
 
 def test_each_checkpoint_earns_its_own(tmp_path: Path) -> None:
-    goodness = Goodness(saved(tmp_path, 10, 12), 3)
-    goodness.saved(10)
-    healthy(goodness, 10, 11)
-    goodness.saved(12)
-    healthy(goodness, 12)
-    assert goodness.newest_good() == 10
-    healthy(goodness, 13, 14)
-    assert goodness.newest_good() == 12
+    targets = RollbackTargets(saved(tmp_path, 10, 12), 3)
+    targets.saved(10)
+    healthy(targets, 10, 11)
+    targets.saved(12)
+    healthy(targets, 12)
+    assert targets.newest_good() == 10
+    healthy(targets, 13, 14)
+    assert targets.newest_good() == 12
 
 
 def test_goodness_survives_a_restart_and_waiting_is_taken_up_again(tmp_path: Path) -> None:
-    goodness = Goodness(saved(tmp_path, 10, 20), 2)
-    goodness.saved(10)
-    healthy(goodness, 10, 11)
-    goodness.saved(20)
-    healthy(goodness, 20)
-    again = Goodness(Store(tmp_path), 2)
+    targets = RollbackTargets(saved(tmp_path, 10, 20), 2)
+    targets.saved(10)
+    healthy(targets, 10, 11)
+    targets.saved(20)
+    healthy(targets, 20)
+    again = RollbackTargets(Store(tmp_path), 2)
     assert again.newest_good() == 10
     again.resumed(20, {})
     healthy(again, 20, 21)
-    assert Goodness(Store(tmp_path), 2).newest_good() == 20
+    assert RollbackTargets(Store(tmp_path), 2).newest_good() == 20
 
 
 def test_without_healthy_steps_asked_for_a_save_is_good_at_once(tmp_path: Path) -> None:
-    goodness = Goodness(saved(tmp_path, 10), 0)
-    goodness.saved(10)
-    assert goodness.newest_good() == 10
+    targets = RollbackTargets(saved(tmp_path, 10), 0)
+    targets.saved(10)
+    assert targets.newest_good() == 10
 
 
 def test_a_good_checkpoint_that_is_damaged_or_gone_is_passed_over(tmp_path: Path) -> None:
     store = saved(tmp_path, 10, 20, 30)
-    goodness = Goodness(store, 0)
+    targets = RollbackTargets(store, 0)
     for step in (10, 20, 30):
-        goodness.saved(step)
+        targets.saved(step)
     damage(store, 30)
-    assert goodness.newest_good() == 20
+    assert targets.newest_good() == 20
     store.remove(20)
-    assert goodness.newest_good() == 10
+    assert targets.newest_good() == 10
 
 
 def test_a_rollback_takes_the_marks_of_what_it_sets_aside(tmp_path: Path) -> None:
     store = saved(tmp_path, 10, 20)
-    goodness = Goodness(store, 2)
+    targets = RollbackTargets(store, 2)
     for step in (10, 20):
-        goodness.saved(step)
-        healthy(goodness, step, step + 1)
-    assert goodness.newest_good() == 20
+        targets.saved(step)
+        healthy(targets, step, step + 1)
+    assert targets.newest_good() == 20
     store.discard_after(10)
     saved(tmp_path, 20)
-    goodness.saved(20)
-    assert goodness.newest_good() == 10
-    healthy(goodness, 10, 11, 12, 13, 20)
-    assert goodness.newest_good() == 10
-    healthy(goodness, 21)
-    assert goodness.newest_good() == 20
+    targets.saved(20)
+    assert targets.newest_good() == 10
+    healthy(targets, 10, 11, 12, 13, 20)
+    assert targets.newest_good() == 10
+    healthy(targets, 21)
+    assert targets.newest_good() == 20
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"good": 3}', b'{"good": ["x"]}'])
 def test_an_unreadable_list_of_marks_is_empty(tmp_path: Path, content: bytes) -> None:
-    goodness = Goodness(saved(tmp_path, 10), 0)
+    targets = RollbackTargets(saved(tmp_path, 10), 0)
     (tmp_path / "good.json").write_bytes(content)
-    assert goodness.newest_good() is None
-    goodness.saved(10)
-    assert goodness.newest_good() == 10
+    assert targets.newest_good() is None
+    targets.saved(10)
+    assert targets.newest_good() == 10
 
 
 def test_a_mark_that_cannot_be_written_is_an_error_and_is_tried_again(tmp_path: Path) -> None:
-    goodness = Goodness(saved(tmp_path, 10), 1)
-    goodness.saved(10)
+    targets = RollbackTargets(saved(tmp_path, 10), 1)
+    targets.saved(10)
     (tmp_path / "good.json").mkdir()
     with pytest.raises(CheckpointError, match="marked good"):
-        goodness.observe(10, True)
+        targets.observe(10, True)
     (tmp_path / "good.json").rmdir()
-    goodness.observe(11, True)
-    assert goodness.newest_good() == 10
+    targets.observe(11, True)
+    assert targets.newest_good() == 10
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
@@ -136,12 +136,12 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
 
 def test_retention_keeps_the_newest_good_one_however_old(tmp_path: Path) -> None:
     store = saved(tmp_path, 1, 2, 3, 4, 5)
-    goodness = Goodness(store, 0)
-    goodness.saved(1)
-    goodness.saved(2)
+    targets = RollbackTargets(store, 0)
+    targets.saved(1)
+    targets.saved(2)
     assert Retention(store, 2).prune() == [1, 3]
     assert store.steps() == [2, 4, 5]
-    goodness.saved(5)
+    targets.saved(5)
     assert Retention(store, 2).prune() == [2]
 
 
@@ -199,17 +199,17 @@ def test_what_verified_is_not_read_again_until_it_changes(tmp_path: Path, monkey
 
 
 def test_counts_go_on_where_they_were_at_the_save(tmp_path: Path) -> None:
-    goodness = Goodness(saved(tmp_path, 10, 12), 3)
-    goodness.saved(10)
-    healthy(goodness, 10, 11)
-    waiting = json.loads(json.dumps(goodness.waiting()))
-    goodness.saved(12)
-    healthy(goodness, 12)
-    again = Goodness(Store(tmp_path), 3)
+    targets = RollbackTargets(saved(tmp_path, 10, 12), 3)
+    targets.saved(10)
+    healthy(targets, 10, 11)
+    waiting = json.loads(json.dumps(targets.waiting()))
+    targets.saved(12)
+    healthy(targets, 12)
+    again = RollbackTargets(Store(tmp_path), 3)
     assert again.resumed(12, {"8": 1, **waiting}) == []
     assert again.waiting() == {"12": 0}, "10 has its mark already, 8 is not there"
     (tmp_path / "good.json").unlink()
-    again = Goodness(Store(tmp_path), 3)
+    again = RollbackTargets(Store(tmp_path), 3)
     again.resumed(12, waiting)
     healthy(again, 12)
     assert again.newest_good() == 10, "as in the run that was not stopped"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from harness.checkpoint import manifest
-from harness.checkpoint.policy import Goodness, Retention
+from harness.checkpoint.policy import Retention, RollbackTargets
 from harness.checkpoint.saver import Saver, Staging
 from harness.checkpoint.store import Store
 from harness.core.protocols import Tensors
@@ -93,29 +93,29 @@ def test_saves_come_one_after_the_other_and_reuse_the_memory(tmp_path: Path) -> 
 def test_a_save_that_fails_is_told_and_never_becomes_good(tmp_path: Path, background: bool) -> None:
     store = Store(tmp_path)
     saver = Saver(store, keep_all, Staging() if background else None)
-    goodness = Goodness(store, 1, saver.committed)
+    targets = RollbackTargets(store, 1, saver.committed)
     saver.begin(5, state(1.0), {"no JSON": {1, 2}}, {})
-    assert goodness.saved(5) == []
-    assert goodness.observe(5, True) == []
+    assert targets.saved(5) == []
+    assert targets.observe(5, True) == []
     (saved,) = saver.finished()
     assert saved.path is None
     assert "not written" in saved.error
     assert manifest.read_marks(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
     saver.begin(6, state(1.0), {}, {})
-    assert goodness.saved(6) == []
-    assert goodness.observe(6, True) == [6]
+    assert targets.saved(6) == []
+    assert targets.observe(6, True) == [6]
 
 
 def test_a_mark_waits_for_its_save_however_slow_the_disk(tmp_path: Path) -> None:
     store = SlowStore(tmp_path)
     saver = Saver(store, keep_all, Staging())
-    goodness = Goodness(store, 2, saver.committed)
+    targets = RollbackTargets(store, 2, saver.committed)
     saver.begin(5, state(1.0), {}, {})
-    goodness.saved(5)
-    assert goodness.observe(5, True) == []
+    targets.saved(5)
+    assert targets.observe(5, True) == []
     threading.Timer(0.1, store.go.set).start()
-    assert goodness.observe(6, True) == [5]
+    assert targets.observe(6, True) == [5]
     assert store.steps() == [5]
 
 

@@ -15,7 +15,7 @@ from harness.capability.probe import probe
 from harness.core.errors import CheckpointError
 from harness.core.facts import Limits
 from harness.core.protocols import PrecisionBackend
-from harness.core.state import Incidents, TrainState, seed_torch
+from harness.core.state import RunLedger, TrainState, seed_torch
 from harness.models.gpt import build
 from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.convert import LossScale, build_backend
@@ -102,8 +102,8 @@ def test_gpus_that_have_not_started_get_their_seed_when_they_do(monkeypatch: pyt
 
 
 def test_rollbacks_before_a_step_are_those_of_its_branch() -> None:
-    incidents = Incidents(returned_to=[40, 60])
-    assert [incidents.rollbacks_before(step) for step in (40, 41, 60, 61)] == [0, 1, 1, 2]
+    ledger = RunLedger(returned_to=[40, 60])
+    assert [ledger.rollbacks_before(step) for step in (40, 41, 60, 61)] == [0, 1, 1, 2]
 
 
 @pytest.fixture
@@ -141,22 +141,22 @@ def test_what_a_run_without_fp8_saved_makes_fp8_state_new(name: str) -> None:
     assert not all(torch.equal(tensor, new[key]) for key, tensor in backend.state_dict()[0].items())
     assert backend.demoted
     elsewhere = AutocastBackend("fp16", CPU, LossScale(LossScaleConfig(), CPU))
-    elsewhere.lower("bf16")
+    elsewhere.fall_back("bf16")
     backend.load_state_dict(*elsewhere.state_dict())
     assert all(torch.equal(tensor, new[key]) for key, tensor in backend.state_dict()[0].items())
-    assert (backend.demoted, backend.lowered) == ((), "")
+    assert (backend.demoted, backend.fell_back_to) == ((), "")
 
 
 @pytest.mark.usefixtures("precision_kept")
 def test_what_a_run_fell_to_is_for_runs_of_its_own_rung() -> None:
     half = AutocastBackend("fp16", CPU, LossScale(LossScaleConfig(), CPU))
-    half.lower("fp32")
+    half.fall_back("fp32")
     for precision, lowered, dtype in (("fp16", "fp32", None), ("bf16", "", torch.bfloat16), ("fp32", "", None)):
         backend = AutocastBackend(precision, CPU)
         backend.load_state_dict(*half.state_dict())
-        assert (backend.lowered, backend.dtype) == (lowered, dtype)
+        assert (backend.fell_back_to, backend.dtype) == (lowered, dtype)
     eighth, _ = trained_in_fp8("fp8_hybrid")
-    eighth.lower("bf16")
+    eighth.fall_back("bf16")
     backend = AutocastBackend("fp16", CPU, LossScale(LossScaleConfig(), CPU))
     backend.load_state_dict(*eighth.state_dict())
-    assert (backend.lowered, backend.dtype) == ("", torch.float16)
+    assert (backend.fell_back_to, backend.dtype) == ("", torch.float16)

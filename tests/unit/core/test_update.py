@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.health import grad_norm
-from harness.core.update import clip_divisor, gated_step, materialise, takes_found_inf
+from harness.core.update import clip_divisor, gated_step, init_optimizer_state, takes_found_inf
 
 SKIP, APPLY = torch.ones(()), torch.zeros(())
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -122,7 +122,7 @@ def test_materialised_state_trains_bit_equal_to_lazy_state() -> None:
         for eager in (False, True):
             params, optimizer = make(OPTIMIZERS[name])
             if eager:
-                materialise(optimizer)
+                init_optimizer_state(optimizer)
                 assert all(optimizer.state[param] for param in params)
             for seed in (1, 2):
                 give_gradients(params, seed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.core.errors import ConfigError
-from harness.engines.process_group import Launch, Ranks, choose_device, join, leave, read_launch
+from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, leave, read_launch
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -39,12 +39,12 @@ def test_without_a_gpu_the_device_is_the_cpu() -> None:
 
 def test_alone_collectives_return_their_argument() -> None:
     join(Launch(), torch.device("cpu"), 1.0)
-    ranks = Ranks(torch.device("cpu"))
+    group = ProcessGroup(torch.device("cpu"))
     values = torch.tensor([1.0, float("inf")])
-    assert (ranks.rank, ranks.world_size) == (0, 1)
-    assert torch.equal(ranks.mean(values), values)
-    assert torch.equal(ranks.max(values), values)
-    assert ranks.broadcast({"step": 3}) == {"step": 3}
-    ranks.barrier()
+    assert (group.rank, group.world_size) == (0, 1)
+    assert torch.equal(group.mean(values), values)
+    assert torch.equal(group.max(values), values)
+    assert group.broadcast({"step": 3}) == {"step": 3}
+    group.barrier()
     leave()
     leave()

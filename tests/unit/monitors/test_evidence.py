@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from fallback_support import LAYERS, NAMES, drive, make_facts
 
-from harness.core.facts import CloserLook, StepFacts, Switch
+from harness.core.facts import SamplingSpan, StepFacts, Switch
 from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 
@@ -103,7 +103,7 @@ def test_the_whole_run_falls_once_layers_were_stuck_in_fp8_for_a_window() -> Non
         return make_facts(step, worst, demoted=demoted)
 
     switches = drive(FallbackController(policy, LAYERS), trace, range(60))
-    assert [(step, s.demote, s.lower) for step, s in switches] == [(4, LAYERS[:3], ""), (12, (), "bf16")]
+    assert [(step, s.demote, s.whole_run_to) for step, s in switches] == [(4, LAYERS[:3], ""), (12, (), "bf16")]
     assert LAYERS[3] in switches[1][1].reason
     assert "for good" in switches[1][1].reason
 
@@ -115,28 +115,28 @@ def test_a_burst_that_passes_does_not_cost_the_whole_run_its_precision() -> None
 
     switches = drive(FallbackController(FallbackConfig(), LAYERS), trace, range(60))
     assert len(switches) == 1, "the burst itself must be seen"
-    assert not switches[0][1].lower
+    assert not switches[0][1].whole_run_to
 
 
 def test_nothing_is_proposed_after_the_whole_run_fell() -> None:
     controller = FallbackController(FallbackConfig(), LAYERS)
     loud = dict.fromkeys(NAMES, 100.0)
     for step in range(40):
-        facts = replace(make_facts(step, loud, demoted=LAYERS), lowered="bf16")
+        facts = replace(make_facts(step, loud, demoted=LAYERS), fell_back_to="bf16")
         assert controller.observe(facts).code == "precision.ok"
 
 
 def test_a_bad_sample_is_followed_by_samples_at_every_step() -> None:
     controller = FallbackController(FallbackConfig(), LAYERS)
-    look = CloserLook()
+    look = SamplingSpan()
     sampled: list[int] = []
     for step in range(1, 40):
         measured = step % 10 == 0 or step in look
         sampled += [step] if measured else []
         lost = 0.001 if step < 20 else 0.9
         verdict = controller.observe(make_facts(step, underflow={SLOT: lost} if measured else None))
-        if verdict.look_closer:
-            look = look.extended(step + 2, verdict.look_closer)
+        if verdict.sample_steps:
+            look = look.extended(step + 2, verdict.sample_steps)
         if isinstance(verdict.proposal, Switch):
             break
     # Step 20 is bad; its facts are judged while step 21 runs, so that 22 is the first that can be measured for it.
@@ -146,15 +146,15 @@ def test_a_bad_sample_is_followed_by_samples_at_every_step() -> None:
 def test_one_bad_sample_does_not_keep_the_measuring_up() -> None:
     controller = FallbackController(FallbackConfig(), LAYERS)
     asked = [
-        controller.observe(make_facts(step, underflow={SLOT: 0.9 if step == 5 else 0.001})).look_closer
+        controller.observe(make_facts(step, underflow={SLOT: 0.9 if step == 5 else 0.001})).sample_steps
         for step in range(20)
     ]
     assert [step for step, closer in enumerate(asked) if closer] == [5]
 
 
-def test_a_closer_look_is_extended_without_a_gap() -> None:
-    look = CloserLook().extended(12, 8)
+def test_dense_sampling_is_extended_without_a_gap() -> None:
+    look = SamplingSpan().extended(12, 8)
     assert [step for step in range(40) if step in look] == list(range(12, 20))
     assert [step for step in range(40) if step in look.extended(15, 8)] == list(range(12, 23))
     assert [step for step in range(40) if step in look.extended(30, 2)] == [30, 31]
-    assert 0 not in CloserLook()
+    assert 0 not in SamplingSpan()

@@ -9,7 +9,7 @@ import pytest
 
 from harness.core.config import GuardConfig
 from harness.core.facts import Action, Continue, Halt, Limits, Rollback, StepFacts
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.monitors.base import AHEAD
 from harness.monitors.gradients import GradientMonitor
 from harness.monitors.loss import LossMonitor
@@ -29,7 +29,7 @@ def actions(make_facts: MakeFacts, loss: float, norm: float) -> Iterator[tuple[i
         GradientMonitor(guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window),
         LossMonitor(guard.spike_window, guard.spike_sigma, guard.spike_steps),
     ]
-    responder, limits, good = Responder(guard, Incidents()), {}, []
+    responder, limits, good = Responder(guard, RunLedger()), {}, []
     for step in range(CHANGE + 200):
         if step == CHANGE:
             good = [monitor.state_dict() for monitor in monitors]

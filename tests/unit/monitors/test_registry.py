@@ -61,7 +61,7 @@ def context(**changed: Any) -> MonitorContext:
 
 
 FP8 = {"layers": LAYERS, "amax_history": 16}
-FP16 = {"scales_loss": True, "refuge": lambda: "bf16"}
+FP16 = {"scales_loss": True, "fallback_precision": lambda: "bf16"}
 
 
 def keys(monitors: Sequence[Monitor]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from harness.core.config import GuardConfig
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts, Switch, Verdict
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.monitors.responder import Responder
 
 MakeFacts = Callable[..., StepFacts]
@@ -40,44 +40,44 @@ HALT, ROLLBACK, SWITCH = Halt("no way on"), Rollback("broke", (4, 5)), Switch(("
     ],
 )
 def test_the_gravest_proposal_wins(proposals: list[Action], expected: Action) -> None:
-    assert Responder(guard(), Incidents()).decide([verdict(proposal) for proposal in proposals]) == expected
+    assert Responder(guard(), RunLedger()).decide([verdict(proposal) for proposal in proposals]) == expected
 
 
 def test_only_what_is_done_is_spent() -> None:
-    incidents = Incidents()
-    responder = Responder(guard(), incidents)
+    ledger = RunLedger()
+    responder = Responder(guard(), ledger)
     responder.decide([verdict(SWITCH), verdict(ROLLBACK), skip()])
-    assert asdict(incidents) == asdict(Incidents(rollbacks=1, skips=1))
+    assert asdict(ledger) == asdict(RunLedger(rollbacks=1, skips=1))
     responder.decide([verdict(Switch(("a",), ("b",), ""))])
-    assert incidents.switches == 2
+    assert ledger.switches == 2
     responder.decide([verdict(SWITCH), verdict(ROLLBACK), verdict(HALT)])
-    assert asdict(incidents) == asdict(Incidents(rollbacks=1, skips=1, switches=2))
+    assert asdict(ledger) == asdict(RunLedger(rollbacks=1, skips=1, switches=2))
 
 
 def test_rollbacks_of_one_step_merge_and_known_bad_windows_are_not_named_again() -> None:
-    responder = Responder(guard(), Incidents(skipped_windows=[4]))
+    responder = Responder(guard(), RunLedger(skipped_windows=[4]))
     action = responder.decide([verdict(Rollback("spike", (9, 4))), verdict(Rollback("nan", (8, 9)))])
     assert action == Rollback("spike; nan", (8, 9))
 
 
 def test_rollbacks_beyond_the_budget_halt_with_the_reason_and_the_way_out() -> None:
-    incidents = Incidents()
-    responder = Responder(guard(max_rollbacks=2), incidents)
+    ledger = RunLedger()
+    responder = Responder(guard(max_rollbacks=2), ledger)
     actions = [responder.decide([verdict(Rollback(f"spike {i}", (i,)))]) for i in range(3)]
     assert [type(action) for action in actions] == [Rollback, Rollback, Halt]
     assert isinstance(actions[2], Halt)
     for part in ("spike 2", "guard.max_rollbacks (2)", "train.lr"):
         assert part in actions[2].reason
-    assert incidents.rollbacks == 2
+    assert ledger.rollbacks == 2
 
 
-def test_budgets_are_those_of_the_incidents_not_of_this_process() -> None:
-    responder = Responder(guard(max_rollbacks=3), Incidents(rollbacks=3))
+def test_budgets_are_those_of_the_ledger_not_of_this_process() -> None:
+    responder = Responder(guard(max_rollbacks=3), RunLedger(rollbacks=3))
     assert isinstance(responder.decide([verdict(ROLLBACK)]), Halt)
 
 
 def test_too_many_skips_in_total_halt_at_the_next_one() -> None:
-    responder = Responder(guard(max_skips=3), Incidents())
+    responder = Responder(guard(max_skips=3), RunLedger())
     actions = [responder.decide([skip(), verdict(code="scaler.calibration")]) for _ in range(4)]
     assert [type(action) for action in actions] == [Continue, Continue, Continue, Halt]
     assert isinstance(actions[3], Halt)
@@ -85,61 +85,61 @@ def test_too_many_skips_in_total_halt_at_the_next_one() -> None:
 
 
 def test_a_run_resumed_with_its_skips_spent_goes_on_while_steps_are_sound() -> None:
-    responder = Responder(guard(max_skips=3), Incidents(skips=9))
+    responder = Responder(guard(max_skips=3), RunLedger(skips=9))
     assert responder.decide([verdict()]) == Continue()
 
 
 def test_calibration_skips_cost_nothing() -> None:
-    incidents = Incidents()
-    responder = Responder(guard(max_skips=1), incidents)
+    ledger = RunLedger()
+    responder = Responder(guard(max_skips=1), ledger)
     for _ in range(10):
         assert responder.decide([verdict(code="scaler.calibration", healthy=False)]) == Continue()
-    assert incidents.skips == 0
+    assert ledger.skips == 0
 
 
 def test_switches_merge_and_a_layer_asked_both_ways_is_demoted() -> None:
-    responder = Responder(guard(), Incidents())
+    responder = Responder(guard(), RunLedger())
     action = responder.decide([verdict(Switch(("a",), ("b", "c"), "x")), verdict(Switch(("b", "a"), (), "y"))])
     assert action == Switch(("a", "b"), ("c",), "x; y")
 
 
 def test_switches_over_the_budget_are_refused_demotions_last_and_told_once() -> None:
-    incidents = Incidents()
-    responder = Responder(guard(max_switches=3), incidents)
+    ledger = RunLedger()
+    responder = Responder(guard(max_switches=3), ledger)
     assert responder.decide([verdict(Switch(("a", "b"), ("c", "d"), "x"))]) == Switch(("a", "b"), ("c",), "x")
     assert [note.code for note in responder.notes] == ["switch.refused"]
     assert responder.notes[0].evidence["refused"] == ["d"]
     assert responder.notes[0].step == 7
     assert responder.decide([verdict(Switch(("e",), (), "x"))]) == Continue()
     assert responder.notes == []
-    assert incidents.switches == 3
+    assert ledger.switches == 3
 
 
 def test_the_whole_run_falls_once_without_costing_a_budget_and_before_any_layer() -> None:
-    incidents = Incidents()
-    responder = Responder(guard(max_switches=0), incidents)
+    ledger = RunLedger()
+    responder = Responder(guard(max_switches=0), ledger)
     fall = Switch((), (), "too many", "bf16")
     assert responder.decide([verdict(SWITCH), verdict(fall)]) == fall
-    assert (incidents.lowered, incidents.switches) == ("bf16", 0)
+    assert (ledger.lowered, ledger.switches) == ("bf16", 0)
     assert responder.decide([verdict(fall)]) == Continue()
 
 
 def test_the_halt_for_too_many_skips_names_the_keys_to_raise() -> None:
-    incidents = Incidents()
-    responder = Responder(guard(max_skips=1), incidents)
+    ledger = RunLedger()
+    responder = Responder(guard(max_skips=1), ledger)
     assert responder.decide([skip()]) == Continue()
     action = responder.decide([skip()])
     assert isinstance(action, Halt)
-    assert incidents.skips == 2
+    assert ledger.skips == 2
     for key in ("guard.max_skips (1)", "guard.skip_growth", "guard.spike_sigma"):
         assert key in action.reason
 
 
 def test_switched_off_it_does_nothing() -> None:
-    incidents = Incidents()
-    responder = Responder(guard(enabled=False), incidents)
+    ledger = RunLedger()
+    responder = Responder(guard(enabled=False), ledger)
     assert responder.decide([verdict(HALT), verdict(ROLLBACK), skip()]) == Continue()
-    assert asdict(incidents) == asdict(Incidents())
+    assert asdict(ledger) == asdict(RunLedger())
 
 
 def test_one_unhealthy_verdict_makes_the_step_unhealthy() -> None:

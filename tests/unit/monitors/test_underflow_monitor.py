@@ -68,7 +68,7 @@ def test_high_zeros_that_no_longer_rise_do_not_start_a_streak(make_facts: MakeFa
     assert [code for code, _ in told(rising)] == ["gradient.underflow"]
 
 
-@pytest.mark.parametrize("silent", [{"applied": False}, {"lowered": "bf16"}])
+@pytest.mark.parametrize("silent", [{"applied": False}, {"fell_back_to": "bf16"}])
 def test_steps_that_say_nothing_of_the_gradient_do_not_count(make_facts: MakeFacts, silent: dict[str, Any]) -> None:
     rising = [0.01] * BASELINE + [0.4] * 10
     assert told(observe(make_facts, rising))

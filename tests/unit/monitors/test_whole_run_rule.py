@@ -13,9 +13,9 @@ from harness.core.facts import BAD_LABEL, Limits, StepFacts, Switch
 from harness.monitors.fallback import WholeRunFallback
 
 
-def facts(step: int, applied: bool, scale: float, loss: float = 2.0, lowered: str = "") -> StepFacts:
+def facts(step: int, applied: bool, scale: float, loss: float = 2.0, fell_back_to: str = "") -> StepFacts:
     norm = 1.0 if applied else math.inf
-    return StepFacts(step, step, loss, norm, 1e-3, scale, applied, step, 4096, 0.1, lowered=lowered)
+    return StepFacts(step, step, loss, norm, 1e-3, scale, applied, step, 4096, 0.1, fell_back_to=fell_back_to)
 
 
 def proposals(monitor: WholeRunFallback, trace: list[StepFacts]) -> list[tuple[int, Switch]]:
@@ -33,7 +33,7 @@ def test_a_scaler_that_finds_its_range_is_left_alone() -> None:
 def test_the_third_failure_in_a_row_under_a_small_scale_lowers_the_run_once(precision: str) -> None:
     trace = [facts(step, False, 1024 / 2**step) for step in range(12)]
     ((step, switch),) = proposals(WholeRunFallback(3, precision), trace)
-    assert (step, switch.lower, switch.demote, switch.promote) == (3, precision, (), ())
+    assert (step, switch.whole_run_to, switch.demote, switch.promote) == (3, precision, (), ())
     assert f"goes on in {precision}, for good" in switch.reason
     assert "loss scale 128" in switch.reason
 
@@ -52,7 +52,7 @@ def test_a_step_that_succeeds_starts_the_count_again() -> None:
 def test_null_never_lowers_and_a_lowered_run_is_not_lowered_again() -> None:
     trace = [facts(step, False, 8.0) for step in range(30)]
     assert proposals(WholeRunFallback(None, "bf16"), trace) == []
-    trace = [facts(step, False, 8.0, lowered="bf16") for step in range(30)]
+    trace = [facts(step, False, 8.0, fell_back_to="bf16") for step in range(30)]
     assert proposals(WholeRunFallback(3, "bf16"), trace) == []
 
 

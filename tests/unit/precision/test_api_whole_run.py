@@ -16,14 +16,14 @@ LOUD = 1e5  # larger than fp16's 65504
 
 
 def loud_step(precision: Precision, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> tuple[bool, str]:
-    """One window whose activations fp16 cannot hold; (applied, what the run was lowered to at its end)."""
+    """One window whose activations fp16 cannot hold; (applied, what the run fell back to at its end)."""
     x, _ = batch(step)
     with precision.context():
         loss = (model(x * LOUD).float() / LOUD).square().mean()
     precision.backward(loss)
     outcome = precision.step(optimizer)
     model.zero_grad()
-    return outcome.was_applied, outcome.switch.lower if outcome.switch else ""
+    return outcome.was_applied, outcome.switch.whole_run_to if outcome.switch else ""
 
 
 def test_fp16_that_keeps_failing_goes_on_in_bf16() -> None:
@@ -70,7 +70,7 @@ def test_fp8_goes_to_bf16_when_more_layers_leave_than_may() -> None:
     precision, model = prepared(recipe(fallback=policy))
     optimizer = adamw(model)
     switches = [train_step(precision, model, optimizer, step).switch for step in range(10)]
-    told = [(len(switch.demote), switch.lower) for switch in switches if switch]
+    told = [(len(switch.demote), switch.whole_run_to) for switch in switches if switch]
     assert told == [(1, ""), (0, "bf16")]
     assert len(precision.demoted) == 2
     with pytest.raises(MisuseError, match="whole run went to bf16"):
@@ -82,4 +82,4 @@ def test_over_budget_layers_stay_in_fp8_if_the_recipe_says_so() -> None:
     precision, model = prepared(recipe(fallback=policy))
     optimizer = adamw(model)
     switches = [train_step(precision, model, optimizer, step).switch for step in range(10)]
-    assert [(len(switch.demote), switch.lower) for switch in switches if switch] == [(1, "")]
+    assert [(len(switch.demote), switch.whole_run_to) for switch in switches if switch] == [(1, "")]

@@ -26,7 +26,7 @@ def test_forward_and_backward_match_a_float64_oracle(bias: bool) -> None:
     model.zero_grad()
 
     x = torch.randn(48, 64, requires_grad=True)
-    scale_x, scale_w, scale_g = backend.arena.scale.tolist()
+    scale_x, scale_w, scale_g = backend.slot_buffers.scale.tolist()
     assert (scale_x, scale_w) != (1.0, 1.0), "step 1 uses the scales that step 0 led to"
     grad = bf16(torch.randn(48, 32))
     with backend.context():
@@ -63,7 +63,7 @@ def test_a_step_never_uses_its_own_amax() -> None:
     assert amax == 1000.0
     assert saturation == pytest.approx(1000 / 448)
     assert clipped == 1.0, "every value was over 448"
-    assert backend.arena.scale[0].item() == pytest.approx(0.448)
+    assert backend.slot_buffers.scale[0].item() == pytest.approx(0.448)
     stats = window(backend, model, x)
     assert stats[2, 0].item() == pytest.approx(1.0)
     assert stats[3, 0].item() == 0.0
@@ -93,7 +93,7 @@ def test_a_skipped_window_leaves_the_state_bit_equal() -> None:
             loss = model(torch.full((16, 32), 1e4)).sum()
         loss.backward()
         backend.end_micro_batch(same)
-        moved = not torch.equal(backend.arena.history, before["history"])
+        moved = not torch.equal(backend.slot_buffers.history, before["history"])
         assert moved, "the bad window must have left something to undo"
         backend.end_window(backend.amax(), SKIP, same)
         for name, tensor in backend.state_dict()[0].items():
@@ -131,7 +131,7 @@ def test_micro_batch_roll_is_one_update_each() -> None:
         loss.backward()
         backend.end_micro_batch(same)
     backend.end_window(backend.amax(), APPLY, same)
-    assert backend.arena.history[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert backend.slot_buffers.history[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_an_inf_amax_is_scrubbed_or_kept_as_the_recipe_says() -> None:
@@ -144,10 +144,12 @@ def test_an_inf_amax_is_scrubbed_or_kept_as_the_recipe_says() -> None:
         with backend.context():
             model(x).float().sum().backward()
         backend.end_window(backend.amax(), APPLY, same)
-        assert bool(backend.arena.history.isinf().any()) is history_has_inf
+        assert bool(backend.slot_buffers.history.isinf().any()) is history_has_inf
         assert bool(backend.scrubbed() > 0) is scrub
         window(backend, model, torch.ones(16, 32))
-        assert (backend.arena.scale[0].item() == 448.0) is scrub, "scrubbed, the scale recovers at the next update"
+        assert (backend.slot_buffers.scale[0].item() == 448.0) is scrub, (
+            "scrubbed, the scale recovers at the next update"
+        )
 
 
 def test_a_demoted_layer_runs_bf16_with_a_warm_shadow_amax() -> None:
@@ -164,7 +166,7 @@ def test_a_demoted_layer_runs_bf16_with_a_warm_shadow_amax() -> None:
         hidden = first(x)
     expected = bf16(x) @ bf16(first.get_parameter("weight").detach()).t()
     assert torch.equal(hidden, expected), "plain bf16"
-    newest = backend.arena.history[-1, :3]
+    newest = backend.slot_buffers.history[-1, :3]
     assert newest[0].item() == bf16(3 * x).abs().max().item()
     assert (newest > 0).all(), "shadow amax of input, weight and grad_output"
     backend.switch(demote=[], promote=["00"])
@@ -184,7 +186,7 @@ def test_without_the_kernel_everything_is_the_same(monkeypatch: pytest.MonkeyPat
         return grad, stats
 
     fused = run()
-    monkeypatch.setattr("harness.precision.backends.arena.load", lambda: (None, "switched off"))
+    monkeypatch.setattr("harness.precision.backends.slot_buffers.load", lambda: (None, "switched off"))
     eager = run()
     assert torch.equal(fused[0], eager[0])
     torch.testing.assert_close(fused[1], eager[1], rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -197,7 +197,7 @@ def test_a_gpt_trains_alike_under_the_default_compiler() -> None:
             backend.end_window(backend.amax(), APPLY, same)
             optimizer.step()
             losses.append(loss.detach())
-        return torch.stack(losses), backend.arena.history
+        return torch.stack(losses), backend.slot_buffers.history
 
     compiled, eager = run(True), run(False)
     torch.testing.assert_close(compiled[0], eager[0], rtol=2e-3, atol=0)

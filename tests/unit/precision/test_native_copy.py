@@ -41,7 +41,7 @@ def test_gradients_flow_through_a_copy_and_leave_no_trace() -> None:
     model, backend, x = converted()
     twin = copy.deepcopy(model)
     backend.begin_window(sample=True)
-    staged = backend.amax(), backend.arena.sums.clone()
+    staged = backend.amax(), backend.slot_buffers.sums.clone()
     inputs = (100 * x).requires_grad_()
     with backend.context():
         loss = twin(inputs).float().square().sum()
@@ -50,7 +50,7 @@ def test_gradients_flow_through_a_copy_and_leave_no_trace() -> None:
     assert inputs.grad is not None
     assert inputs.grad.abs().sum() > 0
     assert torch.equal(backend.amax(), staged[0])
-    assert torch.equal(backend.arena.sums, staged[1])
+    assert torch.equal(backend.slot_buffers.sums, staged[1])
     backend.end_window(backend.amax(), APPLY, same)
 
 

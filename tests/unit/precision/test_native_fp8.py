@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.precision import scaling
 from harness.precision.backends.native import NativeBackend
-from harness.precision.backends.native_fp8 import Fp8Arena
+from harness.precision.backends.native_fp8 import Fp8SlotBuffers
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -84,7 +84,7 @@ def test_windows_are_those_of_the_carriers(tokens: int, bias: bool, dtype: torch
     ours = nn.Sequential(nn.Linear(64, 48, bias=bias))
     theirs = copy.deepcopy(ours)
     units, carriers = backend_for(ours, fp8_units=True), backend_for(theirs)
-    assert isinstance(units.arena, Fp8Arena)
+    assert isinstance(units.slot_buffers, Fp8SlotBuffers)
     for number in range(4):
         inputs = [(10.0**number * torch.randn(tokens, 64)).to(dtype) for _ in range(2)]
         factor = torch.randn(tokens, 48).bfloat16()
@@ -145,15 +145,15 @@ def test_backward_keeps_fp8_bytes_and_little_else() -> None:
 
 
 def counted(backend: NativeBackend, casts: list[tuple[str, tuple[int, ...]]]) -> None:
-    arena = backend.arena
-    assert isinstance(arena, Fp8Arena)
-    inner = arena.cast
+    buffers = backend.slot_buffers
+    assert isinstance(buffers, Fp8SlotBuffers)
+    inner = buffers.cast
 
     def cast(x: Tensor, scale: Tensor, amax: Tensor | None, fmt: str, through_bf16: bool, transpose: bool) -> object:
         casts.append((fmt, tuple(x.shape)))
         return inner(x, scale, amax, fmt, through_bf16, transpose)
 
-    arena.cast = cast  # type: ignore[assignment]
+    buffers.cast = cast  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -175,9 +175,9 @@ def test_a_weight_is_cast_once_a_window_and_given_up_by_the_last_backward(told: 
                 loss.backward()
             backend.end_micro_batch(same)
             if told or window in (1, 3):
-                assert len(backend.arena.weights) == (0 if last else 2), "freed by the last backward, not before"
+                assert len(backend.slot_buffers.weights) == (0 if last else 2), "freed by the last backward, not before"
         backend.end_window(backend.amax(), APPLY, same)
-        assert not backend.arena.weights
+        assert not backend.slot_buffers.weights
         made = sum(shape in weights for _, shape in casts)
         assert made == (6 if window == 0 and not told else 2), "nobody says how many backwards the first window has"
         assert len(casts) - made == 2 * 2 * micro_batches, "input and grad_output, once each"
@@ -227,7 +227,7 @@ def test_a_demoted_layer_is_plain_bf16_and_goes_on_being_measured(sample: bool, 
     stats = backend.end_window(backend.amax(), APPLY, same)
     assert bool(stats[5].isfinite().all()) is sample
     backend.switch([], ["00"])
-    assert backend.arena.scale.tolist() != [1.0, 1.0, 1.0], "warm when it returns"
+    assert backend.slot_buffers.scale.tolist() != [1.0, 1.0, 1.0], "warm when it returns"
 
 
 @pytest.mark.parametrize("fp8_units", [False, True])
@@ -242,7 +242,7 @@ def test_nan_is_no_amax_and_inf_is(fp8_units: bool) -> None:
         with backend.context():
             model(x)
         assert backend.amax()[0] == largest
-        assert torch.isfinite(backend.arena.sums).all()
+        assert torch.isfinite(backend.slot_buffers.sums).all()
 
 
 def test_evaluation_and_copies_leave_no_trace() -> None:
@@ -251,7 +251,7 @@ def test_evaluation_and_copies_leave_no_trace() -> None:
     train(backend, model, [torch.randn(32, 64)])
     twin = copy.deepcopy(model)
     backend.begin_window(sample=True)
-    staged = backend.arena.history[0].clone(), backend.arena.sums.clone()
+    staged = backend.slot_buffers.history[0].clone(), backend.slot_buffers.sums.clone()
     x = (1e6 * torch.randn(16, 64)).requires_grad_()
     with torch.no_grad(), backend.context():
         out = model(x)
@@ -262,9 +262,9 @@ def test_evaluation_and_copies_leave_no_trace() -> None:
     assert torch.equal(out, copied)
     assert x.grad is not None
     assert x.grad.any()
-    assert torch.equal(backend.arena.history[0], staged[0])
-    assert torch.equal(backend.arena.sums, staged[1])
-    assert not backend.arena.weights
+    assert torch.equal(backend.slot_buffers.history[0], staged[0])
+    assert torch.equal(backend.slot_buffers.sums, staged[1])
+    assert not backend.slot_buffers.weights
 
 
 def test_scales_that_roll_between_a_forward_and_its_backward() -> None:
@@ -324,7 +324,7 @@ def test_a_margin_never_makes_an_inverse_scale_infinite(fp8_units: bool) -> None
     result: dict[str, Tensor] = {}
     for _ in range(2):
         result = train(backend, model, [x])
-    assert backend.arena.scale[0] == scaling.SMALLEST_SCALE
-    assert torch.isfinite(backend.arena.inverse).all()
+    assert backend.slot_buffers.scale[0] == scaling.SMALLEST_SCALE
+    assert torch.isfinite(backend.slot_buffers.inverse).all()
     assert torch.isfinite(result["out"]).all()
     torch.testing.assert_close(result["out"][0, 0].item(), 3e38 * 2.0**-20, rtol=0.1, atol=0)

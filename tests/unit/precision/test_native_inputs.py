@@ -51,7 +51,7 @@ def test_leading_dimensions_are_rows(shape: tuple[int, ...], bias: bool) -> None
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
 def test_no_rows_leave_no_evidence(shape: tuple[int, ...]) -> None:
     backend, model = layer()
-    before = backend.arena.history.clone(), backend.arena.scale.clone()
+    before = backend.slot_buffers.history.clone(), backend.slot_buffers.scale.clone()
     x = torch.zeros(shape, requires_grad=True)
     out, grad_x, grad_weight, grad_bias, amax = run(backend, model, x)
     assert (out.shape, grad_x.shape) == ((*shape[:-1], 48), shape)
@@ -59,8 +59,8 @@ def test_no_rows_leave_no_evidence(shape: tuple[int, ...]) -> None:
     assert not grad_bias.any()
     assert amax.tolist() == [0.0, model.get_parameter("0.weight").abs().max().item(), 0.0]
     backend.end_window(backend.amax(), APPLY, same)
-    assert torch.equal(backend.arena.history[:, ::2], before[0][:, ::2])
-    assert torch.equal(backend.arena.scale[::2], before[1][::2])
+    assert torch.equal(backend.slot_buffers.history[:, ::2], before[0][:, ::2])
+    assert torch.equal(backend.slot_buffers.scale[::2], before[1][::2])
 
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
@@ -134,7 +134,7 @@ def test_what_no_linear_takes_is_refused_in_torchs_words(x: Tensor, words: str) 
     backend, model = layer()
     with pytest.raises(RuntimeError, match=words), backend.context():
         model(x)
-    assert not backend.arena.active
+    assert not backend.slot_buffers.active
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

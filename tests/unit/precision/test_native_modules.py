@@ -65,8 +65,8 @@ def test_tied_weights_have_scales_of_their_own_and_sum_their_gradients() -> None
     assert first is not None
     assert second is not None
     assert torch.equal(both, first + second)
-    assert torch.equal(tied_backend.arena.history, backend.arena.history)
-    assert tied_backend.arena.scale[0] != tied_backend.arena.scale[3], "inputs of the two layers differ"
+    assert torch.equal(tied_backend.slot_buffers.history, backend.slot_buffers.history)
+    assert tied_backend.slot_buffers.scale[0] != tied_backend.slot_buffers.scale[3], "inputs of the two layers differ"
 
 
 def test_a_linear_called_several_times_a_step_sees_the_largest_of_its_tensors() -> None:
@@ -93,7 +93,7 @@ def test_a_linear_called_several_times_a_step_sees_the_largest_of_its_tensors() 
     assert stats[0, 0] == max(tensor.abs().max() for tensor in inputs)
     assert len(grads) == 3
     assert stats[0, 2] == max(grad.abs().max() for grad in grads)
-    assert (backend.arena.history > 0).sum(0).tolist() == [1, 1, 1], "three calls, one roll"
+    assert (backend.slot_buffers.history > 0).sum(0).tolist() == [1, 1, 1], "three calls, one roll"
     bias = model.cell.bias.grad
     assert bias is not None
     torch.testing.assert_close(bias, torch.stack([grad.float().sum(0) for grad in grads]).sum(0), rtol=1e-6, atol=1e-5)
@@ -226,7 +226,7 @@ def test_activation_checkpointing_computes_the_same_and_rolls_once(reentrant: bo
             backend.end_window(backend.amax(), APPLY, same)
         grad = model.get_parameter("0.weight").grad
         assert grad is not None
-        return grad, backend.arena.history.clone()
+        return grad, backend.slot_buffers.history.clone()
 
     plain, recomputed = run(False), run(True)
     assert torch.equal(plain[0], recomputed[0])
@@ -242,8 +242,8 @@ def test_state_round_trip_and_refusal_of_another_models_state() -> None:
     fresh = backend_for(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     fresh.load_state_dict(tensors, meta)
     assert fresh.demoted == ("01",)
-    assert torch.equal(fresh.arena.scale, backend.arena.scale)
-    assert fresh.arena.scales == backend.arena.scales, "what is derived from the scales is refreshed"
+    assert torch.equal(fresh.slot_buffers.scale, backend.slot_buffers.scale)
+    assert fresh.slot_buffers.scales == backend.slot_buffers.scales, "what is derived from the scales is refreshed"
     with pytest.raises(CheckpointError, match="6 slots"):
         backend_for(nn.Sequential(nn.Linear(32, 32))).load_state_dict(tensors, meta)
 

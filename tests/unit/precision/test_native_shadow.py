@@ -7,7 +7,7 @@ import torch
 from native_support import backend_for, window
 from torch import nn
 
-from harness.precision.backends.arena import STAT_ROWS
+from harness.precision.backends.slot_buffers import STAT_ROWS
 
 SAMPLED = [STAT_ROWS.index(name) for name in ("clipped", "underflow", "sqnr_db")]
 
@@ -31,7 +31,7 @@ def test_a_demoted_layer_shows_what_fp8_would_do_to_its_tensors(kernel: bool) ->
         model = nn.Sequential(linear)
         backend = backend_for(model)
         if not kernel:
-            backend.arena.kernel = None
+            backend.slot_buffers.kernel = None
         backend.switch(["00"] if demoted else [], ())
         window(backend, model, hot_input())
         assert backend.demoted == (("00",) if demoted else ())

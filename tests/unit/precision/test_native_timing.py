@@ -18,7 +18,7 @@ from native_support import APPLY, SKIP, backend_for, same
 from torch import nn
 
 from harness.precision import scaling
-from harness.precision.backends.arena import Arena
+from harness.precision.backends.slot_buffers import SlotBuffers
 
 SIZE = 16
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -129,24 +129,24 @@ def test_any_run_matches_the_state_machine(
             oracle.settle()
         if skip:
             oracle.history, oracle.scale = before
-        assert backend.arena.history.tolist() == torch.tensor(oracle.history).tolist()
-        assert backend.arena.scale.tolist() == oracle.scale
+        assert backend.slot_buffers.history.tolist() == torch.tensor(oracle.history).tolist()
+        assert backend.slot_buffers.scale.tolist() == oracle.scale
         assert backend.scrubbed().item() == oracle.scrubbed
         inverses = [np.float32(1) / np.float32(scale) for scale in oracle.scale]
-        assert backend.arena.inverses == inverses, "1 / scale, correctly rounded"
+        assert backend.slot_buffers.inverses == inverses, "1 / scale, correctly rounded"
         with torch.no_grad():
             linear.weight.mul_(growth)
 
 
 def test_operands_are_cast_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     casts: list[tuple[str, str, bool]] = []
-    quantise = Arena.quantize
+    quantise = SlotBuffers.quantize
 
-    def counting(arena: Arena, x: torch.Tensor, slot: int, record: bool) -> torch.Tensor:
-        casts.append((arena.names[slot], arena.formats[slot], record))
-        return quantise(arena, x, slot, record)
+    def counting(buffers: SlotBuffers, x: torch.Tensor, slot: int, record: bool) -> torch.Tensor:
+        casts.append((buffers.names[slot], buffers.formats[slot], record))
+        return quantise(buffers, x, slot, record)
 
-    monkeypatch.setattr(Arena, "quantize", counting)
+    monkeypatch.setattr(SlotBuffers, "quantize", counting)
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
     backend = backend_for(model)
     for _ in range(2):

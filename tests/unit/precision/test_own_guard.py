@@ -157,7 +157,7 @@ def test_a_loop_goes_on_from_what_it_saved() -> None:
     assert second.guard.step == 13
     for _ in range(7):
         second.step()
-    assert whole.guard.state.incidents.skips == 1
+    assert whole.guard.state.ledger.skips == 1
     assert differences(whole.everything(), second.everything()) == []
 
 
@@ -168,10 +168,10 @@ def test_a_state_from_before_a_rollback_does_not_undo_it() -> None:
     early = loop.precision.state_dict()
     for _ in range(7):
         loop.step()
-    assert loop.guard.state.incidents.attempt == 2
+    assert loop.guard.state.ledger.attempt == 2
     loop.precision.load_state_dict(early)
     assert loop.guard.step == 6
-    assert loop.guard.state.incidents.skipped_windows == [10, 11], "they broke the run, and would again"
+    assert loop.guard.state.ledger.skipped_windows == [10, 11], "they broke the run, and would again"
 
 
 def test_a_loop_that_went_back_by_itself_is_not_rolled_forward() -> None:

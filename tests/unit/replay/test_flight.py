@@ -11,7 +11,7 @@ import torch
 
 from harness.checkpoint.store import Store
 from harness.core.facts import Limits, StepFacts
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 from harness.replay.flight import (
     KEEP,
     FlightRecorder,
@@ -43,7 +43,7 @@ class Folder:
         self.recorder = FlightRecorder(root, self.store, HERE)
 
     def keep(self, step: int, attempt: int = 1) -> bool:
-        return self.recorder.keep(facts(step), [5, 9], ["nonfinite.skip"], Incidents(attempt, [3]))
+        return self.recorder.keep(facts(step), [5, 9], ["nonfinite.skip"], RunLedger(attempt, [3]))
 
     def recorded(self) -> list[int]:
         return [record.step for record in read_records(self.root)]
@@ -57,7 +57,7 @@ def test_a_record_says_what_a_re_run_needs(tmp_path: Path) -> None:
     assert (record.loss, record.grad_norm, record.loss_scale, record.bad_data) == ("nan", "inf", 2.0, 2)
     assert record.limits_then == Limits(norm=3.5)
     assert (record.codes, record.demoted, record.applied) == (("nonfinite.skip",), ("a.b",), False)
-    assert record.incidents == Incidents(1, [3])
+    assert record.incidents == RunLedger(1, [3])
     assert (record.world_size, record.engine, record.recipe, record.device) == (2, "ddp", "fp8_hybrid", "cpu")
     assert (record.threads, record.torch_version) == (torch.get_num_threads(), torch.__version__)
 

@@ -38,7 +38,7 @@ def make_run(
         "requested": "fp8",
         "resolved": "native:fp8",
         "effective": "fp8: 4 modules",
-        "rungs": [{"rung": "native:fp8", "taken": True, "reason": "rehearsal <here>"}],
+        "rungs": [{"rung": "native:fp8", "taken": True, "reason": "emulation <here>"}],
         "layers": [
             {
                 "module": f"blocks.{i}.up",
@@ -102,7 +102,7 @@ def test_files_and_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
     assert "script" not in page.tags
     assert "&lt;script&gt;alert(1)" in text
-    assert "rehearsal &lt;here&gt;" in text
+    assert "emulation &lt;here&gt;" in text
     assert "blocks.0-3.up" in text
     assert "12 of 12 FP8 slots saw a nonzero amax" in text
 

@@ -35,7 +35,7 @@ def facts(step: int, seconds: float = 0.5) -> StepFacts:
     return StepFacts(step, step - 1, 2.3412, 0.4149, 1.9e-3, 1.0, True, step, 4096, seconds)
 
 
-def layer(module: str, precision: str = "fp8", reason: str = "rehearsal", shape: tuple[int, ...] = (256, 688)) -> dict:
+def layer(module: str, precision: str = "fp8", reason: str = "emulation", shape: tuple[int, ...] = (256, 688)) -> dict:
     backend = "native" if precision == "fp8" else "autocast"
     return {
         "module": module,
@@ -56,7 +56,7 @@ PLAN = {
     "effective": None,
     "rungs": [
         {"rung": "te:fp8", "taken": False, "reason": "no GPU of compute capability 8.9"},
-        {"rung": "native:fp8", "taken": True, "reason": "rehearsal in PyTorch"},
+        {"rung": "native:fp8", "taken": True, "reason": "emulation in PyTorch"},
         {"rung": "autocast:bf16", "taken": False, "reason": "not needed"},
     ],
     "layers": [

@@ -1,4 +1,4 @@
-"""All FP8 slots of a model in one packed arena: history [L, slots], scale [slots], statistics [slots, 5].
+"""The buffers of all FP8 slots of a model, packed: history [L, slots], scale [slots], statistics [slots, 5].
 
 One update, one all-reduce, one snapshot, one telemetry read for the whole model, whatever its number of layers.
 
@@ -137,7 +137,7 @@ def _agrees(kernel: Kernel) -> bool:
 STAT_ROWS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
 
 
-class Arena(scaling.ScalingState):
+class SlotBuffers(scaling.ScalingState):
     """Delayed-scaling state of every slot of one model, and the casts under it, here to bfloat16 carriers.
 
     names: `<layer>.<role>`. formats: "e4m3" or "e5m2" for each. `active` is on inside a precision context; `sampling`

@@ -1,4 +1,4 @@
-"""Incidents come back as they were, and anything else is refused: forgetting them would train on bad data again."""
+"""The ledger comes back as it was, and anything else is refused: forgetting it would train on bad data again."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.policy import load_incidents, save_incidents
+from harness.checkpoint.policy import load_ledger, save_ledger
 from harness.core.errors import CheckpointError
-from harness.core.state import Incidents
+from harness.core.state import RunLedger
 
 
-def test_incidents_come_back(tmp_path: Path) -> None:
-    assert load_incidents(tmp_path) == Incidents()
-    incidents = Incidents(attempt=3, skipped_windows=[40, 7], rollbacks=2, skips=9, switches=1, lowered="bf16")
-    save_incidents(tmp_path, incidents)
-    assert load_incidents(tmp_path) == incidents
+def test_a_ledger_comes_back(tmp_path: Path) -> None:
+    assert load_ledger(tmp_path) == RunLedger()
+    ledger = RunLedger(attempt=3, skipped_windows=[40, 7], rollbacks=2, skips=9, switches=1, lowered="bf16")
+    save_ledger(tmp_path, ledger)
+    assert load_ledger(tmp_path) == ledger
     assert [path.name for path in tmp_path.iterdir()] == ["incidents.json"]
 
 
@@ -24,7 +24,7 @@ def test_incidents_come_back(tmp_path: Path) -> None:
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "incidents.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"incidents\.json"):
-        load_incidents(tmp_path)
+        load_ledger(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path, content: bytes
     ],
 )
 def test_one_damaged_value_is_refused(tmp_path: Path, change: dict[str, object], why: str) -> None:
-    save_incidents(tmp_path, Incidents())
+    save_ledger(tmp_path, RunLedger())
     path = tmp_path / "incidents.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(CheckpointError, match=why):
-        load_incidents(tmp_path)
+        load_ledger(tmp_path)
 
 
-def test_incidents_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
+def test_a_ledger_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written"):
-        save_incidents(tmp_path / "gone", Incidents())
+        save_ledger(tmp_path / "gone", RunLedger())
