@@ -7,6 +7,7 @@ the whole process: tests that use them run in a process of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -195,12 +196,14 @@ cpu_torch = _facade()
 
 def as_on_a_card() -> None:
     """The harness may take transformer_engine:fp8 on the CPU: its rules say what a card of CAPABILITY could do."""
-    from harness.capability import tier as capability
-    from harness.capability.probe import Device
     from harness.capability.tier import Tier
+    from harness.precision.backends.registry import BACKENDS
 
-    rule = capability._RULES["transformer_engine", "fp8"]
-    here = (True, "Transformer Engine's own Python, its kernels played on the CPU")
-    capability._RULES["transformer_engine", "fp8"] = lambda facts, tier: here if tier is Tier.CPU else rule(facts, tier)
-    capability._te_lacks = lambda scaling, facts: ""
-    capability._weakest = lambda facts: Device("CPU", CAPABILITY, 0)
+    declared = BACKENDS["transformer_engine"]
+
+    def rule(facts: Any, tier: Tier, scaling: str) -> tuple[bool, str]:
+        if tier is not Tier.CPU:
+            return declared.computes["fp8"](facts, tier, scaling)
+        return True, f"Transformer Engine's own Python, its kernels played on the CPU, {scaling} scaling"
+
+    BACKENDS["transformer_engine"] = dataclasses.replace(declared, computes={"fp8": rule})
