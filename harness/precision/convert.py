@@ -77,8 +77,8 @@ def build_backend(
     Parameters keep their identity. Call it before the model is wrapped and before the optimizer is built.
     """
     torch.set_float32_matmul_precision(recipe.float32_matmul)
-    scaled = () if loss_scale is None else (loss_scale,)
-    backend: PrecisionBackend = BACKENDS[plan.rung.backend].load()(plan, recipe, model, device, *scaled)
+    scaled = {} if loss_scale is None else {"loss_scale": loss_scale}
+    backend: PrecisionBackend = BACKENDS[plan.rung.backend].load()(plan, recipe, model, device, **scaled)
     if plan.rung.precision != "fp32":
         keep_in_fp32(model, plan.keep_fp32, device.type)
     return backend

@@ -29,9 +29,9 @@ _BF16_TIERS = (*_FP8_TIERS, Tier.AMPERE)
 class Backend:
     """What is known of a backend without loading it.
 
-    place: "module:name" of what makes it of (plan, recipe, model, device), converting the
-    model in place, and under fp16 of the loss scale, too. computes: the rule of each precision that it computes in.
-    library: module of the library that it stands on, as in `MachineFacts.libraries`. scalings: values of fp8.scaling
+    place: "module:name" of what makes it of (plan, recipe, model, device), converting the model in place; on an fp16
+    rung of the keyword loss_scale, too. computes: the rule of each precision that it computes in. library: module of
+    the library that it stands on, as in `MachineFacts.libraries`. scalings: values of fp8.scaling
     that it goes by; none: it has a rule of its own, or no scales. multiples: of features of an FP8 layer by
     fp8.scaling, if not 16. keeps_amax: its FP8 layers' amaxes last from step to step, and so prove that FP8 ran. fuses:
     values of fp8.scaling under which it has fused blocks. not_compiled: why torch.compile cannot have it, empty if it
