@@ -262,6 +262,13 @@ class Branches:
         steps = row.total if row and row.total is not None else config.train.steps
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
+    def ranks_of(self, step: int) -> tuple[int, str]:
+        """How many ranks `step` ran on, and their engine: by its record, else by the journal; (1, "") if untold."""
+        if step in self.records:
+            return self.records[step].world_size, self.records[step].engine
+        row = self.rows.get((step, self.attempt_of(step)))
+        return (1, "") if row is None else (row.ranks or 1, row.engine)
+
     def row(self, step: int, attempt: int) -> Mapping[str, float] | None:
         """The journal's figures of `step` on the branch of `attempt`."""
         attempts = [each for number, each in self.rows if number == step and each <= attempt]

@@ -165,9 +165,9 @@ class Investigation:
         self.config, self.build = branches.config_of(step, config), build
         self.attempt = branches.attempt_of(step)
         self.record: BadStep | None = branches.records.get(step)
-        self.world_size = self.record.world_size if self.record else 1
+        self.world_size, engine = branches.ranks_of(step)
+        _refuse_foreign_scale(engine, step, read_plan(self.folder))
         if self.record:
-            _refuse_foreign_scale(self.record, read_plan(self.folder))
             torch.set_num_threads(self.record.threads)
         self.run = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
         self.difference: Difference | None = None
@@ -326,11 +326,11 @@ class Investigation:
         return found
 
 
-def _refuse_foreign_scale(record: BadStep, plan: Mapping[str, Any]) -> None:
+def _refuse_foreign_scale(engine: str, step: int, plan: Mapping[str, Any]) -> None:
     """DeepSpeed's fp16 engine keeps its loss scale and its weights in a way that no other engine continues."""
-    if record.engine == "deepspeed" and str(plan.get("resolved", "")).endswith(":fp16"):
+    if engine == "deepspeed" and str(plan.get("resolved", "")).endswith(":fp16"):
         what, fix = "DeepSpeed's fp16 cannot be replayed", "start the run with torchrun, or with a bf16 or FP8 recipe"
-        raise ConfigError(Problem(what, f"step {record.step}", "its loss scale is its own", fix))
+        raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
 
 
 def _precision(resolved: str, facts: StepFacts) -> str:

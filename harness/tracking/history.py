@@ -26,17 +26,23 @@ OWN_LOOP = "own"
 _KEPT_AMAX = ("native", "transformer_engine")
 """Backends that keep amaxes, in plans from before they said so. A list of the past, which nothing is added to."""
 _OF_A_LAYER = ("module", "precision", "backend")
+_DIGITS = 6
 Series = dict[int, float]
 Demotions = list[tuple[str, int, int | None]]
 
 
 class MetricsRow(NamedTuple):
-    """One metrics row. total: train.steps as the process had it that wrote the row; a resume may change it."""
+    """One metrics row. total: train.steps as the process had it that wrote the row; ranks, engine: what it was one of.
+
+    A resume may change them. None, or empty: it did not say.
+    """
 
     attempt: int
     step: int
     values: Mapping[str, float]
     total: int | None
+    ranks: int | None = None
+    engine: str = ""
 
 
 class Returned(NamedTuple):
@@ -69,8 +75,9 @@ class RunHistory:
         end: dict[str, Any] = {}
         for row in read_rows(run_dir / JOURNAL):
             if row["kind"] == "metrics":
-                total = run["params"].get("train.steps")
-                rows.append(MetricsRow(row["attempt"], row["step"], row["metrics"], total))
+                ranks, engine = str(run["tags"].get("ranks"))[:_DIGITS], str(run["tags"].get("engine", ""))
+                told = (run["params"].get("train.steps"), int(ranks) if ranks.isdecimal() else None, engine)
+                rows.append(MetricsRow(row["attempt"], row["step"], row["metrics"], *told))
             elif row["kind"] == "event":
                 events.append(row)
             elif row["kind"] == "run":

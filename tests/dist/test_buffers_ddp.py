@@ -20,8 +20,7 @@ from harness.core.config import TrainConfig
 from harness.core.state import TrainState
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import build_optimizer
-from harness.optim import WarmupCosine
+from harness.optim import WarmupCosine, build_optimizer
 
 CPU = torch.device("cpu")
 

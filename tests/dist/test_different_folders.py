@@ -16,6 +16,7 @@ from dist_support import run_ranks
 from torch import nn
 
 from harness.checkpoint.policy import RollbackTargets
+from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.store import Store
 from harness.core.config import TrainConfig
@@ -23,9 +24,7 @@ from harness.core.errors import CheckpointError
 from harness.core.state import TrainState
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import build_optimizer
-from harness.optim import WarmupCosine
-from harness.checkpoint.recovery import Recovery
+from harness.optim import WarmupCosine, build_optimizer
 from harness.tracking.journal import Journal
 
 CPU = torch.device("cpu")

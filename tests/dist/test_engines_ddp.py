@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import build_optimizer
-from harness.optim import WarmupCosine
+from harness.optim import WarmupCosine, build_optimizer
 
 CPU = torch.device("cpu")
 

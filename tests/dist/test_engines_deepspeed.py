@@ -24,8 +24,7 @@ from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import build_optimizer
-from harness.optim import WarmupCosine
+from harness.optim import WarmupCosine, build_optimizer
 
 CPU = torch.device("cpu")
 SCHEDULE = WarmupCosine(0.02, 2, 20, 0.1)
@@ -173,7 +172,9 @@ def rank_main(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, id="1rank", marks=pytest.mark.slow), pytest.param(2, id="2ranks")])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, id="1rank", marks=pytest.mark.slow), pytest.param(2, id="2ranks")]
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Any]]:
     return run_ranks(__file__, tmp_path_factory.mktemp("deepspeed"), request.param)
 

@@ -17,11 +17,9 @@ import torch.distributed as dist
 from dist_support import run_ranks
 from torch import nn
 
-from harness.capability.probe import LibraryFacts
-from harness.capability.probe import Device, MachineFacts
+from harness.capability.probe import Device, LibraryFacts, MachineFacts
 from harness.core.errors import MachineError
-from harness.precision.plan import make_plan
-from harness.precision.plan import agree_on_fallback, agree_on_rung
+from harness.precision.plan import agree_on_fallback, agree_on_rung, make_plan
 from harness.precision.recipe import Recipe, load_recipe
 from harness.precision.shape_probe import cache_file, probe_layers
 

@@ -29,17 +29,21 @@ from harness.core.facts import StepFacts
 from harness.core.state import seed_everything
 from harness.engines.torch_engine import ModelPart, OptimizerPart
 from harness.loop import train
-from harness.models.gpt import GPT, build
 from harness.models import Task, build_model
-from harness.optim import build_optimizer
-from harness.optim import WarmupCosine
+from harness.models.gpt import GPT, build
+from harness.optim import WarmupCosine, build_optimizer
 from harness.precision.recipe import Recipe, load_recipe
 from harness.run import seed_step
 from harness.tracking.console import Console
 
 STEPS, MICRO = 40, 2
 NAN_LOSS, INF_GRADIENT, SPIKE, STREAK = 7, 13, 26, (32, 33, 34)
-RECIPES = {"fp32": {}, "bf16": {}, "fp16_scaler": {"loss_scale": {"init": 1024.0, "growth_interval": 5}}, "fp8_hybrid": {}}
+RECIPES = {
+    "fp32": {},
+    "bf16": {},
+    "fp16_scaler": {"loss_scale": {"init": 1024.0, "growth_interval": 5}},
+    "fp8_hybrid": {},
+}
 GUARD = {"max_consecutive_skips": 3, "snapshot_every": 5, "rollback_lr_factor": 0.5, "compare_ranks_every": 10}
 CPU = torch.device("cpu")
 
@@ -97,7 +101,15 @@ def policy(name: str) -> Recipe:
 def told(facts: StepFacts) -> list[Any]:
     """What both loops measure; repr keeps every bit, and NaN equal to itself."""
     slots = [] if facts.slots is None else [getattr(facts.slots, row).tolist() for row in ("amax", "scale", "sqnr_db")]
-    figures = (facts.loss, facts.grad_norm, facts.lr, facts.loss_scale, facts.applied, facts.applied_steps, facts.demoted)
+    figures = (
+        facts.loss,
+        facts.grad_norm,
+        facts.lr,
+        facts.loss_scale,
+        facts.applied,
+        facts.applied_steps,
+        facts.demoted,
+    )
     return [repr(figures), repr(slots)]
 
 
@@ -144,7 +156,9 @@ def trainer(folder: Path, name: str, ranks: int) -> dict[str, Any]:
         facts = judged_by(run.guard)
         assert train(run).status == "done"
         run.stop.uninstall()
-    parts = {each: part for each, part in run.state.parts.items() if each in ("model", "optimizer", "fp8", "loss_scale")}
+    parts = {
+        each: part for each, part in run.state.parts.items() if each in ("model", "optimizer", "fp8", "loss_scale")
+    }
     ledger = asdict(run.state.ledger)
     return {"facts": facts, "state": state(parts), "incidents": ledger, "run": run, "data": data}
 
@@ -180,7 +194,9 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
         guard.end_step()
     own = precision.state_dict()["tensors"]
     parts = state({"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied.count)})
-    parts |= {each.replace(".", "/", 1): tensor.tolist() for each, tensor in own.items() if each.startswith(("fp8.", "loss_"))}
+    parts |= {
+        each.replace(".", "/", 1): tensor.tolist() for each, tensor in own.items() if each.startswith(("fp8.", "loss_"))
+    }
     return {"facts": facts, "state": parts, "incidents": asdict(guard.state.ledger)}
 
 
@@ -225,7 +241,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     settings(tmp_path, 2)
     first, second = run_ranks(__file__, tmp_path, 2)
     check(first)
-    assert {name: each["facts"] for name, each in first.items()} == {name: each["facts"] for name, each in second.items()}
+    assert {name: each["facts"] for name, each in first.items()} == {
+        name: each["facts"] for name, each in second.items()
+    }
 
 
 if __name__ == "__main__":

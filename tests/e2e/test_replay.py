@@ -253,3 +253,7 @@ def test_a_run_of_two_ranks_is_replayed_in_one_process(tmp_path: Path, monkeypat
     assert [(each["number"], each["rank"]) for each in answer["samples"] if each["bad"]] == [(MARKED, 1)]
     assert answer["finding"]["module"] == "marks"
     assert "ranks: the run had 2" in shown
+    shutil.rmtree(run / "flight")
+    without, _ = in_process(run, BAD, monkeypatch)
+    assert (without["ranks"], without["difference"]) == (2, None), "the journal says on how many ranks it ran"
+    assert [(each["number"], each["rank"]) for each in without["samples"] if each["bad"]] == [(MARKED, 1)]

@@ -59,7 +59,8 @@ class Trainer:
         self.precision = Precision(recipe(self.backend, **self.sections))
         self.precision.prepare(self.model)
         state = self.precision.state_dict()
-        state["meta"]["state"]["step"] = 1  # of every two steps the first one here is sampled, from which most tests begin
+        # Of every two steps the first one here is sampled, from which most tests begin.
+        state["meta"]["state"]["step"] = 1
         self.precision.load_state_dict(state)
         parameters = [p for name, p in self.model.named_parameters() if p.requires_grad and not name.endswith("bias")]
         self.optimizer = torch.optim.AdamW(parameters, lr=self.lr, fused=True)
