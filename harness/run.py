@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from harness.core.config import RunConfig
-from harness.core.facts import StepFacts
+from harness.core.facts import Limits, StepFacts, Window
+from harness.core.health import check_batch, harmless, l2_norm
 from harness.core.protocols import Batches, Engine, PrecisionBackend
+from harness.core.state import seed_torch
+from harness.core.update import InFlight, StepClock, to_device, update
 from harness.stop import StopRequest
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from harness.checkpoint.recovery import Recovery
     from harness.core.collectives import ForwardClock
@@ -21,17 +27,6 @@ if TYPE_CHECKING:
     from harness.guard import Guard
     from harness.precision.compiling import EagerWatch
     from harness.telemetry import Telemetry
-
-
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-
-from harness.core.facts import Limits, Window
-from harness.core.health import check_batch, harmless, l2_norm
-from harness.core.state import seed_torch
-from harness.core.update import InFlight, StepClock, to_device, update
 
 
 class Loss(Protocol):
@@ -54,9 +49,8 @@ class Flight(Protocol):
 class Run:
     """Everything `train_step` and the loop touch.
 
-    stats_every: steps between samples of underflow and SQNR.
-    watch: None unless something was compiled. flight: None but on rank 0. replay_told: the user has seen how to find
-    out what made a step bad.
+    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. flight: None
+    but on rank 0. replay_told: the user has seen how to find out what made a step bad.
     """
 
     config: RunConfig

@@ -6,21 +6,12 @@ Every loop judges by this: ours with all monitors, and `harness.Precision` with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts, Switch, Verdict
-
-if TYPE_CHECKING:
-    from harness.core.config import GuardConfig
-    from harness.core.state import RunLedger
-
-
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.core.facts import SWITCH_DELAY, Limits
+from harness.core.facts import SWITCH_DELAY, Action, Continue, Halt, Limits, Rollback, StepFacts, Switch, Verdict
 from harness.core.protocols import NO_LIMITS, Monitor, PrecisionBackend
 
 if TYPE_CHECKING:
@@ -28,14 +19,14 @@ if TYPE_CHECKING:
 
     from harness.core.collectives import RankComparison
     from harness.core.config import GuardConfig
-    from harness.core.state import TrainState
+    from harness.core.state import RunLedger, TrainState
 
 
 class Responder:
     """One action a step: Halt before Rollback before Switch before Continue, within the guard's budgets.
 
-    What was spent is kept in `ledger`, which a rollback does not restore. The loop carries the action out:
-    it adds `Rollback.bad` to `ledger.skipped_windows`, and halts when there is no good checkpoint to go back to.
+    What was spent is kept in `ledger`, which a rollback does not restore. The guard carries the action out: it adds
+    `Rollback.bad` to `ledger.skipped_windows`, and halts when there is nothing good to go back to.
 
     notes: the responder's own verdicts of the last `decide` (a refused switch, told once); log them beside the
     monitors'.
