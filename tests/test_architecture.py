@@ -37,7 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
     "run": ("core", "checkpoint", "precision", "stop", "telemetry", "guard"),
     "loop": ("core", "monitors", "run"),
-    "replay": ("core", "checkpoint", "tracking", *LOOP),
+    "replay": ("core", "checkpoint", "engines", "tracking", *LOOP),
     "build": (*CORES, *LOOP, "replay"),
     "estimate": (*CORES, *LOOP, "build"),
     "tools": (*CORES, *LOOP, "build", "estimate", "replay"),

@@ -211,6 +211,7 @@ class TorchEngine(ProcessGroup):
 
     owns_loss_scale: ClassVar = False
     snapshots: ClassVar = True
+    on_paper: ClassVar = True
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:

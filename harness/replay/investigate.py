@@ -25,6 +25,7 @@ from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.protocols import Meta, Tensors
 from harness.core.state import RunLedger
+from harness.engines.registry import ENGINES
 from harness.replay.answer import Answer, Sample, growth, unfit
 from harness.replay.flight import BadStep, Branches, Difference, Surroundings
 from harness.replay.origin import Finding, Origin, locate, watch
@@ -327,8 +328,9 @@ class Investigation:
 
 
 def _refuse_foreign_scale(engine: str, step: int, plan: Mapping[str, Any]) -> None:
-    """DeepSpeed's fp16 engine keeps its loss scale and its weights in a way that no other engine continues."""
-    if engine == "deepspeed" and str(plan.get("resolved", "")).endswith(":fp16"):
+    """An fp16 engine with a loss scale of its own keeps it and its weights in a way that no other engine continues."""
+    own = engine in ENGINES and ENGINES[engine].owns_loss_scale
+    if own and str(plan.get("resolved", "")).endswith(":fp16"):
         what, fix = "DeepSpeed's fp16 cannot be replayed", "start the run with torchrun, or with a bf16 or FP8 recipe"
         raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
 
