@@ -170,6 +170,7 @@ class DeepSpeedEngine(ProcessGroup):
     name = "deepspeed"
     owns_loss_scale: ClassVar = True
     snapshots: ClassVar = False  # ZeRO would have to gather its partitions for every copy
+    on_paper: ClassVar = False
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:
