@@ -116,11 +116,11 @@ class Precision:
     def context(self) -> Iterator[None]:
         """Around every forward, loss included. With gradients off nothing is recorded. Raises MisuseError if nested."""
         ready = self._outside("context()")
-        moved = ready.moved()
-        if moved is not None:
-            what = f"the model was prepared on {ready.device} and is on {moved} now"
-            raise misuse("context()", what, fix="move the model first, then call prepare()")
+        if moved := ready.moved():
+            why = "what runs where was decided for the model as it was; weights in less than float32 lose small updates"
+            raise misuse("context()", f"the model {moved}", why, "move and cast the model first, then call prepare()")
         if torch.is_grad_enabled() and self._clock is None:
+            ready.window.begun = True
             ready.backend.begin_window(sample=ready.judge.samples(self.recipe.fp8.stats_every))
             self._clock = StepClock(ready.device)
         # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.

@@ -64,14 +64,17 @@ def step_problems(
 
 
 class OpenWindow:
-    """The time between the first `backward` of a window and its `step`, in which gradients are not the caller's.
+    """The time from a window's first `context` to its `step`; from its first `backward` on gradients are not the
+    caller's.
 
-    Raises MisuseError where an optimizer that holds parameters of the model steps by itself in that time: scales would
-    never roll, and under fp16 it would apply scaled gradients. scaled: under a loss scale also where somebody changed
-    gradients, told by their addresses and version counters, which no work on the device is needed for.
+    Raises MisuseError where an optimizer that holds parameters of the model, with gradients, steps by itself, whenever
+    that is: scales would never roll, the gate would not be asked, and under fp16 it would apply scaled gradients, or
+    ones that nobody scaled. scaled: under a loss scale also where somebody changed gradients, told by their addresses
+    and version counters, which no work on the device is needed for.
     """
 
     def __init__(self, owns_any: OwnsAny) -> None:
+        self.begun = False
         self.backwards = 0
         self._stepping = False
         self._owns_any = owns_any
@@ -98,7 +101,7 @@ class OpenWindow:
 
     def close(self) -> None:
         """The window ended, or was dropped."""
-        self.backwards, self._stepping, self._marks = 0, False, {}
+        self.begun, self.backwards, self._stepping, self._marks = False, 0, False, {}
 
     def lets(self, optimizer: Optimizer) -> bool:
         """Whether it is this window's own step that `optimizer` takes now."""
@@ -106,10 +109,18 @@ class OpenWindow:
 
     def refuse(self, optimizer: Optimizer) -> None:
         """Raises MisuseError if `optimizer` may not step now."""
-        if self.backwards and not self._stepping and self._owns_any(parameters_of([optimizer])):
-            what = f"{type(optimizer).__name__}.step() was called directly"
-            why = "the gate, the loss scale and the FP8 scales belong to the step"
-            raise misuse("step()", what, why, "call precision.step(optimizer) in its place; no GradScaler is needed")
+        if self._stepping or not self._owns_any(p for p in parameters_of([optimizer]) if p.grad is not None):
+            return
+        what = f"{type(optimizer).__name__}.step() was called directly"
+        why = "the gate, the loss scale and the FP8 scales belong to the step"
+        fix = "call precision.step(optimizer) in its place; no GradScaler is needed"
+        if not self.backwards:
+            what += ", after a loss.backward() of its own" if self.begun else ", and no forward was in context()"
+            fix = "precision.backward(loss) in place of loss.backward(), and precision.step(optimizer) in place of this"
+        if not self.begun:
+            why = "outside of context() the model computes in plain precision, against the plan"
+            fix = f"with precision.context(): loss = ...; then {fix}"
+        raise misuse("step()", what, why, fix)
 
 
 _windows: WeakSet[OpenWindow] = WeakSet()

@@ -69,6 +69,7 @@ class Prepared:
             fallback_precision=None if self.loss_scale is None else lambda: agree_on_fallback(facts, self.device),
         )
         self.model = model
+        self._dtype = next(model.parameters()).dtype
         self._owned: dict[int, nn.Parameter] = {}
         self.window = OpenWindow(self.owns_any)
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -94,10 +95,12 @@ class Prepared:
         self.judge = Judge(config, self.state, self.backend, monitors, self.judge.held, comparison)
         return self.judge
 
-    def moved(self) -> torch.device | None:
-        """The device that the model went to after it was prepared, None if it stayed."""
-        device = next(self.model.parameters()).device
-        return None if device == self.device else device
+    def moved(self) -> str:
+        """Where the model went, or what it was turned into, after it was prepared; empty if it stayed as it was."""
+        first = next(self.model.parameters())
+        if first.device != self.device:
+            return f"was prepared on {self.device} and is on {first.device} now"
+        return "" if first.dtype == self._dtype else f"was prepared in {self._dtype} and is in {first.dtype} now"
 
     def owns_any(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of them is the model's: looked up again if none is, as adapters may have come since `prepare`."""

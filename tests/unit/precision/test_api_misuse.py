@@ -185,6 +185,15 @@ def test_a_model_that_moved_is_noticed() -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["fp8_hybrid", "bf16"])
+def test_a_model_that_was_cast_is_noticed(name: str) -> None:
+    precision, model = prepared(recipe(name))
+    model.bfloat16()
+    refused = pytest.raises(MisuseError, match=r"prepared in torch\.float32 and is in torch\.bfloat16 now")
+    with refused, precision.context():
+        pass
+
+
 def test_two_models_have_two_precisions() -> None:
     first, generator = prepared(recipe(), seed=1)
     second, critic = prepared(recipe("fp16_scaler"), seed=2)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from api_support import adamw, forward_backward, mlp, prepared, recipe, snapshot, train_step
+from api_support import adamw, batch, forward_backward, mlp, prepared, recipe, snapshot, train_step
 from torch import nn
 
 from harness import Precision
@@ -93,7 +93,55 @@ def test_an_optimizer_that_steps_by_itself_is_refused(name: str, by_scaler: bool
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_other_models_and_closed_windows_are_left_alone() -> None:
+def autograd_alone(precision: Precision, model: nn.Module) -> None:
+    """What Lightning's automatic optimization and accelerate's backward do."""
+    x, y = batch(0)
+    with precision.context():
+        loss = nn.functional.mse_loss(model(x).float(), y)
+    loss.backward()
+
+
+def no_context_at_all(_: Precision, model: nn.Module) -> None:
+    """What Hugging Face's Trainer does."""
+    x, y = batch(0)
+    nn.functional.mse_loss(model(x).float(), y).backward()
+
+
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp8_dynamic", "fp16_scaler", "bf16", "fp32"])
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        (autograd_alone, r"directly, after a loss.backward\(\) of its own[\s\S]*precision.backward\(loss\)"),
+        (no_context_at_all, r"no forward was in context\(\)[\s\S]*plain precision, against the plan"),
+    ],
+    ids=["autograd alone", "no context"],
+)
+def test_the_standard_loop_is_refused_and_changes_nothing(
+    name: str, later: bool, train: Callable[[Precision, nn.Module], None], told: str
+) -> None:
+    """It would train in FP8 with scales that never roll, in fp16 without a scale, or not in the plan's precision."""
+    precision, model = prepared(recipe(name))
+    optimizer = adamw(model)
+    if later:
+        train_step(precision, model, optimizer, 0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    train(precision, model)
+    with pytest.raises(MisuseError, match=told):
+        optimizer.step()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_gradients_that_were_applied_are_not_applied_again() -> None:
+    precision, model = prepared(recipe())
+    optimizer = adamw(model)
+    forward_backward(precision, model, 0)
+    precision.step(optimizer)
+    with pytest.raises(MisuseError, match="called directly"):
+        optimizer.step()
+
+
+def test_other_models_and_steps_without_gradients_are_left_alone() -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)
     other = mlp()
@@ -102,7 +150,8 @@ def test_other_models_and_closed_windows_are_left_alone() -> None:
     other(torch.randn(4, 16)).sum().backward()
     others.step()
     assert precision.step(optimizer).was_applied
-    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # as some do once, before a scheduler
 
 
 def test_a_precision_that_is_gone_is_not_in_the_way() -> None:
