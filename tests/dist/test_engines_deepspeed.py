@@ -24,14 +24,16 @@ from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import build_optimizer
+from harness.optim import WarmupCosine
 
 CPU = torch.device("cpu")
 SCHEDULE = WarmupCosine(0.02, 2, 20, 0.1)
 SCENARIOS = [(0, "adamw", "fp32"), (1, "adamw", "fp32"), (2, "adamw", "fp32"), (1, "sgd", "fp32"), (1, "adamw", "bf16")]
 IDS = [f"zero{stage}-{optimizer}-{precision}" for stage, optimizer, precision in SCENARIOS]
 
-pytestmark = pytest.mark.dist
+# DeepSpeed compiles its collectives when it first needs them, and its ranks spin while they wait for each other.
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 class Net(nn.Module):
@@ -172,9 +174,7 @@ def rank_main(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(1, id="1rank", marks=pytest.mark.slow), pytest.param(2, id="2ranks")]
-)
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Any]]:
     return run_ranks(__file__, tmp_path_factory.mktemp("deepspeed"), request.param)
 
