@@ -142,8 +142,8 @@ class _Follower:
             gone = self.trainer_gone()
             try:
                 if sink is None:
-                    sink = self._connect(position)
-                    if self.pid is not None:
+                    sink, ended = self._connect(position), self._ended(position.offset)
+                    if self.pid is not None and not ended:
                         sink.resumed()
                 rows, offset = _read(self.run_dir / JOURNAL, position.offset)
                 if offset != position.offset:
@@ -168,20 +168,27 @@ class _Follower:
                 return 0
             time.sleep(POLL)
 
+    def _ended(self, offset: int) -> bool:
+        """Whether what was delivered ends with our trainer's end: another shipper may have come that far."""
+        if offset <= self.born:
+            return False
+        rows, _ = _read(self.run_dir / JOURNAL, max(0, offset - CHUNK), offset)
+        return bool(rows) and rows[-1]["kind"] == "end"
+
     def _connect(self, position: Position) -> Sink:
         from harness.tracking.mlflow import Sink
 
         return Sink(tracking_uri(), self.run_dir, self.experiment, position)
 
 
-def _read(journal: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Finished rows from `offset` on, about CHUNK bytes of them, and the offset behind them."""
+def _read(journal: Path, offset: int, end: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """Finished rows from `offset` on, about CHUNK bytes of them or those up to `end`, and the offset behind them."""
     if not journal.exists():
         return [], offset
     with journal.open("rb") as file:
         file.seek(offset)
-        data = file.read(CHUNK)
-        if len(data) == CHUNK:
+        data = file.read(CHUNK if end is None else end - offset)
+        if end is None and len(data) == CHUNK:
             data += file.readline()
     data = data[: data.rfind(b"\n") + 1]
     return [row for line in data.splitlines() if (row := decode(line))], offset + len(data)

@@ -24,8 +24,7 @@ from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import build_optimizer
-from harness.optim import WarmupCosine
+from harness.optim import WarmupCosine, build_optimizer
 
 CPU = torch.device("cpu")
 SCHEDULE = WarmupCosine(0.02, 2, 20, 0.1)

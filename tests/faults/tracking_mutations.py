@@ -75,4 +75,11 @@ TRACKING: tuple[Mutation, ...] = (
         "and time.time() >= self._deadline",
         "tests/faults/test_clock_jumps.py -k only_the_rows_clock",
     ),
+    Mutation(
+        18,
+        "a run that another shipper delivered to its end has ended",
+        "if self.pid is not None and not ended:",
+        "if self.pid is not None:",
+        "tests/unit/tracking/test_shipper.py -k delivered_to_its_end",
+    ),
 )

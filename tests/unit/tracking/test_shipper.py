@@ -218,6 +218,24 @@ def test_a_killed_trainer_is_delivered_and_its_resume_goes_on_in_the_same_run(fo
     assert dict(query(folder, "select key, value from tags"))["first"] == "20", "tags are not"
 
 
+def test_a_run_that_the_shipper_of_a_killed_one_delivered_to_its_end_has_ended(folder: Path) -> None:
+    """The second shipper waits for the first one's lock, and finds that there is nothing left to deliver."""
+    run_dir = folder / "runs" / "r1"
+    assert trainer(run_dir, 0, 10, "kill")[0] == -signal.SIGKILL
+    wait_for(lambda: query(folder, "select status from runs") == [("KILLED",)] if delivered(run_dir) else False)
+    born = (run_dir / JOURNAL).stat().st_size
+    with Journal(run_dir / JOURNAL) as journal:
+        journal.note("run", tags={}, params={}, data={})
+        wide_rows(journal, range(10, 12))
+        journal.note("end", status="done")
+    assert shipper.sync(run_dir, "e")
+    assert query(folder, "select status from runs") == [("FINISHED",)]
+    second = [sys.executable, "-m", "harness.tracking.shipper", str(run_dir), "--experiment", "e"]
+    done = subprocess.run([*second, "--pid", str(os.getpid()), "--from", str(born)], timeout=500, check=False)
+    assert done.returncode == 0
+    assert query(folder, "select status from runs") == [("FINISHED",)]
+
+
 @pytest.mark.slow
 def test_a_shipper_outlives_its_trainer_by_the_grace_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
