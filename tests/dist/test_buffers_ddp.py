@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from dist_support import run_ranks, train
 from torch import Tensor, nn
 
 from harness.checkpoint.store import Store
@@ -21,6 +20,7 @@ from harness.core.state import TrainState
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.optim import WarmupCosine, build_optimizer
+from tests.support.ranks import run_ranks, train
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_support import run_ranks
 from torch import nn
 
 from harness.checkpoint.policy import RollbackTargets
@@ -26,6 +25,7 @@ from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.optim import WarmupCosine, build_optimizer
 from harness.tracking.journal import Journal
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

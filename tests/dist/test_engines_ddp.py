@@ -16,13 +16,13 @@ from weakref import finalize
 import pytest
 import torch
 import torch.distributed as dist
-from dist_support import group_threads, run_ranks, train
 from torch import Tensor, nn
 
 from harness.core.config import TrainConfig
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.optim import WarmupCosine, build_optimizer
+from tests.support.ranks import group_threads, run_ranks, train
 
 CPU = torch.device("cpu")
 

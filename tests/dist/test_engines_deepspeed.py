@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from dist_support import MICRO, SAMPLES, run_ranks, train
 from torch import Tensor, nn
 
 from harness.core.config import TrainConfig
@@ -25,6 +24,7 @@ from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.torch_engine import TorchEngine
 from harness.optim import WarmupCosine, build_optimizer
+from tests.support.ranks import MICRO, SAMPLES, run_ranks, train
 
 CPU = torch.device("cpu")
 SCHEDULE = WarmupCosine(0.02, 2, 20, 0.1)

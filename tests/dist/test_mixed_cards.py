@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_support import run_ranks
 from torch import nn
 
 from harness.capability.probe import Device, LibraryFacts, MachineFacts
@@ -22,6 +21,7 @@ from harness.core.errors import MachineError
 from harness.precision.plan import agree_on_fallback, agree_on_rung, make_plan
 from harness.precision.recipe import Recipe, load_recipe
 from harness.precision.shape_probe import cache_file, probe_layers
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 CAPABILITIES = {"V100": (7, 0), "T4": (7, 5), "A100": (8, 0), "L4": (8, 9), "H100": (9, 0)}

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from dist_support import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +34,7 @@ from harness.optim import WarmupCosine, build_optimizer
 from harness.precision.recipe import Recipe, load_recipe
 from harness.run import seed_step
 from harness.tracking.console import Console
+from tests.support.ranks import run_ranks
 
 STEPS, MICRO = 40, 2
 NAN_LOSS, INF_GRADIENT, SPIKE, STREAK = 7, 13, 26, (32, 33, 34)

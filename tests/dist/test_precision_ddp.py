@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_support import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +23,7 @@ from harness.capability.probe import Device, MachineFacts
 from harness.core.errors import MachineError
 from harness.precision.plan import agree_on_rung
 from harness.precision.recipe import Recipe, load_recipe
+from tests.support.ranks import run_ranks
 
 ROWS = 16
 

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, TEXT, events, harness, metrics, train
+
+from tests.support.runs import ROOT, TEXT, events, harness, metrics, train
 
 pytestmark = pytest.mark.faults(8, 11, 16)
 

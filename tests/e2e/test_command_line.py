@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, TRAIN, environment, events, harness, metrics, train
 
 from harness.tracking.journal import read_rows
 from tests.support import warm
+from tests.support.runs import ROOT, TRAIN, environment, events, harness, metrics, train
 
 
 def timed(folder: Path, *arguments: str) -> tuple[float, subprocess.CompletedProcess[str]]:

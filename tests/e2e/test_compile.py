@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from e2e_support import BIN, ROOT, events, metrics, train
+
+from tests.support.runs import BIN, ROOT, events, metrics, train
 
 BLOCKS = "engine.compile=blocks"
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_support import environment, metrics
 from torch import Tensor, nn
 
 from benchmarks import outliers
@@ -27,6 +26,7 @@ from harness.core.facts import SWITCH_DELAY
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tools.start import Request
 from harness.tools.train import train
+from tests.support.runs import environment, metrics
 
 pytestmark = pytest.mark.faults(16)
 

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, metrics, train
+
+from tests.support.runs import ROOT, metrics, train
 
 GOLDEN = ROOT / "tests" / "golden" / "losses.json"
 STEPS = 8

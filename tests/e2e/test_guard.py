@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_support import ROOT, events, metrics, train
 from safetensors.numpy import load_file
 
 from harness.core.files import find
+from tests.support.runs import ROOT, events, metrics, train
 
 pytestmark = pytest.mark.faults(11, 13)
 

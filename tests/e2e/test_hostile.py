@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, command, environment, events, metrics, train
 
 from tests.support import warm
+from tests.support.runs import ROOT, command, environment, events, metrics, train
 
 # launch/train.py with a SIGKILL at one place inside a rollback.
 KILLER = """

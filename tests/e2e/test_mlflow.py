@@ -8,7 +8,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from e2e_support import harness, metrics, start, train, wait_for_step
+
+from tests.support.runs import harness, metrics, start, train, wait_for_step
 
 ARGUMENTS = ("--name", "r", "train.steps=24", "checkpoint.every=6", "tracking.mlflow=true", "tracking.report=true")
 SLOTS = [

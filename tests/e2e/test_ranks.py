@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import BIN, events, metrics, start, train, train_ranks, wait_for_step
 
 from harness.checkpoint.store import Store
 from harness.tracking.journal import read_rows
 from tests.support import warm
+from tests.support.runs import BIN, events, metrics, start, train, train_ranks, wait_for_step
 
 STEPS = ("train.steps=12", "checkpoint.every=6")
 DEEPSPEED = str(BIN / "deepspeed")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from e2e_support import ROOT, events, harness, metrics, train
 
 from harness.build import join_worker
 from harness.checkpoint.store import Store
@@ -25,6 +24,7 @@ from harness.core.facts import StepFacts
 from harness.core.files import find
 from harness.core.state import RunLedger
 from harness.tools.replay import rebuild, replay
+from tests.support.runs import ROOT, events, harness, metrics, train
 
 pytestmark = pytest.mark.faults(10)
 

@@ -9,10 +9,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e_support import command, environment, events, metrics, start, train, wait_for_checkpoint, wait_for_step
 from safetensors.numpy import load_file
 
 from tests.support import warm
+from tests.support.runs import command, environment, events, metrics, start, train, wait_for_checkpoint, wait_for_step
 
 STEPS = 40
 ARGUMENTS = ("--name", "r", f"train.steps={STEPS}", "checkpoint.every=7")

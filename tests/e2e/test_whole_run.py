@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from e2e_support import ROOT, events, metrics, train
 
 from harness.core.files import find
+from tests.support.runs import ROOT, events, metrics, train
 
 pytestmark = pytest.mark.faults(16)
 

@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from e2e_support import TEXT
-
 from harness.checkpoint.policy import save_ledger
 from harness.checkpoint.store import Store
 from harness.core.config import DataConfig
 from harness.core.state import RandomState, RunLedger, TrainState
 from harness.data.tokens import prepare
+from tests.support.runs import TEXT
 
 SECONDS = 10
 SCREEN = 70

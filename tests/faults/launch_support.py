@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_support import BIN, ROOT, command, environment, heard, metrics, train, wait_for_step
 
 from harness.checkpoint.store import Store
+from tests.support.runs import BIN, ROOT, command, environment, heard, metrics, train, wait_for_step
 
 STEPS = 120
 ARGUMENTS = ("--name", "r", f"train.steps={STEPS}", "checkpoint.every=10", "train.eval_every=25")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from e2e_support import TEXT, events, metrics
 from safetensors.numpy import load_file
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from harness.data.tokens import prepare
 from harness.precision.recipe import load_recipe
 from harness.tools.start import Request
 from harness.tools.train import train
+from tests.support.runs import TEXT, events, metrics
 
 pytestmark = pytest.mark.faults(8, 9)
 

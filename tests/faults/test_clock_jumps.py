@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, metrics, train
 from tracking_trainer import check_delivered
 
 from harness.core.errors import ExitCode
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, Journal, read_rows
+from tests.support.runs import ROOT, metrics, train
 
 pytestmark = pytest.mark.faults(26)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from e2e_support import ROOT, TEXT, command, environment, events, metrics, train
 
 import harness.build
 from harness.core.config import DataConfig, load_config
@@ -29,6 +28,7 @@ from harness.data.tokens import prepare
 from harness.precision.recipe import load_recipe
 from harness.tools.start import Request
 from harness.tools.train import train as train_here
+from tests.support.runs import ROOT, TEXT, command, environment, events, metrics, train
 
 pytestmark = pytest.mark.faults(23)
 

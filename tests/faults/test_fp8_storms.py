@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from e2e_support import TEXT, events, metrics
 from torch import Tensor
 
 from harness.core.config import load_config
@@ -24,6 +23,7 @@ from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.recipe import load_recipe
 from harness.tools.start import Request
 from harness.tools.train import train
+from tests.support.runs import TEXT, events, metrics
 
 pytestmark = pytest.mark.faults(15, 16)
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from e2e_support import ROOT, TEXT
 from fuzzing import PIECES, Damage, damage, damaged, fuzz, one_screen
 from hypothesis import strategies as st
 
@@ -34,6 +33,7 @@ from harness.precision.recipe import Recipe, load_recipe
 from harness.replay.flight import read_records
 from harness.run_folder import read_outcome, read_plan
 from harness.tracking.journal import Position, decode, encode, read_rows
+from tests.support.runs import ROOT, TEXT
 
 pytestmark = pytest.mark.faults(24)
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, TRAIN, environment, metrics, train
 from hostile import JSON, SCREEN, SECONDS, YAML, Trap
 
 from harness.core.errors import ExitCode
+from tests.support.runs import ROOT, TRAIN, environment, metrics, train
 
 pytestmark = [pytest.mark.faults(24), pytest.mark.slow]
 

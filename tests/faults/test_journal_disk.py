@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_support import ROOT, events, metrics, train
 
 from harness.tracking.journal import JOURNAL, Journal
+from tests.support.runs import ROOT, events, metrics, train
 
 HERE = Path(__file__).parent
 Tell = Callable[..., None]

@@ -12,8 +12,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from e2e_support import ROOT, events, metrics, train
 from safetensors.numpy import load_file
+
+from tests.support.runs import ROOT, events, metrics, train
 
 pytestmark = pytest.mark.faults(11, 13, 17)
 

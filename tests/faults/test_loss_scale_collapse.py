@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_support import ROOT, events, metrics, train
 
 from harness.core.files import find
+from tests.support.runs import ROOT, events, metrics, train
 
 pytestmark = pytest.mark.faults(14)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import wait_for_checkpoint
 from launch_support import ARGUMENTS, Launch, at_step, finishes, nothing_left, wait_until  # noqa: F401
 
 from harness.checkpoint.store import Store
+from tests.support.runs import wait_for_checkpoint
 
 pytestmark = [pytest.mark.faults(20), pytest.mark.dist]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 
 import pytest
-from e2e_support import ROOT
+
+from tests.support.runs import ROOT
 
 pytestmark = pytest.mark.faults(24)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_support import command, environment, metrics, train
 
 from tests.support import warm
+from tests.support.runs import command, environment, metrics, train
 
 pytestmark = pytest.mark.faults(5)
 

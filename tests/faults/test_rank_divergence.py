@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, events, metrics, train_ranks
 from safetensors.numpy import load_file
+
+from tests.support.runs import ROOT, events, metrics, train_ranks
 
 pytestmark = [pytest.mark.faults(21, 22), pytest.mark.dist]
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import environment, metrics, start, wait_for_checkpoint, wait_for_step
+
+from tests.support.runs import environment, metrics, start, wait_for_checkpoint, wait_for_step
 
 LIMIT_SECONDS = 300
 """Of a machine that other work keeps busy; 5 s beyond the imports of torch are aimed at where nothing does."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_support import train
 from resume_driver import HERE, ROOT, Driver, Ended, shared_driver
 from resume_models import write_text
 from resume_runs import BATCH, arguments, checkpoint, codes, consumed, difference
@@ -25,6 +24,7 @@ from harness.checkpoint.manifest import MANIFEST, read_manifest
 from harness.checkpoint.store import Store
 from harness.core.files import dump_json
 from harness.tracking.journal import read_rows
+from tests.support.runs import train
 
 STEPS = 12
 RECIPES = ("fp8_hybrid", "fp8_dynamic", "fp16_scaler", "bf16", "fp32")

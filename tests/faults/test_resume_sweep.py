@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from e2e_support import train
 from resume_driver import HERE, ROOT, Driver, shared_driver
 from resume_models import write_text
 from resume_runs import BATCH, arguments, codes, consumed, difference
+
+from tests.support.runs import train
 
 STEPS, SAMPLES = 50, 240
 EVERY_STEP = ("fp8_hybrid", "fp16_scaler")

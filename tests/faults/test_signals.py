@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, metrics, wait_for_step
 from launch_support import (
     ARGUMENTS,
     START_SECONDS,
@@ -25,6 +24,8 @@ from launch_support import (
     steps_done,
     wait_until,
 )
+
+from tests.support.runs import ROOT, metrics, wait_for_step
 
 pytestmark = pytest.mark.faults(6)
 

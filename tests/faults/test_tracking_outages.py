@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, environment, metrics, train
 from launch_support import START_SECONDS, launch, nothing_left  # noqa: F401
 from tracking_server import FAULTS, Proxy, held, real_server, wait_for
 from tracking_trainer import Timings, Trainer, alive, check_delivered, query
 
 from harness.tracking.journal import JOURNAL, delivered, read_rows
+from tests.support.runs import ROOT, environment, metrics, train
 
 pytestmark = pytest.mark.faults(18)
 

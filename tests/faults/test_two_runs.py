@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, environment, metrics, wait_for_checkpoint, wait_for_step
 from launch_support import (
     ARGUMENTS,
     START_SECONDS,
@@ -30,6 +29,7 @@ from launch_support import (
 
 from harness.core.errors import CheckpointError
 from harness.run_folder import RunLock
+from tests.support.runs import ROOT, environment, metrics, wait_for_checkpoint, wait_for_step
 
 pytestmark = pytest.mark.faults(7)
 

@@ -27,8 +27,9 @@ if __name__ == "__main__":
     te_install.install(te_wheels.unpacked(os.environ.get("TE_VERSION", te_wheels.NEWEST)))
     te_install.as_on_a_card()
 
-from dist_support import run_ranks  # noqa: E402
 from te_cpu_support import BACKENDS, MLP, WIDTH, Trainer, disagreements, equal, inputs, moved, plain  # noqa: E402
+
+from tests.support.ranks import run_ranks  # noqa: E402
 
 
 def alone(backend: str, steps: int = 6) -> list[dict[str, Any]]:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import e2e_support
 import pytest
 import torch
-from e2e_support import ROOT, events, train, wait_for_step
 from safetensors.torch import load_file
 
 from harness.tracking.journal import read_rows
+from tests.support import runs
+from tests.support.runs import ROOT, events, train, wait_for_step
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = {"native": ROOT / "launch" / "train.py", "transformer_engine": HERE / "train_te.py"}
@@ -46,7 +46,7 @@ def arguments(folder: Path, backend: str, steps: int = STEPS, fallback: str = "{
 def ran(folder: Path, backend: str, launcher: Sequence[str] = (sys.executable,), **options: Any) -> Path:
     """The folder of a finished run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(e2e_support, "TRAIN", PROGRAMS[backend])
+        patch.setattr(runs, "TRAIN", PROGRAMS[backend])
         done = train(folder, *arguments(folder, backend, **options), launcher=launcher, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout
     return folder / "runs" / backend
@@ -109,11 +109,11 @@ def test_layers_that_leave_fp8_and_return_do_so_in_the_same_steps(tmp_path: Path
 def test_killed_and_resumed_it_ends_with_the_same_bits(
     undisturbed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(e2e_support, "TRAIN", PROGRAMS["transformer_engine"])
+    monkeypatch.setattr(runs, "TRAIN", PROGRAMS["transformer_engine"])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = arguments(tmp_path, "transformer_engine")
     run = tmp_path / "runs" / "transformer_engine"
-    process = e2e_support.start(tmp_path, *given)
+    process = runs.start(tmp_path, *given)
     wait_for_step(run, 13, process)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "killed before its end"
