@@ -15,7 +15,7 @@ from tracking_trainer import check_delivered
 from harness.core.errors import ExitCode
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, Journal, read_rows
-from tests.support.runs import ROOT, metrics, train
+from tests.support.runs import ANEW, ROOT, metrics, train
 
 pytestmark = pytest.mark.faults(26)
 
@@ -126,13 +126,13 @@ def test_a_run_whose_clock_jumps_is_in_order_everywhere(tmp_path: Path, figure: 
     arguments, site = prepare(tmp_path, {5: -HOUR, 9: YEAR})
     arguments += ("tracking.mlflow=true", "tracking.report=true", "train.max_minutes=30")
     run_dir = tmp_path / "runs" / "r"
-    done = train(tmp_path, *arguments, "train.steps=14", PYTHONPATH=site)
+    done = train(tmp_path, *arguments, "train.steps=14", PYTHONPATH=site, launcher=ANEW)
     assert done.returncode == 0, done.stdout
     back, forward = jumps_of(tmp_path)
     assert back < -HOUR + 60
     assert forward > YEAR
     (tmp_path / "offset").write_text(str(-HOUR))
-    done = train(tmp_path, *arguments, "train.steps=20", PYTHONPATH=site)
+    done = train(tmp_path, *arguments, "train.steps=20", PYTHONPATH=site, launcher=ANEW)
     assert done.returncode == 0, done.stdout
     assert "resumed at step 14" in done.stdout
     assert jumps_of(tmp_path)[0] < -YEAR, "the clock that the second process found was a year behind the first one's"
@@ -157,7 +157,7 @@ def test_a_run_whose_clock_jumps_is_in_order_everywhere(tmp_path: Path, figure: 
 def test_the_time_limit_of_a_run_does_not_follow_the_clock(tmp_path: Path) -> None:
     arguments, site = prepare(tmp_path, {3: -HOUR})
     began = time.monotonic()
-    done = train(tmp_path, *arguments, "train.steps=100000", "train.max_minutes=0.05", PYTHONPATH=site)
+    done = train(tmp_path, *arguments, "train.steps=100000", "train.max_minutes=0.05", PYTHONPATH=site, launcher=ANEW)
     assert done.returncode == ExitCode.STOPPED, done.stdout
     assert jumps_of(tmp_path)[0] < -HOUR + 60
     assert "train.max_minutes" in json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())["reason"]

@@ -20,6 +20,8 @@ TRAIN = ROOT / "launch" / "train.py"
 TEXT = ROOT / "tests" / "golden" / "text"
 BIN = Path(sys.executable).parent
 PYTHON = (sys.executable,)
+ANEW = (sys.executable, "-u")
+"""A new interpreter, where its own start matters, such as what it finds as sitecustomize."""
 
 
 def environment(**extra: str) -> dict[str, str]:
