@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from api_support import EAGER, adamw, differences, forward_backward, prepared, recipe, snapshot, train_step
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR, StepLR
 
 from harness import Guard, Precision
 from harness.core.errors import ConfigError, HaltedError, MisuseError
@@ -29,12 +29,19 @@ class Loop:
     """A loop of somebody else's: model, optimizer, scheduler, guard. poison: added to the losses of these forwards."""
 
     def __init__(
-        self, policy: Recipe | None = None, poison: tuple[int, ...] = (), lr: float = 1e-2, **settings: Any
+        self,
+        policy: Recipe | None = None,
+        poison: tuple[int, ...] = (),
+        lr: float = 1e-2,
+        schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        keep: Sequence[Any] = (),
+        **settings: Any,
     ) -> None:
         self.precision, self.model = prepared(policy or recipe())
         self.optimizer = adamw(self.model, lr=lr)
-        self.scheduler = StepLR(self.optimizer, 3, gamma=0.9)
-        self.guard = Guard.for_precision(self.precision, self.optimizer, keep=[self.scheduler], **SETTINGS | settings)
+        self.scheduler = schedule(self.optimizer) if schedule else StepLR(self.optimizer, 3, gamma=0.9)
+        kept = [self.scheduler, *keep]
+        self.guard = Guard.for_precision(self.precision, self.optimizer, keep=kept, **SETTINGS | settings)
         self.poison, self.forwards = poison, 0
         self.windows: list[int] = []
 
@@ -189,6 +196,51 @@ def test_a_loop_that_went_back_by_itself_is_not_rolled_forward() -> None:
         loop.steps(9)
 
 
+class Keeper:
+    """Something of the loop's own, with the state that a test gives it."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
+def test_what_is_kept_comes_back_even_where_two_places_are_spelled_alike() -> None:
+    def state(factor: float) -> dict[Any, Any]:
+        one, two, three, four = (torch.tensor(factor * number) for number in range(1, 5))
+        return {1: one, "1": two, "a": {"b": three}, "a.b": four, "best": math.inf, "at": (None, [factor])}
+
+    kept = Keeper(state(1.0))
+    loop = Loop(poison=(10, 11), keep=[kept])
+    for _ in range(12):
+        if loop.guard.step == 9:  # after the snapshot
+            kept.state = state(5.0)
+        loop.step()
+    assert loop.guard.step == 8, "it rolled back"
+    assert differences(kept.state, state(1.0)) == []
+
+
+def milestones(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Its second schedule is asked for a rate out of turn, which it takes from a Counter."""
+    later = MultiStepLR(optimizer, [3, 6])
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, 1.0, 12), later], [12])
+
+
+def test_a_schedule_of_milestones_goes_on_after_a_rollback() -> None:
+    rates = []
+    for poison in ((), (10, 11)):
+        loop = Loop(poison=poison, schedule=milestones)
+        while loop.guard.step < 16:
+            loop.step()
+        rates.append(loop.scheduler.get_last_lr())
+    assert loop.guard.state.ledger.rollbacks == 1
+    assert rates[0] == rates[1]
+
+
 class Peculiar(torch.optim.SGD):
     """An optimizer that keeps something odd from its third step on."""
 
@@ -260,9 +312,15 @@ def kept_with_a_secret(_: Loop) -> None:
     Guard.for_precision(precision, adamw(model), keep=[Odd()])
 
 
+def kept_by_pairs(_: Loop) -> None:
+    precision, model = prepared(recipe())
+    Guard.for_precision(precision, adamw(model), keep=[Keeper({(0, 1): 2})])
+
+
 @pytest.mark.parametrize(
     ("use", "told"),
     [
+        (kept_by_pairs, "Keeper keeps the key (0, 1) at its top, which is not copied"),
         (twice, "no step since the last call"),
         (never, "the guard has not judged the last step"),
         (saved_unjudged, "call guard.end_step() first"),
