@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import EAGER, adamw, differences, forward_backward, prepared, recipe, snapshot, train_step
+from api_support import EAGER, adamw, batch, differences, forward_backward, prepared, recipe, snapshot, train_step
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR, StepLR
@@ -89,6 +89,19 @@ def test_a_rollback_puts_back_model_optimizer_schedule_and_precision(name: str) 
     assert loop.windows[-3:] == [8, 9, 12], "the windows of the two bad losses are passed over"
 
 
+def test_what_the_user_moved_since_the_snapshot_stays_where_it_was_put() -> None:
+    loop = Loop(poison=(10, 11))
+    loop.precision.demote("2")
+    for _ in range(12):
+        if loop.guard.step == 10:
+            loop.precision.demote("0")
+            loop.precision.promote("2")
+        loop.step()
+    assert loop.guard.step == 8, "it rolled back to before that"
+    assert loop.precision.demoted == ("00",)
+    assert loop.precision.state_dict()["meta"]["state"]["parts"]["own"]["held"] == ["00"]
+
+
 def test_without_the_guard_the_same_faults_are_only_skipped() -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)
@@ -97,6 +110,33 @@ def test_without_the_guard_the_same_faults_are_only_skipped() -> None:
         outcome = precision.step(optimizer)
         optimizer.zero_grad()
         assert outcome.was_applied == (step not in (10, 11))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bad_batch_leaves_nothing_in_running_means(fused: bool) -> None:
+    """BatchNorm writes them in forward, before anybody knows: evaluation would be NaN for good."""
+    precision = Precision(recipe("bf16"))
+    model = precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 16)))
+    optimizer = adamw(model, fused=fused)
+    guard = Guard.for_precision(precision, optimizer, **SETTINGS)
+    for step in range(8):
+        before = copy.deepcopy(model.state_dict())
+        inputs, targets = batch(step)
+        for micro in range(2):  # the second micro-batch is the bad one
+            with precision.context():
+                bad = inputs * (math.nan if step == 5 and micro == 1 else 1.0)
+                loss = nn.functional.mse_loss(model(bad).float(), targets) / 2
+            precision.backward(loss)
+        outcome = precision.step(optimizer)
+        optimizer.zero_grad()
+        guard.end_step()
+        assert outcome.was_applied == (step != 5)
+        changed = set(differences(before, model.state_dict()))
+        assert ({"/1.running_mean", "/1.num_batches_tracked"} <= changed) == (step != 5)
+        assert changed == set() or step != 5
+    model.eval()
+    with torch.no_grad(), precision.context():
+        assert model(batch(8)[0]).isfinite().all()
 
 
 def test_where_no_snapshot_is_good_the_loop_is_ended() -> None:
@@ -312,6 +352,17 @@ def kept_with_a_secret(_: Loop) -> None:
     Guard.for_precision(precision, adamw(model), keep=[Odd()])
 
 
+def unknown_optimizer(loop: Loop) -> None:
+    other = torch.optim.SGD(loop.model.parameters(), lr=1e-2, momentum=0.9)
+    forward_backward(loop.precision, loop.model, 0)
+    loop.precision.step([loop.optimizer, other])
+
+
+def no_clipping_at_all(_: Loop) -> None:
+    precision, model = prepared(recipe())
+    Guard.for_precision(precision, adamw(model), max_grad_norm=-1.0)
+
+
 def kept_by_pairs(_: Loop) -> None:
     precision, model = prepared(recipe())
     Guard.for_precision(precision, adamw(model), keep=[Keeper({(0, 1): 2})])
@@ -320,6 +371,8 @@ def kept_by_pairs(_: Loop) -> None:
 @pytest.mark.parametrize(
     ("use", "told"),
     [
+        (unknown_optimizer, "step(): SGD is not known to the guard"),
+        (no_clipping_at_all, "max_grad_norm is -1.0"),
         (kept_by_pairs, "Keeper keeps the key (0, 1) at its top, which is not copied"),
         (twice, "no step since the last call"),
         (never, "the guard has not judged the last step"),
@@ -344,6 +397,21 @@ def test_settings_are_checked_as_those_of_a_run() -> None:
         Guard.for_precision(precision, adamw(model), max_rollback=2, spike_sigma=-1)
     assert 'unknown key "max_rollback"' in str(raised.value)
     assert "spike_sigma" in str(raised.value)
+    for steps in (-1, 2.5, "many"):  # a snapshot that nothing healthy follows would be as good as any
+        with pytest.raises(ConfigError, match="healthy_steps"):
+            Guard.for_precision(precision, adamw(model), healthy_steps=steps)  # type: ignore[arg-type]
+
+
+def test_one_thing_is_kept_without_a_list() -> None:
+    precision, model = prepared(recipe("bf16"))
+    average = nn.Sequential(nn.Linear(2, 2))
+    guard = Guard.for_precision(precision, adamw(model), keep=average)
+    assert guard.state.state_dict()[0]["kept.0"].keys() == {"0", "1"}
+
+
+def test_without_snapshots_the_halt_says_so() -> None:
+    with pytest.raises(HaltedError, match="no snapshots are taken"):
+        Loop(poison=(10, 11), snapshot_every=0).steps(20)
 
 
 def test_switched_off_it_judges_nothing_and_the_gate_stays() -> None:
