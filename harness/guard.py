@@ -102,6 +102,9 @@ class Guard:
             what = "the model has a guard already" if ready.guarded else "the model has trained already"
             fix = "make one Guard for each Precision, before its first step and before load_state_dict"
             problems.append(Problem(what, "Guard.for_precision", fix=fix))
+        if ready.told if telemetry is None else not telemetry.is_of(precision):
+            what = "the model's Telemetry is not given" if telemetry is None else "this Telemetry is another model's"
+            problems.append(Problem(what, "Guard.for_precision", fix="telemetry=..., made for this Precision"))
         if not max_grad_norm > 0:
             fix = "over 0, or none for no clipping"
             problems.append(Problem(f"max_grad_norm is {max_grad_norm}", "Guard.for_precision", fix=fix))

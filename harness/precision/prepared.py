@@ -46,7 +46,7 @@ class Prepared:
 
     A part of its own state (`held` and `applied`). applied: updates applied so far, float32 0-d on the device. pending:
     steps that are not judged yet. last: facts of the last step. guarded: a `harness.Guard` judges; known: the
-    optimizers that it puts back; context: what its
+    optimizers that it puts back; told: a `harness.Telemetry` keeps what happens; context: what its
     monitors are built from; loaded: how often a state was loaded. forward_clock: where ranks are compared. state: what
     a continuation needs; parts: what is ours of it, as a guard adds model and optimizers.
     """
@@ -78,7 +78,7 @@ class Prepared:
         self.forward_clock: ForwardClock | None = None
         self.pending: deque[InFlight] = deque()
         self.last: InFlight | None = None
-        self.guarded = False
+        self.guarded = self.told = False
         self.known: list[Optimizer] = []
         self.loaded = 0
         built = (kind.build(self.context) for kind in (FallbackController, WholeRunFallback))
