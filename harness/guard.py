@@ -111,6 +111,10 @@ class Guard:
         if problems:
             raise MisuseError(problems)
         config = validate(GuardConfig, settings, "Guard.for_precision")
+        fixed = [each for each in chosen if any(group.get("lr") is None for group in each.param_groups)]
+        if fixed and config.rollback_lr_factor != 1:
+            what = f"rollback_lr_factor: {type(fixed[0]).__name__} has no learning rate that could be lowered"
+            raise MisuseError(Problem(what, "Guard.for_precision", fix="rollback_lr_factor=1, or an optimizer with lr"))
         chosen_steps = {} if healthy_steps is None else {"healthy_steps": healthy_steps}
         healthy = validate(CheckpointConfig, chosen_steps, "Guard.for_precision").healthy_steps
         telemetry = telemetry or Telemetry.for_precision(None, precision)

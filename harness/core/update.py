@@ -135,7 +135,7 @@ class TorchGradients:
     """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel.
 
     parameters: each once. max_norm: clip to this global L2 norm; infinity: do not clip. The learning rate that is told
-    is that of the first group of parameters.
+    is that of the first group of parameters, NaN where it has none.
     """
 
     def __init__(
@@ -180,7 +180,8 @@ class TorchGradients:
             gated_step(optimizer, skip, divisor)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow, skip)
-        lr = self._optimizers[0].param_groups[0]["lr"]
+        lr = self._optimizers[0].param_groups[0].get("lr")
+        lr = math.nan if lr is None else lr  # some find their own rate, and keep none
         lr = lr.clone() if isinstance(lr, Tensor) else torch.full_like(skip, lr)
         return {"applied": 1.0 - skip, "lr": lr.to(self.device)}
 

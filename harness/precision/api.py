@@ -99,7 +99,7 @@ class Precision:
         return self._ready("prepared")
 
     def drop_window(self) -> None:
-        """Forget a window that was begun: the state was put back from elsewhere."""
+        """Forget a window that was begun, after an error in it say; zero the gradients too."""
         self._end_window(self._ready("drop_window()"))
 
     @property
@@ -138,7 +138,7 @@ class Precision:
         """`loss.backward()` under the loss scale, after leaving `context()`; once per micro-batch.
 
         loss: one element, already divided by the number of micro-batches. Raises MisuseError without a forward in
-        `context()` since the last step, inside of it, or on a loss without a graph.
+        `context()` since the last step, inside of it, on a loss without a graph, or where the gradients are gone.
         """
         ready = self._outside("backward()")
         if self._clock is None:
@@ -148,6 +148,11 @@ class Precision:
         if loss.numel() != 1 or not loss.requires_grad:
             what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
             raise misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
+        if ready.window.backwards and all(parameter.grad is None for parameter in ready.model.parameters()):
+            what = f"the gradients of {ready.window.backwards} backward() since the last step are gone"
+            why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
+            fix = "zero_grad() only after step(); to give up a window, after an error say, drop_window() too"
+            raise misuse("backward()", what, why, fix)
         ready.window.check_gradients("backward()")
         with _no_autocast(ready.device), ready.backend.backward_context():
             (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward()

@@ -139,6 +139,24 @@ def test_a_bad_batch_leaves_nothing_in_running_means(fused: bool) -> None:
         assert model(batch(8)[0]).isfinite().all()
 
 
+def test_a_window_that_was_given_up_leaves_no_trace() -> None:
+    """An error between backward and step, which the loop survives; without `drop_window` its loss would be added."""
+    states = []
+    for given_up in (False, True):
+        loop = Loop()
+        for step in range(6):
+            if given_up and step == 3:
+                forward_backward(loop.precision, loop.model, 99)
+                loop.precision.drop_window()
+                loop.optimizer.zero_grad()
+            loop.step()
+        facts = loop.precision.facts()
+        assert facts is not None
+        states.append({**loop.everything(), "loss": facts.loss})
+        states[-1]["tensors"].pop("last")  # it holds how long the step took
+    assert differences(*states) == []
+
+
 def test_where_no_snapshot_is_good_the_loop_is_ended() -> None:
     loop = Loop(poison=(1, 2))
     with pytest.raises(HaltedError, match="no snapshot is good") as raised:
@@ -363,6 +381,41 @@ def no_clipping_at_all(_: Loop) -> None:
     Guard.for_precision(precision, adamw(model), max_grad_norm=-1.0)
 
 
+class OwnRate(torch.optim.Optimizer):
+    """It finds its rate by itself, as some do that are given none."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-1e-2)
+
+
+def test_an_optimizer_without_a_rate_is_put_back_too() -> None:
+    precision, model = prepared(recipe("bf16"))
+    optimizer = OwnRate(model.parameters())
+    guard = Guard.for_precision(precision, optimizer, **SETTINGS)
+    for forward in range(13):
+        forward_backward(precision, model, guard.window, poison=math.nan if forward in (10, 11) else 0.0)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+        guard.end_step()
+    assert guard.state.ledger.returned_to == [8]
+    assert math.isnan(precision.facts().lr)  # type: ignore[union-attr]
+
+
+def rate_that_cannot_be_lowered(_: Loop) -> None:
+    precision, model = prepared(recipe())
+    Guard.for_precision(precision, OwnRate(model.parameters()), rollback_lr_factor=0.5)
+
+
+def gradients_gone(loop: Loop) -> None:
+    forward_backward(loop.precision, loop.model, 0)
+    loop.optimizer.zero_grad()  # an error was caught, and the window goes on
+    forward_backward(loop.precision, loop.model, 1)
+
+
 def kept_by_pairs(_: Loop) -> None:
     precision, model = prepared(recipe())
     Guard.for_precision(precision, adamw(model), keep=[Keeper({(0, 1): 2})])
@@ -373,6 +426,8 @@ def kept_by_pairs(_: Loop) -> None:
     [
         (unknown_optimizer, "step(): SGD is not known to the guard"),
         (no_clipping_at_all, "max_grad_norm is -1.0"),
+        (rate_that_cannot_be_lowered, "OwnRate has no learning rate that could be lowered"),
+        (gradients_gone, "the gradients of 1 backward() since the last step are gone"),
         (kept_by_pairs, "Keeper keeps the key (0, 1) at its top, which is not copied"),
         (twice, "no step since the last call"),
         (never, "the guard has not judged the last step"),
