@@ -107,6 +107,9 @@ def test_how_a_loop_ended_is_written(tmp_path: Path, poison: tuple[int, ...], st
             raise RuntimeError("mine")
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["status"], outcome["exit_code"]) == (status, code)
+    shown = harness("explain", str(folder))
+    assert "train --config" not in shown, "there is no such command for it"
+    assert "checkpoint.healthy_steps" not in shown
     ends = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     assert [row["status"] for row in ends if row["kind"] == "end"] == [status]
 
