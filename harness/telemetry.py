@@ -162,8 +162,10 @@ class Telemetry:
         under an attempt after those that stand there: readers take a lower one for what was thrown away.
         """
         if self._ahead is None:
-            standing = self.journal.standing_attempt if self._precision is not None else 0
-            self._ahead = standing + 1 - number if number < standing else 0
+            own = self._precision
+            standing = 0 if own is None else self.journal.standing_attempt
+            afresh = own is not None and not own.prepared.loaded
+            self._ahead = standing + 1 - number if number < standing or (standing and afresh) else 0
         self.journal.attempt = number + self._ahead
 
     def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:

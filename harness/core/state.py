@@ -139,10 +139,20 @@ class ExternalState:
         return tensors, {"tree": self._taken_apart(self.owner.state_dict(), "", tensors)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Give the owner copies: some keep what they are given. A learning rate that is a tensor stays that tensor."""
+        """Give the owner copies: some keep what they are given. A learning rate that is a tensor stays that tensor, and
+        an optimizer's state keeps its dtypes, which torch would make those of the parameters.
+        """
         groups = self.owner.param_groups if isinstance(self.owner, torch.optim.Optimizer) else []
         held = [{key: value for key, value in group.items() if isinstance(value, Tensor)} for group in groups]
-        self.owner.load_state_dict(_put_together(meta["tree"], tensors))
+        saved = _put_together(meta["tree"], tensors)
+        self.owner.load_state_dict(saved)
+        params = (param for group in groups and self.owner.param_groups for param in group["params"])
+        for index, param in enumerate(params):
+            loaded = self.owner.state.get(param, {})
+            for key, value in saved.get("state", {}).get(index, {}).items():
+                now = loaded.get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                    loaded[key] = value.to(now.device)
         for group, before in zip(groups and self.owner.param_groups, held, strict=True):
             for key, tensor in before.items():
                 group[key] = tensor.copy_(group[key])

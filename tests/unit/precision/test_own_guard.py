@@ -5,63 +5,22 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from api_support import EAGER, adamw, batch, differences, forward_backward, prepared, recipe, snapshot, train_step
+from api_support import EAGER, adamw, batch, differences, forward_backward, prepared, recipe, train_step
+from own_loop_support import SETTINGS, Keeper, Loop, OwnRate
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from harness import Guard, Precision
-from harness.core.errors import ConfigError, HaltedError, MisuseError
+from harness.core.errors import HaltedError
 from harness.core.facts import Continue, Rollback, Switch
-from harness.precision.recipe import Recipe
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "precision_state"
-SETTINGS: dict[str, Any] = {"max_consecutive_skips": 2, "snapshot_every": 4, "healthy_steps": 2}
-
-
-class Loop:
-    """A loop of somebody else's: model, optimizer, scheduler, guard. poison: added to the losses of these forwards."""
-
-    def __init__(
-        self,
-        policy: Recipe | None = None,
-        poison: tuple[int, ...] = (),
-        lr: float = 1e-2,
-        schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        keep: Sequence[Any] = (),
-        **settings: Any,
-    ) -> None:
-        self.precision, self.model = prepared(policy or recipe())
-        self.optimizer = adamw(self.model, lr=lr)
-        self.scheduler = schedule(self.optimizer) if schedule else StepLR(self.optimizer, 3, gamma=0.9)
-        kept = [self.scheduler, *keep]
-        self.guard = Guard.for_precision(self.precision, self.optimizer, keep=kept, **SETTINGS | settings)
-        self.poison, self.forwards = poison, 0
-        self.windows: list[int] = []
-
-    def step(self) -> Any:
-        window = self.guard.window
-        self.windows.append(window)
-        bad = self.forwards in self.poison
-        self.forwards += 1
-        forward_backward(self.precision, self.model, window, poison=math.nan if bad else 0.0)
-        self.precision.step(self.optimizer, max_grad_norm=1.0)
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        return self.guard.end_step()
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
-    def everything(self) -> dict[str, Any]:
-        return {**snapshot(self.precision, self.model, self.optimizer), "scheduler": self.scheduler.state_dict()}
 
 
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler", "bf16"])
@@ -254,19 +213,6 @@ def test_a_loop_that_went_back_by_itself_is_not_rolled_forward() -> None:
         loop.steps(9)
 
 
-class Keeper:
-    """Something of the loop's own, with the state that a test gives it."""
-
-    def __init__(self, state: dict[Any, Any]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[Any, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[Any, Any]) -> None:
-        self.state = state
-
-
 def test_what_is_kept_comes_back_even_where_two_places_are_spelled_alike() -> None:
     def state(factor: float) -> dict[Any, Any]:
         one, two, three, four = (torch.tensor(factor * number) for number in range(1, 5))
@@ -325,73 +271,6 @@ def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(capsys: 
     )
 
 
-def twice(loop: Loop) -> None:
-    loop.step()
-    loop.guard.end_step()
-
-
-def never(loop: Loop) -> None:
-    for step in range(3):
-        forward_backward(loop.precision, loop.model, step)
-        loop.precision.step(loop.optimizer)
-        loop.optimizer.zero_grad()
-
-
-def saved_unjudged(loop: Loop) -> None:
-    loop.step()
-    forward_backward(loop.precision, loop.model, 1)
-    loop.precision.step(loop.optimizer)
-    loop.precision.state_dict()
-
-
-def second_guard(loop: Loop) -> None:
-    Guard.for_precision(loop.precision, loop.optimizer)
-
-
-def too_late(_: Loop) -> None:
-    precision, model = prepared(recipe())
-    optimizer = adamw(model)
-    forward_backward(precision, model, 0)
-    precision.step(optimizer)
-    Guard.for_precision(precision, optimizer)
-
-
-def kept_without_state(_: Loop) -> None:
-    precision, model = prepared(recipe())
-    Guard.for_precision(precision, adamw(model), keep=[object()])
-
-
-def kept_with_a_secret(_: Loop) -> None:
-    class Odd(nn.Module):
-        def get_extra_state(self) -> object:
-            return {"what": object()}
-
-    precision, model = prepared(recipe())
-    Guard.for_precision(precision, adamw(model), keep=[Odd()])
-
-
-def unknown_optimizer(loop: Loop) -> None:
-    other = torch.optim.SGD(loop.model.parameters(), lr=1e-2, momentum=0.9)
-    forward_backward(loop.precision, loop.model, 0)
-    loop.precision.step([loop.optimizer, other])
-
-
-def no_clipping_at_all(_: Loop) -> None:
-    precision, model = prepared(recipe())
-    Guard.for_precision(precision, adamw(model), max_grad_norm=-1.0)
-
-
-class OwnRate(torch.optim.Optimizer):
-    """It finds its rate by itself, as some do that are given none."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": None})
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.add_(parameter.grad, alpha=-1e-2)
-
-
 def test_an_optimizer_without_a_rate_is_put_back_too() -> None:
     precision, model = prepared(recipe("bf16"))
     optimizer = OwnRate(model.parameters())
@@ -405,63 +284,36 @@ def test_an_optimizer_without_a_rate_is_put_back_too() -> None:
     assert math.isnan(precision.facts().lr)  # type: ignore[union-attr]
 
 
-def rate_that_cannot_be_lowered(_: Loop) -> None:
-    precision, model = prepared(recipe())
-    Guard.for_precision(precision, OwnRate(model.parameters()), rollback_lr_factor=0.5)
-
-
-def gradients_gone(loop: Loop) -> None:
-    forward_backward(loop.precision, loop.model, 0)
-    loop.optimizer.zero_grad()  # an error was caught, and the window goes on
-    forward_backward(loop.precision, loop.model, 1)
-
-
-def kept_by_pairs(_: Loop) -> None:
-    precision, model = prepared(recipe())
-    Guard.for_precision(precision, adamw(model), keep=[Keeper({(0, 1): 2})])
-
-
-@pytest.mark.parametrize(
-    ("use", "told"),
-    [
-        (unknown_optimizer, "step(): SGD is not known to the guard"),
-        (no_clipping_at_all, "max_grad_norm is -1.0"),
-        (rate_that_cannot_be_lowered, "OwnRate has no learning rate that could be lowered"),
-        (gradients_gone, "the gradients of 1 backward() since the last step are gone"),
-        (kept_by_pairs, "Keeper keeps the key (0, 1) at its top, which is not copied"),
-        (twice, "no step since the last call"),
-        (never, "the guard has not judged the last step"),
-        (saved_unjudged, "call guard.end_step() first"),
-        (second_guard, "has a guard already"),
-        (too_late, "has trained already"),
-        (kept_without_state, "object lacks state_dict or load_state_dict"),
-        (kept_with_a_secret, "keeps a object at _extra_state.what, which is not copied"),
-    ],
-    ids=lambda each: each.__name__ if callable(each) else "",
-)
-def test_misuse_is_refused_by_name(use: Callable[[Loop], None], told: str) -> None:
-    with pytest.raises(MisuseError) as raised:
-        use(Loop())
-    assert told in str(raised.value)
-    assert "fix:" in str(raised.value)
-
-
-def test_settings_are_checked_as_those_of_a_run() -> None:
-    precision, model = prepared(recipe())
-    with pytest.raises(ConfigError) as raised:
-        Guard.for_precision(precision, adamw(model), max_rollback=2, spike_sigma=-1)
-    assert 'unknown key "max_rollback"' in str(raised.value)
-    assert "spike_sigma" in str(raised.value)
-    for steps in (-1, 2.5, "many"):  # a snapshot that nothing healthy follows would be as good as any
-        with pytest.raises(ConfigError, match="healthy_steps"):
-            Guard.for_precision(precision, adamw(model), healthy_steps=steps)  # type: ignore[arg-type]
-
-
 def test_one_thing_is_kept_without_a_list() -> None:
     precision, model = prepared(recipe("bf16"))
     average = nn.Sequential(nn.Linear(2, 2))
     guard = Guard.for_precision(precision, adamw(model), keep=average)
     assert guard.state.state_dict()[0]["kept.0"].keys() == {"0", "1"}
+
+
+class Coarse(torch.optim.Optimizer):
+    """It keeps its momentum in bfloat16."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("m", torch.zeros_like(parameter, dtype=torch.bfloat16))
+            parameter.data.sub_(momentum.mul_(0.9).add_(parameter.grad.bfloat16()), alpha=1e-2)
+
+
+def test_moments_come_back_in_their_own_dtype() -> None:
+    precision, model = prepared(recipe("bf16"))
+    optimizer = Coarse(model.parameters())
+    guard = Guard.for_precision(precision, optimizer, **SETTINGS)
+    for forward in range(13):
+        forward_backward(precision, model, guard.window, poison=math.nan if forward in (10, 11) else 0.0)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+        guard.end_step()
+    assert guard.state.ledger.returned_to == [8]
+    assert {each["m"].dtype for each in optimizer.state.values()} == {torch.bfloat16}
 
 
 def test_without_snapshots_the_halt_says_so() -> None:

@@ -158,6 +158,14 @@ def test_what_counts_is_what_was_trained_last(tmp_path: Path, resumed: str) -> N
     assert {step: history.series["train/loss"][step] for step in (12, 20)} == {12: newest[12], 20: newest[20]}
 
 
+def test_a_shorter_run_in_the_folder_of_a_longer_one_is_told_alone(tmp_path: Path) -> None:
+    train(tmp_path, report=False)
+    train(tmp_path, steps=5, report=False)
+    history = RunHistory.read(tmp_path)
+    assert sorted(history.series["train/loss"]) == [1, 2, 3, 4, 5]
+    assert len(history.abandoned["train/loss"]) == STEPS
+
+
 def test_steps_that_would_be_told_nowhere_are_refused(tmp_path: Path) -> None:
     precision, model = prepared(recipe())
     other, _ = prepared(recipe())
