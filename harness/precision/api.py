@@ -138,7 +138,8 @@ class Precision:
         """`loss.backward()` under the loss scale, after leaving `context()`; once per micro-batch.
 
         loss: one element, already divided by the number of micro-batches. Raises MisuseError without a forward in
-        `context()` since the last step, inside of it, on a loss without a graph, or where the gradients are gone.
+        `context()` since the last step, inside of it, on a loss without a graph, or where the gradients are gone, or
+        were not zeroed.
         """
         ready = self._outside("backward()")
         if self._clock is None:
@@ -148,7 +149,9 @@ class Precision:
         if loss.numel() != 1 or not loss.requires_grad:
             what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
             raise misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
-        if ready.window.backwards and all(parameter.grad is None for parameter in ready.model.parameters()):
+        if not ready.window.backwards:
+            ready.window.check_zeroed()
+        elif all(parameter.grad is None for parameter in ready.model.parameters()):
             what = f"the gradients of {ready.window.backwards} backward() since the last step are gone"
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
             fix = "zero_grad() only after step(); to give up a window, after an error say, drop_window() too"
@@ -204,6 +207,7 @@ class Precision:
         ready.applied += figures["applied"]
         clock = self._clock or StepClock(ready.device)
         self._end_window(ready)
+        ready.window.stepped(parameters_of(chosen))
         switch = ready.end_step({**figures, "applied_steps": ready.applied}, slots, clock, tokens)
         return StepOutcome(figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch)
 
