@@ -138,4 +138,25 @@ GUARD = (
         "torch.cat([flags, local, backend.amax()])",
         "tests/dist/test_engines_ddp.py -k fault_on_one_rank",
     ),
+    Mutation(
+        17,
+        "a skipped step leaves the running means alone",
+        "now.copy_(torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype)))",
+        "pass",
+        "tests/unit/precision/test_own_guard.py -k running_means",
+    ),
+    Mutation(
+        11,
+        "the guard knows every optimizer that it has to put back",
+        "if not any(each is known for known in self.known)]",
+        "if False]",
+        "tests/unit/precision/test_own_guard_misuse.py -k unknown_optimizer",
+    ),
+    Mutation(
+        11,
+        "two places of a kept state are two",
+        "number = str(len(tensors))",
+        "number = place",
+        "tests/unit/precision/test_own_guard.py -k spelled_alike",
+    ),
 )
