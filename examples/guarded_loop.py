@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
 from harness import Guard, Precision, Telemetry
+from harness.core.errors import HaltedError
 from harness.core.facts import Rollback
 
 STEPS = 120
@@ -44,4 +45,8 @@ def main(recipe: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "fp8_hybrid")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "fp8_hybrid")
+    except HaltedError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -69,7 +69,7 @@ class Guard:
         precision: Precision,
         optimizers: Optimizer | Sequence[Optimizer],
         *,
-        keep: Sequence[Any] = (),
+        keep: Any = (),
         telemetry: Telemetry | None = None,
         max_grad_norm: float = math.inf,
         healthy_steps: int | None = None,
@@ -78,10 +78,11 @@ class Guard:
         """For a loop of your own: after `prepare` and before its first step, on every rank.
 
         optimizers: all that train the model. keep: what a rollback must put back beside model, optimizers and FP8
-        state: anything with `state_dict` and `load_state_dict`, such as schedulers. telemetry: where it is written;
-        by default events are said on stderr and nothing is kept. max_grad_norm: what you give `precision.step`, for the
-        monitor that tells of constant clipping. healthy_steps: steps in a row that make a snapshot good. settings:
-        keys of the section `guard` of a run's config, such as snapshot_every, max_rollbacks or enabled.
+        state, one or several: anything with `state_dict` and `load_state_dict`, such as schedulers. telemetry: where it
+        is written; by default events are said on stderr and nothing is kept. max_grad_norm: what you give
+        `precision.step`, for the monitor that tells of constant clipping. healthy_steps: steps in a row that make a
+        snapshot good. settings: keys of the section `guard` of a run's config, such as snapshot_every, max_rollbacks or
+        enabled.
 
         What your loop feeds the model is not seen: samples that are out of range are not named, and random numbers go
         on after a rollback. Raises MisuseError naming what cannot be kept, ConfigError for settings.
@@ -89,6 +90,8 @@ class Guard:
         ready = precision.prepared
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         parts = {f"optimizer.{number}": each for number, each in enumerate(chosen)}
+        if hasattr(keep, "state_dict"):
+            keep = [keep]  # a module may be gone through, too
         parts |= {f"kept.{number}": each for number, each in enumerate(keep)}
         problems = [
             Problem(f"{type(each).__name__} lacks state_dict or load_state_dict", "Guard.for_precision", fix="wrap it")
@@ -99,10 +102,21 @@ class Guard:
             what = "the model has a guard already" if ready.guarded else "the model has trained already"
             fix = "make one Guard for each Precision, before its first step and before load_state_dict"
             problems.append(Problem(what, "Guard.for_precision", fix=fix))
+        if ready.told if telemetry is None else not telemetry.is_of(precision):
+            what = "the model's Telemetry is not given" if telemetry is None else "this Telemetry is another model's"
+            problems.append(Problem(what, "Guard.for_precision", fix="telemetry=..., made for this Precision"))
+        if not max_grad_norm > 0:
+            fix = "over 0, or none for no clipping"
+            problems.append(Problem(f"max_grad_norm is {max_grad_norm}", "Guard.for_precision", fix=fix))
         if problems:
             raise MisuseError(problems)
         config = validate(GuardConfig, settings, "Guard.for_precision")
-        healthy = healthy_steps or CheckpointConfig().healthy_steps
+        fixed = [each for each in chosen if any(group.get("lr") is None for group in each.param_groups)]
+        if fixed and config.rollback_lr_factor != 1:
+            what = f"rollback_lr_factor: {type(fixed[0]).__name__} has no learning rate that could be lowered"
+            raise MisuseError(Problem(what, "Guard.for_precision", fix="rollback_lr_factor=1, or an optimizer with lr"))
+        chosen_steps = {} if healthy_steps is None else {"healthy_steps": healthy_steps}
+        healthy = validate(CheckpointConfig, chosen_steps, "Guard.for_precision").healthy_steps
         telemetry = telemetry or Telemetry.for_precision(None, precision)
         monitors = build_monitors(replace(ready.context, guard=config, max_grad_norm=max_grad_norm))
         comparison = None
@@ -114,7 +128,7 @@ class Guard:
             ready.state.parts |= {name: ExternalState(name, each) for name, each in parts.items()}
             ready.state.state_dict()  # refuses now what cannot be kept
             memory = room_for_snapshots(state_bytes(ready.model, _MOMENTS), healthy, ready.device, telemetry)
-        guard = cls(ready.watch(config, monitors, comparison), telemetry, memory)
+        guard = cls(ready.watch(config, monitors, comparison, chosen), telemetry, memory)
         guard.pending = ready.pending
         guard._precision, guard._optimizers = precision, chosen
         return guard
@@ -214,9 +228,10 @@ class Guard:
             return
         try:
             self.memory.take(self.state.step, *self.state.state_dict())
-        except MisuseError as error:  # an optimizer makes its state as it goes
+        except (MisuseError, MemoryError, OSError) as error:  # an optimizer makes its state as it goes
             self.memory = None
-            self.telemetry.tell(self.state.step, "snapshot.off", f"{error.problems[0].what}: nothing to roll back to")
+            what = error.problems[0].what if isinstance(error, MisuseError) else f"no room for a copy ({error})"
+            self.telemetry.tell(self.state.step, "snapshot.off", f"{what}: nothing to roll back to")
 
     def _roll_back(self, step: int, action: Rollback) -> int | None:
         """Go back to the newest good state, in memory or on disk, and pass over the bad windows; its step, or None.
@@ -233,6 +248,7 @@ class Guard:
         source = "memory" if from_memory else "disk"
         fields = {"reason": action.reason, "to_step": target, "passed_over": bad, "source": source}
         self.telemetry.event(step, "guard.rollback", **fields)
+        held = set(self.judge.held)
         ledger.attempt += 1
         ledger.skipped_windows = sorted({*ledger.skipped_windows, *bad})
         ledger.returned_to = [*(min(earlier, target) for earlier in ledger.returned_to), target]
@@ -246,15 +262,18 @@ class Guard:
                 self.memory.clear()
         self.state.drop_fallback()
         self.judge.stay_fallen_back()
+        self.judge.stay_held(held)
         self.telemetry.attempt = ledger.attempt
         return target
 
     def _nothing_to_return_to(self, step: int, action: Rollback) -> Problem:
         """Why a rollback could not be done, for the post-mortem."""
         if self.disk is None:
-            why = "ranks that differ have no state in common" if action.from_disk else (
-                "a snapshot is good once healthy steps enough followed it; each serves one rollback"
-            )  # fmt: skip
+            why = "a snapshot is good once healthy steps enough followed it; each serves one rollback"
+            if self.memory is None:
+                why = "no snapshots are taken: snapshot_every is 0, or an event snapshot.off says why"
+            if action.from_disk:
+                why = "ranks that differ have no state in common"
             fix = "go on from a checkpoint of your own, with a lower learning rate"
             return Problem(f"step {step}: {action.reason}; and no snapshot is good", "guard", why, fix)
         return Problem(

@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any
 from harness.capability.probe import probe
 from harness.core.collectives import world_rank
 from harness.core.config import TrackingConfig
-from harness.core.errors import CheckpointError, ExitCode, HaltedError, HarnessError, MachineError, Problem
+from harness.core.errors import (
+    CheckpointError,
+    ConfigError,
+    ExitCode,
+    HaltedError,
+    HarnessError,
+    MachineError,
+    MisuseError,
+    Problem,
+)
 from harness.core.facts import Outcome, StepFacts
 from harness.core.metrics import row
 from harness.core.schema import validate
 from harness.core.state import RunLedger
-from harness.run_folder import forget_outcome, write_outcome, write_plan
+from harness.run_folder import RunLock, forget_outcome, write_outcome, write_plan
 from harness.tracking import shipper
 from harness.tracking.console import Console
 from harness.tracking.history import OWN_LOOP
@@ -35,6 +44,29 @@ def undeliverable(config: TrackingConfig) -> list[Problem]:
         return []
     fix = "pip install 'hopper-harness[mlflow]', or tracking.mlflow=false: journal.jsonl has every series"
     return [Problem("rows cannot be delivered to MLflow", "tracking.mlflow", mlflow.reason, fix)]
+
+
+def _taken(folder: Path, plan: Mapping[str, Any]) -> RunLock:
+    """The right to write into a folder of a loop that is not ours, with its plan there. Raises as `for_precision`."""
+    lock = RunLock(folder)
+    try:
+        if (folder / "config.yaml").exists():
+            what = "is a run of harness train, whose journal has one writer"
+            raise CheckpointError(Problem(what, str(folder), fix="give your loop a folder of its own"))
+        lock.acquire()
+        write_plan(folder, plan)
+        forget_outcome(folder)
+    except (OSError, ValueError, CheckpointError) as error:
+        lock.release()
+        cause = error.__cause__ if isinstance(error, CheckpointError) else error
+        if cause is None:
+            raise
+        if isinstance(cause, BlockingIOError):
+            fix = "close the Telemetry that writes there, or give each loop a folder of its own"
+            raise CheckpointError(Problem("another Telemetry writes this run", str(folder), fix=fix)) from error
+        fix = "check that the run folder is writable"
+        raise ConfigError(Problem(f"the folder cannot be written: {cause}", str(folder), fix=fix)) from error
+    return lock
 
 
 class Telemetry:
@@ -57,7 +89,10 @@ class Telemetry:
         self.layers = layers
         self._ship: shipper.ShipperHandle | None = None
         self._precision: Precision | None = None
-        self._last = 0
+        self._lock: RunLock | None = None
+        self._last = (0, 0)
+        self._ahead: int | None = None
+        self._closed = False
 
     @classmethod
     def for_precision(
@@ -77,26 +112,26 @@ class Telemetry:
         of a run's config (mlflow, experiment, fp8_every, report, drain_seconds).
 
         Raises ConfigError for settings or a folder that cannot be written, CheckpointError for one of a run of
-        `harness train`, MachineError where MLflow is wanted and cannot be reached for want of its library.
+        `harness train` or one that something else writes into, MisuseError after a guard was made, MachineError where
+        MLflow is wanted and cannot be reached for want of its library.
         """
         config = validate(TrackingConfig, settings, "Telemetry.for_precision")
+        if folder is not None and precision.prepared.guarded:
+            fix = "make the Telemetry first, then Guard.for_precision(..., telemetry=telemetry)"
+            raise MisuseError(Problem("the model's guard tells elsewhere already", "Telemetry.for_precision", fix=fix))
         lead = world_rank() == 0
         spoken = sys.stderr if folder is None else sys.stdout
         screen = Console(steps, stream=spoken if lead else open(os.devnull, "w"))  # noqa: SIM115
         path = None if folder is None or not lead else Path(folder)
         if path is not None and (problems := undeliverable(config)):
             raise MachineError(problems)
-        if path is not None and (path / "config.yaml").exists():
-            what = "is a run of harness train, whose journal has one writer"
-            raise CheckpointError(Problem(what, str(path), fix="give your loop a folder of its own"))
+        plan = precision.plan
+        lock = None if path is None else _taken(path, plan.as_dict())
         resumed = path is not None and (path / JOURNAL).exists()
         journal = Journal(Path(os.devnull) if path is None else path / JOURNAL, resume_step=0 if resumed else None)
-        telemetry = cls(path, journal, screen, config, len(precision.plan.fp8_layers()))
-        telemetry._precision = precision
-        plan = precision.plan
-        if path is not None:
-            write_plan(path, plan.as_dict())
-            forget_outcome(path)
+        telemetry = cls(path, journal, screen, config, len(plan.fp8_layers()))
+        telemetry._precision, telemetry._lock = precision, lock
+        precision.prepared.told = precision.prepared.told or folder is not None
         telemetry.begin(
             tags={
                 "precision.requested": plan.requested,
@@ -112,6 +147,10 @@ class Telemetry:
         telemetry.ship()
         return telemetry
 
+    def is_of(self, precision: Precision) -> bool:
+        """Whether it tells of the model that `precision` prepared, and still does."""
+        return self._precision is precision and not self._closed
+
     @property
     def attempt(self) -> int:
         """Raised by a rollback, part of every row."""
@@ -119,7 +158,15 @@ class Telemetry:
 
     @attempt.setter
     def attempt(self, number: int) -> None:
-        self.journal.attempt = number
+        """In a loop of your own that goes on from before a rollback, or afresh, in a folder that knows of it, rows come
+        under an attempt after those that stand there: readers take a lower one for what was thrown away.
+        """
+        if self._ahead is None:
+            own = self._precision
+            standing = 0 if own is None else self.journal.standing_attempt
+            afresh = own is not None and not own.prepared.loaded
+            self._ahead = standing + 1 - number if number < standing or (standing and afresh) else 0
+        self.journal.attempt = number + self._ahead
 
     def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:
         """What the run is."""
@@ -155,9 +202,16 @@ class Telemetry:
         """One step, in order: its row, what was said of it, and the line on the screen.
 
         In a loop without a guard: `telemetry.record(precision.facts())` after every step, which waits for its figures.
+        Raises MisuseError after `close`.
         """
-        ledger = ledger or RunLedger()
-        self._last = facts.step
+        if self._closed:
+            fix = "keep the whole loop inside of `with Telemetry.for_precision(...)`"
+            raise MisuseError(Problem("the telemetry was closed: this step would not be kept", "record()", fix=fix))
+        if ledger is None:
+            ledger = RunLedger() if self._precision is None else self._precision.prepared.state.ledger
+        if self._precision is not None:
+            self.attempt = ledger.attempt
+        self._last = (ledger.attempt, facts.step)
         self.metrics(facts.step, row(facts, ledger, facts.step % self.config.fp8_every == 0))
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
@@ -231,22 +285,35 @@ class Telemetry:
         error: what ended the loop, if it did not end as planned.
         """
         self.screen.close()
-        if self._precision is not None:
-            precision, self._precision = self._precision, None
-            if error is None:  # the loop is over: what is still on its way gets its row, though nobody judges it
-                for facts in (each.facts() for each in precision.prepared.pending):
-                    self.record(facts, precision.prepared.state.ledger)
-            if error is None or isinstance(error, HaltedError):
-                status, code = ("done", ExitCode.DONE) if error is None else ("halted", ExitCode.HALTED)
-                reason = f"{self._last} steps" if error is None else str(error)
-                self.end(
-                    Outcome(status, code, reason, self._last), precision.plan.as_it_ran(precision.prepared.backend)
-                )
-            else:
-                self.failed(self._last, error)
-            self.journal.close()
-            self.farewell()
+        if self._precision is not None and not self._closed:
+            if isinstance(error, SystemExit) and not error.code:
+                error = None
+            try:
+                self._end_own(self._precision, error)
+                self.journal.close()
+                self.farewell()
+            except (OSError, ConfigError) as trouble:  # the training is done: what tells of it must not undo that
+                self.screen.event(f"the end of the run could not be written to {self.folder}: {trouble}")
+            self._precision.prepared.told = False
+        self._closed = self._closed or self._precision is not None
         self.journal.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _end_own(self, precision: Precision, error: BaseException | None) -> None:
+        """Outcome and report of a loop that is not ours."""
+        ready = precision.prepared
+        if error is None:  # the loop is over: what is still on its way gets its row, though nobody judges it
+            for facts in (each.facts() for each in ready.pending):
+                if (ready.state.ledger.attempt, facts.step) != self._last:
+                    self.record(facts, ready.state.ledger)
+        _, last = self._last
+        if error is None or isinstance(error, HaltedError):
+            status, code = ("done", ExitCode.DONE) if error is None else ("halted", ExitCode.HALTED)
+            reason = f"{last} steps" if error is None else str(error)
+            self.end(Outcome(status, code, reason, last), precision.plan.as_it_ran(ready.backend))
+        else:
+            self.failed(last, error)
 
     def __enter__(self) -> Telemetry:
         return self

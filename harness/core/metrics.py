@@ -52,7 +52,7 @@ def read(packed: Sequence[float]) -> dict[str, Any]:
 
 
 def _tokens_per_second(facts: StepFacts, _: RunLedger) -> float:
-    return facts.tokens / facts.seconds if facts.seconds > 0 else math.nan
+    return facts.tokens / facts.seconds if facts.seconds > 0 and facts.tokens else math.nan
 
 
 # Of the run as a whole, beside what its steps measure: key, unit, what it is, and how it is had.

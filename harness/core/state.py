@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -125,22 +126,33 @@ class RandomState:
 class ExternalState:
     """Anything with torch's `state_dict` and `load_state_dict`, such as an optimizer or a scheduler, as a part.
 
-    Its state may nest dicts, lists and tuples of tensors, numbers and text.
+    Its state may nest dicts, Counters, lists and tuples of tensors, numbers and text, under keys that are numbers or
+    text.
     """
 
     def __init__(self, name: str, owner: Any) -> None:
         self.name, self.owner = name, owner
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """tensors: by their place; meta: {"tree": the rest}. Raises MisuseError naming what is neither."""
+        """tensors: by number; meta: {"tree": the rest}. Raises MisuseError naming what cannot be copied."""
         tensors: TensorDict = {}
         return tensors, {"tree": self._taken_apart(self.owner.state_dict(), "", tensors)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Give the owner copies: some keep what they are given. A learning rate that is a tensor stays that tensor."""
+        """Give the owner copies: some keep what they are given. A learning rate that is a tensor stays that tensor, and
+        an optimizer's state keeps its dtypes, which torch would make those of the parameters.
+        """
         groups = self.owner.param_groups if isinstance(self.owner, torch.optim.Optimizer) else []
         held = [{key: value for key, value in group.items() if isinstance(value, Tensor)} for group in groups]
-        self.owner.load_state_dict(_put_together(meta["tree"], tensors))
+        saved = _put_together(meta["tree"], tensors)
+        self.owner.load_state_dict(saved)
+        params = (param for group in groups and self.owner.param_groups for param in group["params"])
+        for index, param in enumerate(params):
+            loaded = self.owner.state.get(param, {})
+            for key, value in saved.get("state", {}).get(index, {}).items():
+                now = loaded.get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                    loaded[key] = value.to(now.device)
         for group, before in zip(groups and self.owner.param_groups, held, strict=True):
             for key, tensor in before.items():
                 group[key] = tensor.copy_(group[key])
@@ -148,18 +160,31 @@ class ExternalState:
     def _taken_apart(self, value: Any, place: str, tensors: TensorDict) -> Any:
         if isinstance(value, Mapping):
             items = cast("Mapping[Any, Any]", value).items()
-            return {"dict": [[key, self._taken_apart(each, f"{place}.{key}", tensors)] for key, each in items]}
+            for key, _ in items:
+                if not _is_plain(key):
+                    raise self._not_copied(f"the key {key!r}", place)
+            # A milestone schedule asks its Counter for what no dict has.
+            kind = "counter" if isinstance(value, Counter) else "dict"
+            return {kind: [[key, self._taken_apart(each, f"{place}.{key}", tensors)] for key, each in items]}
         if isinstance(value, list | tuple):
             kind = "list" if isinstance(value, list) else "tuple"
             items = enumerate(cast("Sequence[Any]", value))
             return {kind: [self._taken_apart(each, f"{place}.{number}", tensors) for number, each in items]}
         if type(value) in (Tensor, nn.Parameter):
-            tensors[place] = value.detach()
-            return {"tensor": [place, str(value.device)]}
-        if value is None or isinstance(value, bool | int | float | str):
+            number = str(len(tensors))  # two places may be spelled alike: 1 and "1", or a key with a dot in it
+            tensors[number] = value.detach()
+            return {"tensor": [number, str(value.device)]}
+        if _is_plain(value):
             return value
-        what = f"{type(self.owner).__name__} keeps a {type(value).__name__} at {place.strip('.')}, which is not copied"
-        raise MisuseError(Problem(what, self.name, fix="leave it out, or switch snapshots off: snapshot_every=0"))
+        raise self._not_copied(f"a {type(value).__name__}", place)
+
+    def _not_copied(self, what: str, place: str) -> MisuseError:
+        told = f"{type(self.owner).__name__} keeps {what} at {place.strip('.') or 'its top'}, which is not copied"
+        return MisuseError(Problem(told, self.name, fix="leave it out, or switch snapshots off: snapshot_every=0"))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -167,10 +192,11 @@ def _put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tree
     ((kind, value),) = cast("dict[str, Any]", tree).items()
     if kind == "tensor":
-        place, device = value
-        return tensors[place].to(device, copy=True)
-    if kind == "dict":
-        return {key: _put_together(each, tensors) for key, each in value}
+        number, device = value
+        return tensors[number].to(device, copy=True)
+    if kind in ("dict", "counter"):
+        found = {key: _put_together(each, tensors) for key, each in value}
+        return found if kind == "dict" else Counter(found)
     return {"list": list, "tuple": tuple}[kind](_put_together(each, tensors) for each in value)
 
 

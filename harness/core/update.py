@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.facts import Limits, SlotStats, StepFacts
@@ -135,7 +135,7 @@ class TorchGradients:
     """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel.
 
     parameters: each once. max_norm: clip to this global L2 norm; infinity: do not clip. The learning rate that is told
-    is that of the first group of parameters.
+    is that of the first group of parameters, NaN where it has none.
     """
 
     def __init__(
@@ -180,7 +180,8 @@ class TorchGradients:
             gated_step(optimizer, skip, divisor)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow, skip)
-        lr = self._optimizers[0].param_groups[0]["lr"]
+        lr = self._optimizers[0].param_groups[0].get("lr")
+        lr = math.nan if lr is None else lr  # some find their own rate, and keep none
         lr = lr.clone() if isinstance(lr, Tensor) else torch.full_like(skip, lr)
         return {"applied": 1.0 - skip, "lr": lr.to(self.device)}
 
@@ -250,6 +251,48 @@ def _unpack_reduced(reduced: Tensor) -> dict[str, Tensor]:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class WindowBuffers:
+    """Persistent buffers of a model, such as BatchNorm's running means, as they were before the window.
+
+    Forward writes them before anybody knows whether the window is fit: a NaN in one batch would stay in a running mean
+    for good, where training never reads it and evaluation does. Those registered later are not known here.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        self._before: list[Tensor | None] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before a forward that may write them; only a window's first call counts."""
+        if not self._before:
+            found = (module._buffers.get(name) for module, name in self._places)
+            self._before = [None if buffer is None else buffer.detach().clone() for buffer in found]
+
+    def drop(self) -> None:
+        """The window is over: what is there now stays."""
+        self._before = []
+
+    @torch.no_grad()
+    def settle(self, applied: Tensor) -> None:
+        """After the update: unless it was applied they are what they were. applied: fp32 0-d, 1.0 or 0.0; not read.
+
+        One that was replaced by a tensor of another shape stays.
+        """
+        for (module, name), before in zip(self._places if self._before else (), self._before, strict=True):
+            now = module._buffers.get(name)
+            # An expanded one has no memory of its own to write to.
+            if now is None or before is None or now.shape != before.shape or 0 in now.stride():
+                continue
+            now.copy_(torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype)))
+        self.drop()
 
 
 class StepClock:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem, some
 from harness.core.protocols import Meta, Stateful, TensorDict
-from harness.core.update import DynamicLossScale, TorchGradients, takes_found_inf
+from harness.core.update import DynamicLossScale, TorchGradients, WindowBuffers, takes_found_inf
 from harness.engines.process_group import ProcessGroup, join, leave, lost_rank_named, read_launch
 
 SCALAR_STATE = "step"
@@ -257,6 +257,7 @@ class TorchEngine(ProcessGroup):
         self._model = model
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._gradients = TorchGradients([optimizer], params, max_grad_norm, loss_scale, device)
+        self._buffers = WindowBuffers(model)
         self._schedule = schedule
         self._loss_scale = loss_scale
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
@@ -279,6 +280,7 @@ class TorchEngine(ProcessGroup):
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch; ranks exchange gradients in the last one only."""
+        self._buffers.begin()
         with lost_rank_named(), nullcontext() if last or self._ddp is None else self._ddp.no_sync():
             yield
 
@@ -297,6 +299,7 @@ class TorchEngine(ProcessGroup):
         """As `core.update.Gradients.apply`; then the gradients are zeroed."""
         self._set_lr()
         figures = self._gradients.apply(skip, overflow, norm, clip)
+        self._buffers.settle(figures["applied"])
         self._applied += figures["applied"]
         self.optimizer.zero_grad(set_to_none=True)
         return {**figures, "applied_steps": self._applied.clone()}

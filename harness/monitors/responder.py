@@ -200,6 +200,14 @@ class Judge:
         if fallen and not self.precision.fell_back_to and not any(switch[3] for switch in self.state.switches):
             self.precision.fall_back(fallen)
 
+    def stay_held(self, held: set[str]) -> None:
+        """After a state was loaded: `held`, which the user demoted by then, stay so, and others that it held do not."""
+        freed = sorted(self.held - held)
+        if held != self.held and not self.precision.fell_back_to:
+            self.precision.switch(sorted(held.difference(self.precision.demoted)), freed)
+        self.held.clear()
+        self.held.update(held)
+
     @property
     def lr_factor(self) -> float:
         """What the next step's learning rate is multiplied by: every rollback before it lowers it, for good."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks
-from harness.core.errors import MisuseError, Problem
+from harness.core.errors import MisuseError
 from harness.core.facts import SlotStats, StepFacts, Switch
 from harness.core.health import l2_norm
 from harness.core.update import StepClock, TorchGradients, update
@@ -99,7 +99,7 @@ class Precision:
         return self._ready("prepared")
 
     def drop_window(self) -> None:
-        """Forget a window that was begun: the state was put back from elsewhere."""
+        """Forget a window that was begun, after an error in it say; zero the gradients too."""
         self._end_window(self._ready("drop_window()"))
 
     @property
@@ -123,6 +123,7 @@ class Precision:
             ready.window.begun = True
             ready.backend.begin_window(sample=ready.judge.samples(self.recipe.fp8.stats_every))
             self._clock = StepClock(ready.device)
+            ready.buffers.begin()
         # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.
         torch.clear_autocast_cache()
         self._inside = True
@@ -137,7 +138,8 @@ class Precision:
         """`loss.backward()` under the loss scale, after leaving `context()`; once per micro-batch.
 
         loss: one element, already divided by the number of micro-batches. Raises MisuseError without a forward in
-        `context()` since the last step, inside of it, or on a loss without a graph.
+        `context()` since the last step, inside of it, on a loss without a graph, or where the gradients are gone, or
+        were not zeroed.
         """
         ready = self._outside("backward()")
         if self._clock is None:
@@ -147,6 +149,13 @@ class Precision:
         if loss.numel() != 1 or not loss.requires_grad:
             what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
             raise misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
+        if not ready.window.backwards:
+            ready.window.check_zeroed()
+        elif all(parameter.grad is None for parameter in ready.model.parameters()):
+            what = f"the gradients of {ready.window.backwards} backward() since the last step are gone"
+            why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
+            fix = "zero_grad() only after step(); to give up a window, after an error say, drop_window() too"
+            raise misuse("backward()", what, why, fix)
         ready.window.check_gradients("backward()")
         with _no_autocast(ready.device), ready.backend.backward_context():
             (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward()
@@ -165,10 +174,10 @@ class Precision:
         max_grad_norm: clip to this global L2 norm over all their parameters; None does not clip. tokens: of the window
         over all ranks, for the speed in the telemetry; 0: not known.
 
-        If a loss or gradient of the window is not finite on any rank, weights, optimizer state and FP8 state stay bit
-        for bit as they were (an fp16 loss scale backs off) and `applied` is False. With fused Adam, AdamW, SGD or
-        Adagrad the gate reads nothing on the host; any other optimizer costs one host read. Gradients may be
-        overwritten. Under a process group amax and verdict travel in one MAX reduction.
+        If a loss or gradient of the window is not finite on any rank, weights, persistent buffers (BatchNorm's means),
+        optimizer state and FP8 state stay bit for bit as they were (an fp16 loss scale backs off) and `applied` is
+        False. With fused Adam, AdamW, SGD or Adagrad the gate reads nothing on the host; any other optimizer costs one
+        host read. Gradients may be overwritten. Under a process group amax and verdict travel in one MAX reduction.
 
         The recipe's fallback judges the step before this one, whose figures have arrived by now, and moves layers at
         the end of this step: the window after the next is the first that can react to a window. Under a
@@ -179,9 +188,7 @@ class Precision:
         ready = self._outside("step()")
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         problems = step_problems(chosen, max_grad_norm, ready.window.backwards, ready.owns_any)
-        if ready.guarded and len(ready.pending) > 1:
-            fix = "call guard.end_step() once in every step, after optimizer.zero_grad()"
-            problems.append(Problem("the guard has not judged the last step", "step()", fix=fix))
+        problems += ready.guard_problems(chosen)
         if problems:
             raise MisuseError(problems)
         ready.window.check_gradients("step()")
@@ -196,9 +203,11 @@ class Precision:
             own["param_norm"] = l2_norm([p.detach() for p in ready.model.parameters() if p.requires_grad])
         with _lr_times(chosen, ready.judge.lr_factor):
             figures, slots = update(owner, ready.backend, own, ready.judge.limits(), measure)
+        ready.buffers.settle(figures["applied"])
         ready.applied += figures["applied"]
         clock = self._clock or StepClock(ready.device)
         self._end_window(ready)
+        ready.window.stepped(parameters_of(chosen))
         switch = ready.end_step({**figures, "applied_steps": ready.applied}, slots, clock, tokens)
         return StepOutcome(figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch)
 
@@ -287,6 +296,7 @@ class Precision:
     def _end_window(self, ready: Prepared) -> None:
         self._clock = None
         ready.window.close()
+        ready.buffers.drop()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
 
 

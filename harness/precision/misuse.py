@@ -77,6 +77,7 @@ class OpenWindow:
         self.begun = False
         self.backwards = 0
         self._stepping = False
+        self._applied: tuple[nn.Parameter, tuple[int, int] | None] | None = None
         self._owns_any = owns_any
         self._marks: dict[nn.Parameter, tuple[int, int] | None] = {}
         _watch_optimizers()
@@ -94,6 +95,18 @@ class OpenWindow:
             what = f"{len(changed)} gradients were changed after backward()"
             why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
             raise misuse(call, what, why, "clip with step(optimizer, max_grad_norm=...), and leave gradients alone")
+
+    def check_zeroed(self) -> None:
+        """Before a window's first backward: raises MisuseError if a gradient is as the last step left it."""
+        applied, self._applied = self._applied, None
+        if applied is not None and applied[0].grad is not None and _mark(applied[0]) == applied[1]:
+            why = "those of two windows would be added, and the former were divided in place"
+            raise misuse("backward()", "gradients were not zeroed after the last step()", why, "optimizer.zero_grad()")
+
+    def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of `parameters` were applied, or skipped. One of them stands for all."""
+        one = next((parameter for parameter in parameters if parameter.grad is not None), None)
+        self._applied = None if one is None else (one, _mark(one))
 
     def step_begins(self) -> None:
         """The optimizers may step now."""

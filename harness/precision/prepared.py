@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import Tier, check_usable, tier_of
@@ -23,7 +24,7 @@ from harness.core.facts import Limits, SamplingSpan, Switch
 from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
-from harness.core.update import InFlight, StepClock
+from harness.core.update import InFlight, StepClock, WindowBuffers
 from harness.monitors.base import MonitorContext
 from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.registry import MonitorsPart
@@ -44,7 +45,8 @@ class Prepared:
     """Plan, backend, loss scale and judge of one converted model.
 
     A part of its own state (`held` and `applied`). applied: updates applied so far, float32 0-d on the device. pending:
-    steps that are not judged yet. last: facts of the last step. guarded: a `harness.Guard` judges; context: what its
+    steps that are not judged yet. last: facts of the last step. guarded: a `harness.Guard` judges; known: the
+    optimizers that it puts back; told: a `harness.Telemetry` keeps what happens; context: what its
     monitors are built from; loaded: how often a state was loaded. forward_clock: where ranks are compared. state: what
     a continuation needs; parts: what is ours of it, as a guard adds model and optimizers.
     """
@@ -72,11 +74,13 @@ class Prepared:
         self._dtype = next(model.parameters()).dtype
         self._owned: dict[int, nn.Parameter] = {}
         self.window = OpenWindow(self.owns_any)
+        self.buffers = WindowBuffers(model)
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
         self.forward_clock: ForwardClock | None = None
         self.pending: deque[InFlight] = deque()
         self.last: InFlight | None = None
-        self.guarded = False
+        self.guarded = self.told = False
+        self.known: list[Optimizer] = []
         self.loaded = 0
         built = (kind.build(self.context) for kind in (FallbackController, WholeRunFallback))
         monitors = [monitor for monitor in built if monitor is not None]
@@ -87,9 +91,15 @@ class Prepared:
         self.state = TrainState(parts)
         self.judge = Judge(self.context.guard, self.state, self.backend, monitors)
 
-    def watch(self, config: GuardConfig, monitors: Sequence[Monitor], comparison: RankComparison | None) -> Judge:
+    def watch(
+        self,
+        config: GuardConfig,
+        monitors: Sequence[Monitor],
+        comparison: RankComparison | None,
+        optimizers: Sequence[Optimizer],
+    ) -> Judge:
         """Have these monitors judge from now on, when a guard asks for it; before the first step."""
-        self.guarded = True
+        self.guarded, self.known = True, list(optimizers)
         self.forward_clock = ForwardClock(self.device) if world_size() > 1 else None
         self.state.parts["monitors"] = MonitorsPart(monitors)
         self.judge = Judge(config, self.state, self.backend, monitors, self.judge.held, comparison)
@@ -108,6 +118,20 @@ class Prepared:
         if asked.isdisjoint(self._owned):
             self._owned = {id(own): own for own in self.model.parameters()}
         return not asked.isdisjoint(self._owned)
+
+    def guard_problems(self, optimizers: Iterable[object]) -> list[Problem]:
+        """What a guard has against a step of these optimizers."""
+        if not self.guarded:
+            return []
+        why, fix = "a rollback would not put its state back", "give all of them to Guard.for_precision"
+        strangers = [each for each in optimizers if not any(each is known for known in self.known)]
+        problems = [
+            Problem(f"{type(each).__name__} is not known to the guard", "step()", why, fix) for each in strangers
+        ]
+        if len(self.pending) > 1:
+            fix = "call guard.end_step() once in every step, after optimizer.zero_grad()"
+            problems.append(Problem("the guard has not judged the last step", "step()", fix=fix))
+        return problems
 
     def end_step(self, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, tokens: int) -> Switch | None:
         """The step that `core.update.update` ended: its facts are sent to the host. Without a guard the step before is

@@ -166,12 +166,14 @@ def post_mortem(history: RunHistory) -> RenderableType:
         ("" if place else "last alerts", f"{each.steps}: {each.times}: {each.text}")
         for place, each in enumerate(alerts)
     ]
-    good = _good(history.run_dir)
-    unearned = "none: no checkpoint has checkpoint.healthy_steps healthy steps behind it"
-    lines.append(("good checkpoint", short(good) if good else unearned))
+    commands = next_steps(history)
+    if not history.of_own_loop:
+        good = _good(history.run_dir)
+        unearned = "none: no checkpoint has checkpoint.healthy_steps healthy steps behind it"
+        lines.append(("good checkpoint", short(good) if good else unearned))
+        commands = [("go on" if good else "start again", go_on(history)), *commands]
     for label, text in lines:
         table.add_row(Text(label, style="bold"), Text(text))
-    commands = [("go on" if good else "start again", go_on(history)), *next_steps(history)]
     return Group(Text("\nPost-mortem", style="bold"), table, *(command_line(*each) for each in commands))
 
 

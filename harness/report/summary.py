@@ -14,7 +14,7 @@ from rich.text import Text
 from harness.core.errors import some
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
-from harness.tracking.history import OWN_LOOP, SWITCHED, RunHistory, bare
+from harness.tracking.history import SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, tracking_uri
 
 MAX_NAMED = 8
@@ -86,7 +86,7 @@ def _outcome(history: RunHistory) -> str:
 
 def _loss(history: RunHistory) -> str:
     nats = history.last("val/loss")
-    if history.run["tags"].get("loop") == OWN_LOOP:  # whose loss may be anything
+    if history.of_own_loop:  # whose loss may be anything
         last = history.last("train/loss")
         kinds = (("validation", nats), ("last training loss", last))
         return ", ".join(f"{kind} {value:.4g}" for kind, value in kinds if value is not None) or "none"

@@ -89,6 +89,11 @@ class RunHistory:
         outcome = end | read_mapping(run_dir / "outcome.json", MAX_LARGE)
         return cls(run_dir, rows, events, run, _read_plan(run_dir / "plan.json"), outcome)
 
+    @property
+    def of_own_loop(self) -> bool:
+        """Whether somebody else's loop trained: its loss may be anything, and no command of ours starts it."""
+        return self.run["tags"].get("loop") == OWN_LOOP
+
     @cached_property
     def _begins(self) -> Mapping[int, int]:
         """The first step of each attempt."""

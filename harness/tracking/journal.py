@@ -236,6 +236,7 @@ class Journal:
                 )
             ) from error
         self._standing = StandingRows.index(read_rows(path), resume_step) if resume_step is not None else StandingRows()
+        self.standing_attempt = self._standing.attempt
         self._now = RowClock(self._standing.latest)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -345,10 +346,11 @@ class StandingRows:
     happened to the process or its disk is no repetition: a run that fails twice at one step has failed twice.
 
     Rows by identity: (attempt, step, sorted metric names) or (attempt, step, event code). latest: time of the last row
-    of all, 0 if there is none.
+    of all, 0 if there is none. attempt: the highest of all, likewise.
     """
 
     latest: float = 0.0
+    attempt: int = 0
     _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(default_factory=lambda: defaultdict(list))
     _events: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
     _reported: bool = False
@@ -360,6 +362,7 @@ class StandingRows:
         standing = cls()
         for row in rows:
             standing.latest = max(standing.latest, row.get("time", 0.0))
+            standing.attempt = max(standing.attempt, row.get("attempt", 0))
             # The step before too: a run that had done its last one is validated once more.
             if row.get("step", -1) < resume_step - 1:
                 continue

@@ -148,9 +148,9 @@ GUARD = (
     Mutation(
         13,
         "a step that the guard has not judged is not followed by another",
-        "if ready.guarded and len(ready.pending) > 1:\n            fix",
+        "if len(self.pending) > 1:\n            fix",
         "if False:\n            fix",
-        "tests/unit/precision/test_own_guard.py -k misuse_is_refused",
+        "tests/unit/precision/test_own_guard_misuse.py",
     ),
     Mutation(
         12,
@@ -172,5 +172,26 @@ GUARD = (
         "if self._stepping or not self._owns_any(",
         "if self._stepping or not self.backwards or not self._owns_any(",
         "tests/unit/precision/test_api_window.py -k standard_loop",
+    ),
+    Mutation(
+        17,
+        "a skipped step leaves the running means alone",
+        "now.copy_(torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype)))",
+        "pass",
+        "tests/unit/precision/test_own_guard.py -k running_means",
+    ),
+    Mutation(
+        11,
+        "the guard knows every optimizer that it has to put back",
+        "if not any(each is known for known in self.known)]",
+        "if False]",
+        "tests/unit/precision/test_own_guard_misuse.py -k unknown_optimizer",
+    ),
+    Mutation(
+        11,
+        "two places of a kept state are two",
+        "number = str(len(tensors))",
+        "number = place",
+        "tests/unit/precision/test_own_guard.py -k spelled_alike",
     ),
 )

@@ -214,3 +214,18 @@ def test_the_learning_rate_follows_its_factor() -> None:
     train(engine, 0)
     engine.lr_factor = 0.25
     assert train(engine, 1)["lr"].item() == pytest.approx(0.25 * SCHEDULE(1), rel=1e-6)
+
+
+def test_a_skipped_step_leaves_the_buffers_alone() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    engine = TorchEngine(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda _: torch.tensor(0.1), 1.0, device=CPU)
+    for bad in (False, True, False):
+        before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        for micro in range(2):
+            with engine.micro_batch(last=micro == 1):
+                inputs = torch.randn(4, 6) * (math.nan if bad and micro == 0 else 1.0)
+                engine.backward(engine.module(inputs).square().mean())
+        assert finish(engine)["applied"].item() == float(not bad)
+        same = [torch.equal(before[name], buffer) for name, buffer in net.named_buffers()]
+        assert same == [bad] * 3

@@ -5,56 +5,22 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from api_support import EAGER, adamw, differences, forward_backward, prepared, recipe, snapshot, train_step
+from api_support import EAGER, adamw, batch, differences, forward_backward, prepared, recipe, train_step
+from own_loop_support import SETTINGS, Keeper, Loop, OwnRate
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from harness import Guard, Precision
-from harness.core.errors import ConfigError, HaltedError, MisuseError
+from harness.core.errors import HaltedError
 from harness.core.facts import Continue, Rollback, Switch
-from harness.precision.recipe import Recipe
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "precision_state"
-SETTINGS: dict[str, Any] = {"max_consecutive_skips": 2, "snapshot_every": 4, "healthy_steps": 2}
-
-
-class Loop:
-    """A loop of somebody else's: model, optimizer, scheduler, guard. poison: added to the losses of these forwards."""
-
-    def __init__(
-        self, policy: Recipe | None = None, poison: tuple[int, ...] = (), lr: float = 1e-2, **settings: Any
-    ) -> None:
-        self.precision, self.model = prepared(policy or recipe())
-        self.optimizer = adamw(self.model, lr=lr)
-        self.scheduler = StepLR(self.optimizer, 3, gamma=0.9)
-        self.guard = Guard.for_precision(self.precision, self.optimizer, keep=[self.scheduler], **SETTINGS | settings)
-        self.poison, self.forwards = poison, 0
-        self.windows: list[int] = []
-
-    def step(self) -> Any:
-        window = self.guard.window
-        self.windows.append(window)
-        bad = self.forwards in self.poison
-        self.forwards += 1
-        forward_backward(self.precision, self.model, window, poison=math.nan if bad else 0.0)
-        self.precision.step(self.optimizer, max_grad_norm=1.0)
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        return self.guard.end_step()
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
-    def everything(self) -> dict[str, Any]:
-        return {**snapshot(self.precision, self.model, self.optimizer), "scheduler": self.scheduler.state_dict()}
 
 
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler", "bf16"])
@@ -82,6 +48,19 @@ def test_a_rollback_puts_back_model_optimizer_schedule_and_precision(name: str) 
     assert loop.windows[-3:] == [8, 9, 12], "the windows of the two bad losses are passed over"
 
 
+def test_what_the_user_moved_since_the_snapshot_stays_where_it_was_put() -> None:
+    loop = Loop(poison=(10, 11))
+    loop.precision.demote("2")
+    for _ in range(12):
+        if loop.guard.step == 10:
+            loop.precision.demote("0")
+            loop.precision.promote("2")
+        loop.step()
+    assert loop.guard.step == 8, "it rolled back to before that"
+    assert loop.precision.demoted == ("00",)
+    assert loop.precision.state_dict()["meta"]["state"]["parts"]["own"]["held"] == ["00"]
+
+
 def test_without_the_guard_the_same_faults_are_only_skipped() -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)
@@ -90,6 +69,51 @@ def test_without_the_guard_the_same_faults_are_only_skipped() -> None:
         outcome = precision.step(optimizer)
         optimizer.zero_grad()
         assert outcome.was_applied == (step not in (10, 11))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bad_batch_leaves_nothing_in_running_means(fused: bool) -> None:
+    """BatchNorm writes them in forward, before anybody knows: evaluation would be NaN for good."""
+    precision = Precision(recipe("bf16"))
+    model = precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 16)))
+    optimizer = adamw(model, fused=fused)
+    guard = Guard.for_precision(precision, optimizer, **SETTINGS)
+    for step in range(8):
+        before = copy.deepcopy(model.state_dict())
+        inputs, targets = batch(step)
+        for micro in range(2):  # the second micro-batch is the bad one
+            with precision.context():
+                bad = inputs * (math.nan if step == 5 and micro == 1 else 1.0)
+                loss = nn.functional.mse_loss(model(bad).float(), targets) / 2
+            precision.backward(loss)
+        outcome = precision.step(optimizer)
+        optimizer.zero_grad()
+        guard.end_step()
+        assert outcome.was_applied == (step != 5)
+        changed = set(differences(before, model.state_dict()))
+        assert ({"/1.running_mean", "/1.num_batches_tracked"} <= changed) == (step != 5)
+        assert changed == set() or step != 5
+    model.eval()
+    with torch.no_grad(), precision.context():
+        assert model(batch(8)[0]).isfinite().all()
+
+
+def test_a_window_that_was_given_up_leaves_no_trace() -> None:
+    """An error between backward and step, which the loop survives; without `drop_window` its loss would be added."""
+    states = []
+    for given_up in (False, True):
+        loop = Loop()
+        for step in range(6):
+            if given_up and step == 3:
+                forward_backward(loop.precision, loop.model, 99)
+                loop.precision.drop_window()
+                loop.optimizer.zero_grad()
+            loop.step()
+        facts = loop.precision.facts()
+        assert facts is not None
+        states.append({**loop.everything(), "loss": facts.loss})
+        states[-1]["tensors"].pop("last")  # it holds how long the step took
+    assert differences(*states) == []
 
 
 def test_where_no_snapshot_is_good_the_loop_is_ended() -> None:
@@ -189,6 +213,38 @@ def test_a_loop_that_went_back_by_itself_is_not_rolled_forward() -> None:
         loop.steps(9)
 
 
+def test_what_is_kept_comes_back_even_where_two_places_are_spelled_alike() -> None:
+    def state(factor: float) -> dict[Any, Any]:
+        one, two, three, four = (torch.tensor(factor * number) for number in range(1, 5))
+        return {1: one, "1": two, "a": {"b": three}, "a.b": four, "best": math.inf, "at": (None, [factor])}
+
+    kept = Keeper(state(1.0))
+    loop = Loop(poison=(10, 11), keep=[kept])
+    for _ in range(12):
+        if loop.guard.step == 9:  # after the snapshot
+            kept.state = state(5.0)
+        loop.step()
+    assert loop.guard.step == 8, "it rolled back"
+    assert differences(kept.state, state(1.0)) == []
+
+
+def milestones(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Its second schedule is asked for a rate out of turn, which it takes from a Counter."""
+    later = MultiStepLR(optimizer, [3, 6])
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, 1.0, 12), later], [12])
+
+
+def test_a_schedule_of_milestones_goes_on_after_a_rollback() -> None:
+    rates = []
+    for poison in ((), (10, 11)):
+        loop = Loop(poison=poison, schedule=milestones)
+        while loop.guard.step < 16:
+            loop.step()
+        rates.append(loop.scheduler.get_last_lr())
+    assert loop.guard.state.ledger.rollbacks == 1
+    assert rates[0] == rates[1]
+
+
 class Peculiar(torch.optim.SGD):
     """An optimizer that keeps something odd from its third step on."""
 
@@ -215,77 +271,54 @@ def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(capsys: 
     )
 
 
-def twice(loop: Loop) -> None:
-    loop.step()
-    loop.guard.end_step()
+def test_an_optimizer_without_a_rate_is_put_back_too() -> None:
+    precision, model = prepared(recipe("bf16"))
+    optimizer = OwnRate(model.parameters())
+    guard = Guard.for_precision(precision, optimizer, **SETTINGS)
+    for forward in range(13):
+        forward_backward(precision, model, guard.window, poison=math.nan if forward in (10, 11) else 0.0)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+        guard.end_step()
+    assert guard.state.ledger.returned_to == [8]
+    assert math.isnan(precision.facts().lr)  # type: ignore[union-attr]
 
 
-def never(loop: Loop) -> None:
-    for step in range(3):
-        forward_backward(loop.precision, loop.model, step)
-        loop.precision.step(loop.optimizer)
-        loop.optimizer.zero_grad()
+def test_one_thing_is_kept_without_a_list() -> None:
+    precision, model = prepared(recipe("bf16"))
+    average = nn.Sequential(nn.Linear(2, 2))
+    guard = Guard.for_precision(precision, adamw(model), keep=average)
+    assert guard.state.state_dict()[0]["kept.0"].keys() == {"0", "1"}
 
 
-def saved_unjudged(loop: Loop) -> None:
-    loop.step()
-    forward_backward(loop.precision, loop.model, 1)
-    loop.precision.step(loop.optimizer)
-    loop.precision.state_dict()
+class Coarse(torch.optim.Optimizer):
+    """It keeps its momentum in bfloat16."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("m", torch.zeros_like(parameter, dtype=torch.bfloat16))
+            parameter.data.sub_(momentum.mul_(0.9).add_(parameter.grad.bfloat16()), alpha=1e-2)
 
 
-def second_guard(loop: Loop) -> None:
-    Guard.for_precision(loop.precision, loop.optimizer)
+def test_moments_come_back_in_their_own_dtype() -> None:
+    precision, model = prepared(recipe("bf16"))
+    optimizer = Coarse(model.parameters())
+    guard = Guard.for_precision(precision, optimizer, **SETTINGS)
+    for forward in range(13):
+        forward_backward(precision, model, guard.window, poison=math.nan if forward in (10, 11) else 0.0)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+        guard.end_step()
+    assert guard.state.ledger.returned_to == [8]
+    assert {each["m"].dtype for each in optimizer.state.values()} == {torch.bfloat16}
 
 
-def too_late(_: Loop) -> None:
-    precision, model = prepared(recipe())
-    optimizer = adamw(model)
-    forward_backward(precision, model, 0)
-    precision.step(optimizer)
-    Guard.for_precision(precision, optimizer)
-
-
-def kept_without_state(_: Loop) -> None:
-    precision, model = prepared(recipe())
-    Guard.for_precision(precision, adamw(model), keep=[object()])
-
-
-def kept_with_a_secret(_: Loop) -> None:
-    class Odd(nn.Module):
-        def get_extra_state(self) -> object:
-            return {"what": object()}
-
-    precision, model = prepared(recipe())
-    Guard.for_precision(precision, adamw(model), keep=[Odd()])
-
-
-@pytest.mark.parametrize(
-    ("use", "told"),
-    [
-        (twice, "no step since the last call"),
-        (never, "the guard has not judged the last step"),
-        (saved_unjudged, "call guard.end_step() first"),
-        (second_guard, "has a guard already"),
-        (too_late, "has trained already"),
-        (kept_without_state, "object lacks state_dict or load_state_dict"),
-        (kept_with_a_secret, "keeps a object at _extra_state.what, which is not copied"),
-    ],
-    ids=lambda each: each.__name__ if callable(each) else "",
-)
-def test_misuse_is_refused_by_name(use: Callable[[Loop], None], told: str) -> None:
-    with pytest.raises(MisuseError) as raised:
-        use(Loop())
-    assert told in str(raised.value)
-    assert "fix:" in str(raised.value)
-
-
-def test_settings_are_checked_as_those_of_a_run() -> None:
-    precision, model = prepared(recipe())
-    with pytest.raises(ConfigError) as raised:
-        Guard.for_precision(precision, adamw(model), max_rollback=2, spike_sigma=-1)
-    assert 'unknown key "max_rollback"' in str(raised.value)
-    assert "spike_sigma" in str(raised.value)
+def test_without_snapshots_the_halt_says_so() -> None:
+    with pytest.raises(HaltedError, match="no snapshots are taken"):
+        Loop(poison=(10, 11), snapshot_every=0).steps(20)
 
 
 def test_switched_off_it_judges_nothing_and_the_gate_stays() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sqlite3
-from contextlib import closing
+import sys
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from harness import Guard, Telemetry
 from harness.cli import app
-from harness.core.errors import CheckpointError, ConfigError, HaltedError
+from harness.core.errors import CheckpointError, ConfigError, HaltedError, MisuseError
 from harness.tracking.history import RunHistory
 
 STEPS = 14
@@ -105,6 +107,9 @@ def test_how_a_loop_ended_is_written(tmp_path: Path, poison: tuple[int, ...], st
             raise RuntimeError("mine")
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["status"], outcome["exit_code"]) == (status, code)
+    shown = harness("explain", str(folder))
+    assert "train --config" not in shown, "there is no such command for it"
+    assert "checkpoint.healthy_steps" not in shown
     ends = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     assert [row["status"] for row in ends if row["kind"] == "end"] == [status]
 
@@ -122,8 +127,108 @@ def test_without_a_guard_steps_are_recorded_by_hand(tmp_path: Path, capsys: pyte
     assert "validation after step 3: 0.5\n" in capsys.readouterr().out
     history = RunHistory.read(tmp_path / "mine")
     assert sorted(history.series["train/loss"]) == [1, 2, 3]
+    assert [row.step for row in history.rows if "train/loss" in row.values] == [1, 2, 3], "each once"
+    assert "not measured" in harness("inspect", str(tmp_path / "mine")), "nobody said how many tokens there were"
     assert history.last("val/loss") == 0.5
     assert len(history.series["fp8_amax/00.weight"]) == 3
+
+
+@pytest.mark.parametrize("resumed", ["early", "unguarded", "afresh"])
+def test_what_counts_is_what_was_trained_last(tmp_path: Path, resumed: str) -> None:
+    """After a rollback rows come under a second attempt: those of a lower one would pass for thrown away."""
+    folder = tmp_path / "mine"
+    early = train(None, steps=6)
+    late = train(folder, poison=(10, 11))
+    if resumed == "unguarded":
+        precision, model = prepared(recipe(fallback=EAGER))
+        optimizer = adamw(model)
+        model.load_state_dict(late["model"])
+        precision.load_state_dict(late["precision"])
+        with Telemetry.for_precision(folder, precision, mlflow=False, report=False) as telemetry:
+            for step in range(STEPS, 20):
+                forward_backward(precision, model, step)
+                precision.step(optimizer)
+                optimizer.zero_grad()
+                telemetry.record(precision.facts())  # type: ignore[arg-type]
+    else:
+        train(folder, steps=20, saved=early if resumed == "early" else None)
+    history = RunHistory.read(folder)
+    assert sorted(history.series["train/loss"]) == list(range(1, 21))
+    newest = {row.step: row.values["train/loss"] for row in history.rows}
+    assert {step: history.series["train/loss"][step] for step in (12, 20)} == {12: newest[12], 20: newest[20]}
+
+
+def test_a_shorter_run_in_the_folder_of_a_longer_one_is_told_alone(tmp_path: Path) -> None:
+    train(tmp_path, report=False)
+    train(tmp_path, steps=5, report=False)
+    history = RunHistory.read(tmp_path)
+    assert sorted(history.series["train/loss"]) == [1, 2, 3, 4, 5]
+    assert len(history.abandoned["train/loss"]) == STEPS
+
+
+def test_steps_that_would_be_told_nowhere_are_refused(tmp_path: Path) -> None:
+    precision, model = prepared(recipe())
+    other, _ = prepared(recipe())
+    optimizer = adamw(model)
+    with Telemetry.for_precision(tmp_path / "mine", precision, mlflow=False, report=False) as telemetry:
+        with pytest.raises(MisuseError, match="the model's Telemetry is not given"):
+            Guard.for_precision(precision, optimizer)
+        with pytest.raises(MisuseError, match="this Telemetry is another model's"):
+            Guard.for_precision(other, optimizer, telemetry=telemetry)
+        guard = Guard.for_precision(precision, optimizer, telemetry=telemetry)
+        with pytest.raises(MisuseError, match="the model's guard tells elsewhere already"):
+            Telemetry.for_precision(tmp_path / "other", precision, mlflow=False)
+    for step in range(2):
+        forward_backward(precision, model, step)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+        if step == 1:
+            with pytest.raises(MisuseError, match="the telemetry was closed"):
+                guard.end_step()
+        else:
+            guard.end_step()
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    first = Telemetry.for_precision(tmp_path / "mine", prepared(recipe())[0], mlflow=False, report=False)
+    with pytest.raises(CheckpointError, match="another Telemetry writes this run"):
+        Telemetry.for_precision(tmp_path / "mine", prepared(recipe())[0], mlflow=False)
+    first.close()
+    Telemetry.for_precision(tmp_path / "mine", prepared(recipe())[0], mlflow=False, report=False).close()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "n" * 300, "a\0b"])
+def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Telemetry.for_precision(tmp_path / name, prepared(recipe())[0], mlflow=False)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("mine")], ids=["done", "failed"])
+def test_a_folder_that_is_lost_takes_no_trained_model_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception | None
+) -> None:
+    precision, model = prepared(recipe())
+    optimizer = adamw(model)
+    telemetry = Telemetry.for_precision(tmp_path / "mine", precision, mlflow=False, report=False)
+    guard = Guard.for_precision(precision, optimizer, telemetry=telemetry)
+    with pytest.raises(RuntimeError, match="mine") if error else nullcontext(), telemetry:
+        forward_backward(precision, model, 0)
+        precision.step(optimizer)
+        guard.end_step()
+        shutil.rmtree(tmp_path / "mine")
+        if error:
+            raise error
+    assert "the end of the run could not be written" in capsys.readouterr().out
+
+
+def test_leaving_by_exit_zero_is_no_failure(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SystemExit),
+        Telemetry.for_precision(tmp_path, prepared(recipe())[0], mlflow=False, report=False),
+    ):
+        sys.exit(0)
+    assert json.loads((tmp_path / "outcome.json").read_text())["status"] == "done"
 
 
 def test_amaxes_of_a_loop_of_ones_own_arrive_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
