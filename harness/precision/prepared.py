@@ -205,6 +205,7 @@ class Prepared:
             flat["last"] = self.last.arrived()
         own = {
             "resolved": self.plan.resolved,
+            "rollback_lr_factor": self.judge.config.rollback_lr_factor,
             "state": meta,
             "incidents": asdict(self.state.ledger),
             "last": None if self.last is None else _last(self.last, bool(self.pending)),
@@ -223,6 +224,10 @@ class Prepared:
         missing = sorted((mine["meta"].keys() - meta.keys()) | (mine["tensors"].keys() - {"last"} - tensors.keys()))
         if missing:
             raise _bad_state(f"{', '.join(missing)} missing", "give what state_dict() returned, both halves of it")
+        factor, here = meta["rollback_lr_factor"], self.judge.config.rollback_lr_factor
+        if meta["incidents"]["returned_to"] and factor != here:
+            what = f"a run that was rolled back at rollback_lr_factor={factor:g} would go on at {here:g}"
+            raise _bad_state(what, f"make a Guard with rollback_lr_factor={factor:g} before loading it")
         ledger, saved = self.state.ledger, meta["incidents"]
         if saved["attempt"] >= ledger.attempt:  # a rollback since then must not be undone
             for name, value in saved.items():
@@ -309,7 +314,7 @@ def _of_0_9(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[Map
     tensors = {"own.applied" if name == "applied" else name: tensor for name, tensor in tensors.items()}
     ledger = asdict(RunLedger(lowered=lowered))
     return tensors, {"state": {**state, "parts": parts}, "incidents": ledger, "last": meta["last"],
-                     "resolved": meta["resolved"]}  # fmt: skip
+                     "resolved": meta["resolved"], "rollback_lr_factor": 1.0}  # fmt: skip
 
 
 def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from harness import Guard, Precision
-from harness.core.errors import HaltedError
+from harness.core.errors import CheckpointError, HaltedError
 from harness.core.facts import Continue, Rollback, Switch
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "precision_state"
@@ -183,6 +183,21 @@ def test_a_loop_goes_on_from_what_it_saved() -> None:
         second.step()
     assert whole.guard.state.ledger.skips == 1
     assert differences(whole.everything(), second.everything()) == []
+
+
+def test_a_rate_that_rollbacks_lowered_is_not_raised_by_a_resume() -> None:
+    loop = Loop(poison=(10, 11), rollback_lr_factor=0.5)
+    loop.steps(10)
+    unbroken = loop.precision.state_dict()
+    loop.steps(4)
+    saved = loop.precision.state_dict()
+    for other in (prepared(recipe())[0], Loop().precision):
+        with pytest.raises(CheckpointError, match=r"rollback_lr_factor=0.5 would go on at 1\n.*make a Guard with"):
+            other.load_state_dict(saved)
+        other.load_state_dict(unbroken)
+    again = Loop(rollback_lr_factor=0.5)
+    again.precision.load_state_dict(saved)
+    assert again.guard.judge.lr_factor == 0.5
 
 
 def test_a_state_from_before_a_rollback_does_not_undo_it() -> None:
