@@ -183,7 +183,8 @@ def test_every_sample_counts_once_whatever_the_run_was_killed_in(
             fired += 1
         assert ended.code == 0, ended.output
         counts, expected = consumed(folder / "runs" / "r", steps), consumed(undisturbed, steps)
-        assert expected.sum() == steps * BATCH
+        # A skipped step leaves no trace in the model; the two in a row are passed over, and others take their place.
+        assert expected.sum() == (steps - len(bad) + 2) * BATCH
         assert expected.max() == 1
         lost, doubled = lost + int((counts < expected).sum()), doubled + int((counts > expected).sum())
         assert difference(folder / "runs" / "r", undisturbed, steps) == ""
