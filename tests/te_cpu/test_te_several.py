@@ -191,6 +191,7 @@ def test_models_with_biases_differ_in_the_bias_gradients_alone_by_their_rounding
         plain(trainer, 0)
         trainer.precision.backward(trainer.loss(inputs(7), 0.5))
         trainer.model.zero_grad()
+        trainer.precision.drop_window()
         trainer.precision.backward(trainer.loss(inputs(8), 0.5))
         gradients.append({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
     native, ours = gradients
