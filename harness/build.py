@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,19 @@ from harness.engines.process_group import Launch, ProcessGroup, choose_device, j
 from harness.engines.registry import ENGINES, choose_engine
 from harness.guard import Guard
 from harness.models import Task, build_model
-from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
 from harness.precision.compiling import check_compile, compile_blocks
-from harness.precision.convert import LossScale, autocast_dtype, build_backend, build_loss_scale, check_half_weights
-from harness.precision.plan import Plan, agree_on_fallback, agree_on_rung, make_plan, pad_numbers
+from harness.precision.convert import (
+    LossScale,
+    autocast_dtype,
+    build_backend,
+    build_loss_scale,
+    check_half_weights,
+    monitor_context,
+)
+from harness.precision.plan import Plan, agree_on_rung, make_plan
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings
@@ -142,21 +148,15 @@ def build_run(
     task = Task(model, config.model.target)
     engine = _build_engine(config, worker, plan, model, loss_scale)
     scaled = loss_scale is not None and not engine.owns_loss_scale
-    fallback_precision = (lambda: agree_on_fallback(worker.facts, worker.device)) if scaled else None
     monitors = build_monitors(
-        MonitorContext(
+        replace(
+            monitor_context(recipe, backend, worker.facts, worker.device, loss_scale is not None, leaves_fp16=scaled),
             guard=config.guard,
             max_grad_norm=config.train.max_grad_norm,
             warmup_steps=config.train.warmup_steps,
-            bad_data=config.data.bad,
-            fallback=recipe.fallback,
             data=data,
+            bad_data=config.data.bad,
             vocab_size=task.vocab_size,
-            layers=tuple(pad_numbers(layer) for layer in backend.layers),
-            amax_history=recipe.fp8.amax_history_len if recipe.fp8.scaling == "delayed" else None,
-            margin=recipe.fp8.margin,
-            scales_loss=loss_scale is not None,
-            fallback_precision=fallback_precision,
         )
     )
     parts: dict[str, Stateful] = {
@@ -183,7 +183,9 @@ def build_run(
         saver=saver,
         keep_ledger=lambda current: save_ledger(folder, current),
     )
-    judge = Judge(config.guard, state, backend, monitors, comparison=_comparison(config, model, engine))
+    judge = Judge(
+        config.guard, state, backend, monitors, comparison=RankComparison.of(config.guard, model, engine.device)
+    )
     return Run(
         config=config,
         folder=folder,
@@ -208,13 +210,6 @@ def _flight(config: RunConfig, folder: Path, worker: Worker, engine: Engine, sto
         return None
     card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
     return FlightRecorder(folder, store, Surroundings(config.recipe, engine.world_size, engine.name, card))
-
-
-def _comparison(config: RunConfig, model: nn.Module, engine: Engine) -> RankComparison | None:
-    every = config.guard.compare_ranks_every
-    if engine.world_size == 1 or not config.guard.enabled or not every:
-        return None
-    return RankComparison(every, dict(model.named_parameters()), engine.device)
 
 
 def open_store(folder: Path, worker: Worker) -> Store:

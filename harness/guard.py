@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.saver import Snapshots, room_for_snapshots
-from harness.core.collectives import RankComparison, world_size
+from harness.core.collectives import RankComparison
 from harness.core.config import CheckpointConfig, GuardConfig
 from harness.core.errors import HaltedError, MisuseError, Problem
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
@@ -119,9 +119,7 @@ class Guard:
         healthy = validate(CheckpointConfig, chosen_steps, "Guard.for_precision").healthy_steps
         telemetry = telemetry or Telemetry.for_precision(None, precision)
         monitors = build_monitors(replace(ready.context, guard=config, max_grad_norm=max_grad_norm))
-        comparison = None
-        if world_size() > 1 and config.enabled and config.compare_ranks_every:
-            comparison = RankComparison(config.compare_ranks_every, dict(ready.model.named_parameters()), ready.device)
+        comparison = RankComparison.of(config, ready.model, ready.device)
         memory = None
         if config.enabled and config.snapshot_every:
             ready.state.parts["model"] = ModelPart(ready.model)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from harness.checkpoint import manifest
 from harness.checkpoint.manifest import failed
@@ -141,8 +140,6 @@ def newest_good(store: Store) -> int | None:
 
 
 _FILE = "incidents.json"
-_LISTS = ("skipped_windows", "returned_to")
-_PRECISIONS = ("", "bf16", "fp32")
 
 
 def save_ledger(run_dir: Path, ledger: RunLedger) -> None:
@@ -157,28 +154,11 @@ def load_ledger(run_dir: Path) -> RunLedger:
     """The run's ledger; a new one if it has none. Raises CheckpointError if it cannot be read as such."""
     path = run_dir / _FILE
     try:
-        return ledger_from(read_json(path))
+        return RunLedger.from_json(read_json(path))
     except FileNotFoundError:
         return RunLedger()
     except (OSError, ValueError) as error:
         raise CheckpointError(_damaged(path, str(error))) from error
-
-
-def ledger_from(raw: Any) -> RunLedger:
-    """The ledger that is `raw` in JSON. Raises ValueError saying why it is none."""
-    lists = [raw.get(key) for key in _LISTS] if isinstance(raw, dict) else [None]
-    if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(RunLedger)}:
-        raise ValueError("its keys are not those of this version")
-    if raw["lowered"] not in _PRECISIONS:
-        raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
-    counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered")]
-    if not all(_is_count(value) for value in [*raw["skipped_windows"], *raw["returned_to"], *counts]):
-        raise ValueError("a value is not a whole number from 0 to 2^63")
-    return RunLedger(**raw)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _damaged(path: Path, why: str) -> Problem:

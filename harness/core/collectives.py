@@ -16,7 +16,9 @@ import torch.distributed as dist
 # Before anybody joins a group: this module's defaults are `group.WORLD`, and DistributedDataParallel imports it. Later,
 # the defaults would hold the group to the interpreter's end, whose finalisation aborts or hangs in the group's threads.
 import torch.distributed.nn.functional
-from torch import Tensor
+from torch import Tensor, nn
+
+from harness.core.config import GuardConfig
 
 
 def world_size() -> int:
@@ -128,6 +130,13 @@ class RankComparison:
         self._parameters = dict(parameters)
         self._fingerprint = Fingerprint(device)
         self._last = 0
+
+    @classmethod
+    def of(cls, guard: GuardConfig, model: nn.Module, device: torch.device) -> RankComparison | None:
+        """What the guard compares between ranks; None where there is one rank, or it is not wanted."""
+        if world_size() == 1 or not guard.enabled or not guard.compare_ranks_every:
+            return None
+        return cls(guard.compare_ranks_every, dict(model.named_parameters()), device)
 
     def after(self, step: int) -> tuple[tuple[str, ...], Tensor]:
         """After a step's update: the parameters compared and, float32 [n], 1.0 for each that differs between ranks.

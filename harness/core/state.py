@@ -6,12 +6,13 @@ bit-exact resume test. The run's ledger (skipped windows, budgets, attempt) is o
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
 _LOSS_SCALE = "loss_scale"
 _BUDGETS = {"attempt", "skips", "switches", "lowered"}
+_LISTS = ("skipped_windows", "returned_to")
+_PRECISIONS = ("", "bf16", "fp32")
 # Characters of another library's error.
 _SHOWN = 400
 
@@ -47,6 +50,24 @@ class RunLedger:
     lowered: str = ""
     returned_to: list[int] = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, raw: Any) -> RunLedger:
+        """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is none."""
+        lists = [raw.get(key) for key in _LISTS] if isinstance(raw, dict) else [None]
+        if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(cls)}:
+            raise ValueError("its keys are not those of this version")
+        if raw["lowered"] not in _PRECISIONS:
+            raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
+        counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered")]
+        if not all(_is_count(value) for value in [*raw["skipped_windows"], *raw["returned_to"], *counts]):
+            raise ValueError("a value is not a whole number from 0 to 2^63")
+        return cls(**raw)
+
+    def take_over(self, other: RunLedger) -> None:
+        """Be what `other` is, in place: responder and state hold this one."""
+        for each in fields(self):
+            setattr(self, each.name, copy.copy(getattr(other, each.name)))
+
     def rollbacks_before(self, step: int) -> int:
         """Rollbacks that `step`, a step of the present branch, comes after."""
         return sum(target < step for target in self.returned_to)
@@ -58,6 +79,10 @@ class RunLedger:
             if skipped <= index:
                 index += 1
         return index
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def state_bytes(model: nn.Module, moments: int) -> int:

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.capability.probe import MachineFacts
+from harness.core.config import GuardConfig
 from harness.core.errors import Problem
 from harness.core.protocols import Meta, PrecisionBackend, TensorDict
+from harness.monitors.base import MonitorContext
 from harness.precision.backends.registry import BACKENDS
 from harness.precision.layers import keep_in_fp32
-from harness.precision.plan import Plan
+from harness.precision.plan import Plan, agree_on_fallback, pad_numbers
 from harness.precision.recipe import LossScaleConfig, Recipe, Rung
 
 
@@ -87,6 +90,29 @@ def build_backend(
 def build_loss_scale(plan: Plan, recipe: Recipe, device: torch.device) -> LossScale | None:
     """A dynamic loss scale on fp16 rungs, None elsewhere: bf16 and FP8 rungs have fp32's exponent range."""
     return LossScale(recipe.loss_scale, device) if plan.rung.precision == "fp16" else None
+
+
+def monitor_context(
+    recipe: Recipe,
+    backend: PrecisionBackend,
+    facts: MachineFacts,
+    device: torch.device,
+    scales_loss: bool,
+    leaves_fp16: bool,
+) -> MonitorContext:
+    """What monitors may ask of a model under `backend`; guard, data and schedule are the loop's to add.
+
+    scales_loss: there is an fp16 loss scale. leaves_fp16: it is ours, so that the whole run may leave fp16.
+    """
+    return MonitorContext(
+        guard=GuardConfig(),
+        fallback=recipe.fallback,
+        layers=tuple(pad_numbers(layer) for layer in backend.layers),
+        amax_history=recipe.fp8.amax_history_len if recipe.fp8.scaling == "delayed" else None,
+        margin=recipe.fp8.margin,
+        scales_loss=scales_loss,
+        fallback_precision=(lambda: agree_on_fallback(facts, device)) if leaves_fp16 else None,
+    )
 
 
 def check_half_weights(recipe: Recipe, rung: Rung) -> list[Problem]:

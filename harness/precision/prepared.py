@@ -25,13 +25,12 @@ from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, StepClock, WindowBuffers
-from harness.monitors.base import MonitorContext
 from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
-from harness.precision.convert import build_backend, build_loss_scale
+from harness.precision.convert import build_backend, build_loss_scale, monitor_context
 from harness.precision.misuse import OpenWindow
-from harness.precision.plan import agree_on_fallback, agree_on_rung, make_plan, pad_numbers
+from harness.precision.plan import agree_on_rung, make_plan, pad_numbers
 from harness.precision.recipe import Recipe
 from harness.precision.shape_probe import probe_layers
 
@@ -61,15 +60,8 @@ class Prepared:
         self.plan = probe_layers(make_plan(recipe, facts, rung, verdicts, model), recipe, facts, self.device)
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
-        self.context = MonitorContext(
-            guard=GuardConfig(),
-            fallback=recipe.fallback,
-            layers=tuple(pad_numbers(layer) for layer in self.backend.layers),
-            amax_history=recipe.fp8.amax_history_len if recipe.fp8.scaling == "delayed" else None,
-            margin=recipe.fp8.margin,
-            scales_loss=self.loss_scale is not None,
-            fallback_precision=None if self.loss_scale is None else lambda: agree_on_fallback(facts, self.device),
-        )
+        scaled = self.loss_scale is not None
+        self.context = monitor_context(recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled)
         self.model = model
         self._dtype = next(model.parameters()).dtype
         self._owned: dict[int, nn.Parameter] = {}
@@ -224,14 +216,16 @@ class Prepared:
         missing = sorted((mine["meta"].keys() - meta.keys()) | (mine["tensors"].keys() - {"last"} - tensors.keys()))
         if missing:
             raise _bad_state(f"{', '.join(missing)} missing", "give what state_dict() returned, both halves of it")
+        try:
+            saved = RunLedger.from_json(meta["incidents"])
+        except ValueError as error:
+            raise _bad_state(f"its incidents cannot be read: {error}", "give what state_dict() returned") from error
         factor, here = meta["rollback_lr_factor"], self.judge.config.rollback_lr_factor
-        if meta["incidents"]["returned_to"] and factor != here:
+        if saved.returned_to and factor != here:
             what = f"a run that was rolled back at rollback_lr_factor={factor:g} would go on at {here:g}"
             raise _bad_state(what, f"make a Guard with rollback_lr_factor={factor:g} before loading it")
-        ledger, saved = self.state.ledger, meta["incidents"]
-        if saved["attempt"] >= ledger.attempt:  # a rollback since then must not be undone
-            for name, value in saved.items():
-                setattr(ledger, name, value)
+        if saved.attempt >= self.state.ledger.attempt:  # a rollback since then must not be undone
+            self.state.ledger.take_over(saved)
         by_part: dict[str, TensorDict] = {part: _part(tensors, part) for part in self.parts}
         self.state.resume(by_part, meta["state"], self.parts)
         self.loaded += 1

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, PlainValidator
 
-from harness.checkpoint.policy import ledger_from, load_ledger
+from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
@@ -60,7 +60,7 @@ class BadStep(Strict):
     base: Count
     window: Count
     samples: tuple[Count, ...]
-    incidents: Annotated[RunLedger, PlainValidator(ledger_from)]
+    incidents: Annotated[RunLedger, PlainValidator(RunLedger.from_json)]
     limits: tuple[float | None, float | None, float | None]
     applied: bool
     loss: Figure

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     # Run as a script, this file is one rank.
-    sys.path[:0] = [str(HERE), str(HERE.parent / "dist")]
+    sys.path.insert(0, str(HERE))
     import os
 
     import te_install

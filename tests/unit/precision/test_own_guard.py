@@ -286,9 +286,8 @@ def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(capsys: 
     )
 
 
-def test_an_optimizer_without_a_rate_is_put_back_too() -> None:
-    precision, model = prepared(recipe("bf16"))
-    optimizer = OwnRate(model.parameters())
+def rolled_back(precision: Precision, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Two losses in a row are NaN, and the guard goes back to step 8."""
     guard = Guard.for_precision(precision, optimizer, **SETTINGS)
     for forward in range(13):
         forward_backward(precision, model, guard.window, poison=math.nan if forward in (10, 11) else 0.0)
@@ -296,6 +295,11 @@ def test_an_optimizer_without_a_rate_is_put_back_too() -> None:
         optimizer.zero_grad()
         guard.end_step()
     assert guard.state.ledger.returned_to == [8]
+
+
+def test_an_optimizer_without_a_rate_is_put_back_too() -> None:
+    precision, model = prepared(recipe("bf16"))
+    rolled_back(precision, model, OwnRate(model.parameters()))
     assert math.isnan(precision.facts().lr)  # type: ignore[union-attr]
 
 
@@ -321,13 +325,7 @@ class Coarse(torch.optim.Optimizer):
 def test_moments_come_back_in_their_own_dtype() -> None:
     precision, model = prepared(recipe("bf16"))
     optimizer = Coarse(model.parameters())
-    guard = Guard.for_precision(precision, optimizer, **SETTINGS)
-    for forward in range(13):
-        forward_backward(precision, model, guard.window, poison=math.nan if forward in (10, 11) else 0.0)
-        precision.step(optimizer)
-        optimizer.zero_grad()
-        guard.end_step()
-    assert guard.state.ledger.returned_to == [8]
+    rolled_back(precision, model, optimizer)
     assert {each["m"].dtype for each in optimizer.state.values()} == {torch.bfloat16}
 
 
