@@ -303,7 +303,7 @@ def room_for_snapshots(size: int, healthy_steps: int, device: torch.device, trac
     """Snapshots of a state of `size` bytes on `device`, if every rank has room for them. Collective."""
     lacks = torch.tensor(float(2 * size > free_memory() / 4), device=device)
     if max_over_ranks(lacks).item():
-        text = "two copies of the state would take over a quarter of the free memory: rollbacks use the disk"
+        text = "two copies of the state would take over a quarter of the free memory: no snapshots are taken"
         tracker.event(0, "snapshot.off", text=text)
         return None
     return Snapshots(healthy_steps, size, pinned=device.type == "cuda")
