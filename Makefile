@@ -10,12 +10,13 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TORCH)
 TEST_READY := $(VENV)/.test-ready
+EXTRAS_READY := $(VENV)/.extras-ready
 # .venv/bin first: the deepspeed launcher starts `python` and `ninja` from PATH.
 # Compiled once: where PYTHONDONTWRITEBYTECODE is set, every process would compile all of torch again.
 RUN := PYTHONDONTWRITEBYTECODE= PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-te test-paper test-slow test-gpu test-faults proof mutations lint clean
+.PHONY: help setup train test test-all test-te test-paper test-slow test-extras test-gpu test-faults proof mutations lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,10 +28,10 @@ train: $(READY) ## train the quickstart model (RECIPE=, CONFIG=, ARGS=); run it 
 	@$(RUN) launch/deepspeed.sh --recipe $(RECIPE) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: lint ## lint, types, then every test that is not slow and needs no GPU
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist worksteal --ignore tests/cuda_on_paper \
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
 	    -m "not slow and not gpu" $(ARGS)
 
-test-all: test-te test-paper test-slow ## what make test leaves out: Transformer Engine, paper and slow tests (half an hour)
+test-all: test-te test-paper test-slow test-extras ## what make test leaves out: Transformer Engine, paper and slow tests (half an hour)
 
 # Each of the next two changes the process that it runs in (another Transformer Engine, another CUDA): never together.
 test-te: $(TEST_READY) ## Transformer Engine's own Python on the CPU, in every version that is supported
@@ -44,8 +45,11 @@ test-paper: $(TEST_READY) ## the CUDA step on fake tensors of an H100, A100 and 
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 tests/cuda_on_paper $(ARGS)
 
 test-slow: $(TEST_READY) ## the slow tests; the attacks among them are left to make test-faults
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal --ignore tests/cuda_on_paper \
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
 	    -m "slow and not attack and not gpu" $(ARGS)
+
+test-extras: $(EXTRAS_READY) ## with the libraries that people bring: Hugging Face, Lightning, accelerate, peft
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -W default tests/extras $(ARGS)
 
 test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
 	@# Another torch, driver or Transformer Engine may warn of what this project cannot change.
@@ -74,8 +78,12 @@ clean: ## delete .venv and caches; runs/ and mlflow.db stay
 
 $(READY): pyproject.toml constraints.txt launch/setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" launch/setup.sh run
-	@rm -f $(VENV)/.ready-* $(TEST_READY) && touch $@
+	@rm -f $(VENV)/.ready-* $(TEST_READY) $(EXTRAS_READY) && touch $@
 
 $(TEST_READY): $(READY)
 	@VENV="$(VENV)" launch/setup.sh test
+	@touch $@
+
+$(EXTRAS_READY): $(TEST_READY)
+	@VENV="$(VENV)" launch/setup.sh extras
 	@touch $@

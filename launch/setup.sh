@@ -2,6 +2,7 @@
 # Make the virtual environment. `make setup` calls this when its stamp file is older than what it depends on.
 #   launch/setup.sh run     what training needs
 #   launch/setup.sh test    what the tests need on top of it
+#   launch/setup.sh extras  the libraries that people bring: Hugging Face, Lightning, accelerate, peft
 # Environment: PYTHON (python3), VENV (.venv), TORCH (pinned | system: reuse the interpreter's own torch).
 # pip's own settings (indexes, find-links, certificates) are left as they are.
 set -euo pipefail
@@ -148,5 +149,6 @@ run)
   build_transformer_engine
   ;;
 test) need "test tools" pip_install -e '.[deepspeed,mlflow,test]' ;;
-*) die "run or test, not $what" ;;
+extras) need "Hugging Face, Lightning, accelerate, peft" pip_install -e '.[deepspeed,mlflow,test,hf,peft,lightning,accelerate]' ;;
+*) die "run, test or extras, not $what" ;;
 esac

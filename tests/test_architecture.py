@@ -41,6 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "build": (*CORES, *LOOP, "replay"),
     "estimate": (*CORES, *LOOP, "build"),
     "tools": (*CORES, *LOOP, "build", "estimate", "replay"),
+    "integrations": ("core", "precision", "guard", "telemetry"),
     "cli": ("core", "stop", "report", "tools"),
     "__init__": ("guard", "precision", "telemetry"),
 }
@@ -51,6 +52,13 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torchao": ("harness/precision/backends/torchao*.py",),
     "transformer_engine": ("harness/precision/backends/te*.py",),
     "triton": ("harness/precision/backends/native_triton*.py",),
+    "pyarrow": ("harness/data/*.py", "harness/tracking/*.py"),
+    "datasets": ("harness/data/*.py",),
+    "tokenizers": ("harness/data/*.py",),
+    "transformers": ("harness/models/huggingface*.py", "harness/integrations/transformers*.py"),
+    "peft": ("harness/models/huggingface*.py",),
+    "lightning": ("harness/integrations/lightning*.py",),
+    "accelerate": ("harness/integrations/accelerate*.py",),
 }
 TORCH_FREE = (
     "harness",

@@ -29,7 +29,7 @@ def pins() -> dict[str, str]:
 def requirements() -> list[Requirement]:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    groups = [project["dependencies"], *(extras[name] for name in (*DEFAULT_EXTRAS, "test"))]
+    groups = [project["dependencies"], *(extras[name] for name in (*DEFAULT_EXTRAS, "test", "hf", "peft", "lightning", "accelerate", "kernels"))]
     return [Requirement(text) for group in (*groups, PROJECT["build-system"]["requires"]) for text in group]
 
 
@@ -49,7 +49,7 @@ def test_deepspeed_and_mlflow_are_extras_that_set_up_installs() -> None:
     installs = re.findall(
         r"pip_install -e '?\.(\S*?)'? *(?:;;)?$", (ROOT / "launch" / "setup.sh").read_text(), re.MULTILINE
     )
-    assert len(installs) == 2, "to run and to test"
+    assert len(installs) == 3, "to run, to test, and the libraries that people bring"
     for extras in installs:
         assert set(DEFAULT_EXTRAS) <= set(extras.strip("[]").split(",")), extras
 

@@ -1,0 +1,1 @@
+"""Thin adapters for other trainers, on harness.Precision, harness.Guard and harness.Telemetry alone."""
