@@ -29,7 +29,10 @@ def pins() -> dict[str, str]:
 def requirements() -> list[Requirement]:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    groups = [project["dependencies"], *(extras[name] for name in (*DEFAULT_EXTRAS, "test", "hf", "peft", "lightning", "accelerate", "kernels"))]
+    groups = [
+        project["dependencies"],
+        *(extras[name] for name in (*DEFAULT_EXTRAS, "test", "hf", "peft", "lightning", "accelerate", "kernels")),
+    ]
     return [Requirement(text) for group in (*groups, PROJECT["build-system"]["requires"]) for text in group]
 
 
