@@ -29,7 +29,8 @@ def pins() -> dict[str, str]:
 def requirements() -> list[Requirement]:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    groups = [
+    names = (*DEFAULT_EXTRAS, "test", "hf", "peft", "lightning", "accelerate", "kernels")
+    groups = [project["dependencies"], *(extras[name] for name in names)]
         project["dependencies"],
         *(extras[name] for name in (*DEFAULT_EXTRAS, "test", "hf", "peft", "lightning", "accelerate", "kernels")),
     ]
