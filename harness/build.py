@@ -186,6 +186,7 @@ def build_run(
     judge = Judge(
         config.guard, state, backend, monitors, comparison=RankComparison.of(config.guard, model, engine.device)
     )
+    recorder = FlightRecorder(folder, store, surroundings(config, worker, engine)) if engine.rank == 0 else None
     return Run(
         config=config,
         folder=folder,
@@ -201,15 +202,14 @@ def build_run(
         forward_clock=ForwardClock(worker.device),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
-        flight=_flight(config, folder, worker, engine, store),
+        keep_flight=recorder.keep if recorder else None,
     )
 
 
-def _flight(config: RunConfig, folder: Path, worker: Worker, engine: Engine, store: Store) -> FlightRecorder | None:
-    if engine.rank != 0:
-        return None
+def surroundings(config: RunConfig, worker: Worker, engine: Engine) -> Surroundings:
+    """Where a run's steps are computed: part of every flight record."""
     card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
-    return FlightRecorder(folder, store, Surroundings(config.recipe, engine.world_size, engine.name, card))
+    return Surroundings(config.recipe, engine.world_size, engine.name, card)
 
 
 def open_store(folder: Path, worker: Worker) -> Store:

@@ -218,7 +218,7 @@ def test_a_killed_trainer_is_delivered_and_resumes_in_the_same_run(folder: Path)
     assert dict(query(folder, "select key, value from tags"))["first"] == "20", "tags are not"
 
 
-def test_a_run_that_a_killed_trainers_shipper_delivered_whole_has_ended(folder: Path) -> None:
+def test_a_run_that_a_shipper_of_a_killed_one_delivered_to_its_end_ended(folder: Path) -> None:
     """The second shipper waits for the first one's lock, and finds that there is nothing left to deliver."""
     run_dir = folder / "runs" / "r1"
     assert trainer(run_dir, 0, 10, "kill")[0] == -signal.SIGKILL
