@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.facts import Window
+from harness.core.protocols import Batch
 from harness.data.tokens import TokenData, TokenFile
 
 Words = npt.NDArray[np.uint64]
@@ -88,9 +88,6 @@ def _mix(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-Batch = tuple[Tensor, Tensor]
-
-
 def check_world(global_batch: int, micro_batch: int, world_size: int) -> None:
     """Raises ConfigError, naming a value that works, unless every rank gets equally many whole micro-batches."""
     if global_batch % (micro_batch * world_size) == 0:
@@ -119,6 +116,7 @@ class TokenBatches:
         self, data: TokenData, seed: int, context: int, global_batch: int, micro_batch: int, val_samples: int
     ) -> None:
         self.tokens_per_sample = context
+        self.masked = False
         self.name = f"bytes of {data.info['source']}"
         self.n_samples = (len(data.train) - 1) // context
         self._available = (len(data.val) - 1) // context
@@ -137,7 +135,7 @@ class TokenBatches:
         return Window(index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
-        """This rank's (inputs, targets), each int64 [micro_batch, context] on the CPU: micro-batches `rank`,
+        """This rank's `inputs` and `targets`, each int64 [micro_batch, context] on the CPU: micro-batches `rank`,
         `rank + world_size`, ... of the window, so that the window's samples do not depend on the number of ranks.
 
         Raises ConfigError if they do not divide evenly, DataError if the snapshot cannot be read any longer.
@@ -147,7 +145,7 @@ class TokenBatches:
         return [self._batch(self._data.train, row) for row in rows[rank::world_size]]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
-        """This rank's validation batches, (inputs, targets) int64 [size, context], the same at every call.
+        """This rank's validation batches, `inputs` and `targets` int64 [size, context], the same at every call.
 
         All batches of all ranks have one size, at most micro_batch, and every rank has equally many, so that a mean
         of means weighs every token alike; the few samples that this leaves over are dropped. The samples are spread
@@ -181,7 +179,7 @@ class TokenBatches:
         context = self.tokens_per_sample
         rows = tokens[samples[:, None] * context + np.arange(context + 1)]
         batch = torch.from_numpy(rows.astype(np.int64))
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        return {"inputs": batch[:, :-1].contiguous(), "targets": batch[:, 1:].contiguous()}
 
 
 def _readable(skipped: Iterable[dict[str, str]]) -> list[str]:

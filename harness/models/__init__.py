@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match
+from harness.core.protocols import Batch
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -84,14 +85,17 @@ class Task:
         vocab_size = getattr(model, "vocab_size", None)
         self.vocab_size = vocab_size if isinstance(vocab_size, int) else None
 
-    def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss, float 0-d, nats per token. Raises ConfigError if the model's output meets no contract."""
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Mean loss over the targets that have one, float 0-d, nats per token; what the batch has beside inputs and
+        targets goes to the model by name. Raises ConfigError if the model's output meets no contract."""
+        rest = dict(batch)
+        inputs, targets = rest.pop("inputs"), rest.pop("targets")
         if self.takes_targets:
-            loss = module(inputs, targets)
+            loss = module(inputs, targets, **rest)
             if isinstance(loss, Tensor) and loss.ndim == 0:
                 return loss
             raise self._broken(f"forward(inputs, targets) returned {_shape(loss)}, not a 0-d loss")
-        logits = module(inputs)
+        logits = module(inputs, **rest)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
             raise self._broken(f"forward(inputs) returned {_shape(logits)}, not logits [batch, time, vocab]")
         return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

@@ -182,10 +182,10 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
     while guard.step < STEPS:
         window = data.window(guard.window)
         seed_step(other["run"], window, rank)
-        for number, (inputs, targets) in enumerate(data.micro_batches(window, rank, ranks), start=1):
+        for number, batch in enumerate(data.micro_batches(window, rank, ranks), start=1):
             with wrapped.no_sync() if wrapped is not None and number < MICRO else nullcontext():
                 with precision.context():
-                    loss = task.loss(wrapped or model, inputs, targets)
+                    loss = task.loss(wrapped or model, batch)
                 precision.backward(loss / MICRO)
         lr.copy_(schedule(applied.count))
         outcome = precision.step(optimizer, max_grad_norm=clip)
