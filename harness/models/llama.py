@@ -174,16 +174,10 @@ def build(
 
     Raises ConfigError naming what is missing, unreadable, or not computed by the built-in GPT.
     """
-    path = Path(folder).expanduser()
     where = f"model.args.folder {folder}"
-    if not (path / "config.json").is_file():
-        raise ConfigError(Problem("has no config.json", where, fix="give a folder with config.json and *.safetensors"))
-    sizes = settings_of(read_mapping(path / "config.json"), str(path / "config.json"))
     with torch.device("meta"):
-        model = build_gpt(
-            **sizes, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute, recompute_every=recompute_every
-        )
-    state = _read(path, where)
+        model = skeleton(folder, z_loss, loss_chunk, recompute, recompute_every)
+    state = _read(Path(folder).expanduser(), where)
     wanted = {name: tensor.shape for name, tensor in to_llama(model.state_dict(), model.settings).items()}
     if model.settings.tied:
         state.pop("lm_head.weight", None)
@@ -209,6 +203,20 @@ def build(
     if model.settings.tied:
         model.lm_head.weight = model.embed.weight
     return model
+
+
+def skeleton(
+    folder: str, z_loss: float = 0.0, loss_chunk: int = 0, recompute: str = "none", recompute_every: int = 1
+) -> GPT:
+    """`build`'s model with fresh weights: what config.json alone says. Raises ConfigError."""
+    path = Path(folder).expanduser() / "config.json"
+    if not path.is_file():
+        fix = "give a folder with config.json and *.safetensors"
+        raise ConfigError(Problem("has no config.json", f"model.args.folder {folder}", fix=fix))
+    sizes = settings_of(read_mapping(path), str(path))
+    return build_gpt(
+        **sizes, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute, recompute_every=recompute_every
+    )
 
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
