@@ -12,8 +12,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,43 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str) -> None
         problems.append(Problem("the recipe's contents changed since this run began", f"{folder}: recipe", fix=fix))
     if problems:
         raise CheckpointError(problems)
+
+
+def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What checkpoints are bound to: the config, and hashes of the recipe's contents and of the data; JSON-able."""
+    return {"config": config.model_dump(mode="json"), "recipe": recipe_sha256, "data": data.get("sha256")}
+
+
+def check_bound(step: int, saved: Any, now: Mapping[str, Any], accepted: Collection[str] = ()) -> None:
+    """Refuse to go on from a checkpoint of another config, recipe or data than this process has.
+
+    The folder's own files may have been changed, swapped or lost since; the checkpoint knows. saved: of the checkpoint,
+    empty in one from before they were bound. accepted: keys that may differ, `recipe` and `data` among them. Raises
+    CheckpointError naming every difference.
+    """
+    if not saved:
+        return
+    try:
+        old = validate(RunConfig, saved["config"], f"checkpoint of step {step}").model_dump(mode="json")
+        known = {key: saved[key] for key in ("recipe", "data")}
+    except (ConfigError, LookupError, TypeError) as error:
+        what, fix = "what it is bound to cannot be read", "resume with the version that wrote it"
+        raise CheckpointError(Problem(what, f"checkpoint of step {step}", str(error)[:400], fix)) from error
+    why = "its weights come from what was; config.yaml or data/ may have been replaced since"
+    fix = "put the run's own files back, or give the new run another --name and --resume this checkpoint"
+    problems = [
+        Problem(f"changed from {_value(old, key)!r} to {_value(now['config'], key)!r}", key, why, fix)
+        for key in changed_keys(old, now["config"])
+        if not key.startswith(_MAY_CHANGE)
+    ]
+    named = {"recipe": "the recipe's contents are others", "data": "the data are others"}
+    problems += [
+        Problem(f"{text} than those it was trained with", key, why, fix)
+        for key, text in named.items()
+        if known[key] != now[key]
+    ]
+    if refused := [each for each in problems if each.where not in accepted]:
+        raise CheckpointError([replace(each, where=f"checkpoint of step {step}: {each.where}") for each in refused])
 
 
 def same_data_order(folder: Path, other: Path) -> bool:

@@ -35,6 +35,8 @@ from harness.run_folder import (
     RUNS,
     RunLock,
     base_name,
+    bound,
+    check_bound,
     check_resumable,
     choose_folder,
     forget_outcome,
@@ -107,8 +109,10 @@ def train(request: Request) -> int:
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
         with telemetry:
+            _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
             telemetry.begin(_tags(plan, worker), _flat(config.model_dump(mode="json")), data.facts())
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store)
+            run.recovery.bound = bound(config, request.recipe.sha256(), data.facts())
             try:
                 try:
                     _restore(run, source, start)
@@ -190,6 +194,16 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
 
 
+def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:
+    """Refuse a ledger that is older than what the journal has. Raises CheckpointError on every rank."""
+    lost = worker.group.broadcast(journaled if journaled > attempt else 0)
+    if lost:
+        why = f"the journal has steps of attempt {lost}; incidents.json knows of {attempt}"
+        fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
+        what = "what rollbacks decided is missing: windows to pass over, budgets spent"
+        raise CheckpointError(Problem(what, str(folder / "incidents.json"), why, fix))
+
+
 def _restore(run: Run, source: Path | None, start: int | None) -> None:
     """Load the newest valid checkpoint of this run, or the one that --resume PATH named."""
     telemetry = run.telemetry
@@ -202,14 +216,14 @@ def _restore(run: Run, source: Path | None, start: int | None) -> None:
         theirs = source.parent.parent
         if same_data_order(run.folder, theirs):
             ledger = run.state.ledger
-            ledger.skipped_windows = list(load_ledger(theirs).skipped_windows)
+            ledger.inherit(load_ledger(theirs).skipped_windows)
             if run.engine.rank == 0:
                 run.recovery.keep_ledger(ledger)
         telemetry.event(step, "run.started_from", path=str(source))
         telemetry.screen.event(f"started from {source}")
         run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
-        run.recovery.load(start)
+        check_bound(start, run.recovery.load(start).get("bound"), run.recovery.bound)
         telemetry.event(start, "run.resumed")
         telemetry.screen.event(f"resumed at step {start}")
 
