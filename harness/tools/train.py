@@ -28,7 +28,7 @@ from harness.checkpoint.store import Store, lacks_room
 from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
-from harness.optim import MOMENTS
+from harness.optim import optimizer_bytes
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.run_folder import (
@@ -83,7 +83,7 @@ def train(request: Request) -> int:
                     fix="run on another machine, or drop --strict to take the next rung",
                 )
             )
-        size = state_bytes(model, MOMENTS[config.train.optimizer])
+        size = state_bytes(model, optimizer_bytes(model, config.train))
         if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
         if lead and not resuming:
