@@ -109,6 +109,39 @@ class Schedule:
         return (self.lr * torch.where(n < self.warmup_steps, warmup, after)).float()
 
 
+JUMP = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """The last update's learning rate and the next one's, which a changed schedule has moved apart."""
+
+    last: float
+    next: float
+    text: str
+
+
+def lr_jump(before: TrainConfig, now: TrainConfig, applied: int, factor: float = 1.0) -> Jump | None:
+    """What becomes of the learning rate where a run of `before` goes on as `now` after `applied` updates.
+
+    factor: rollbacks' on the rate. None if the next update has neither over JUMP times the last one's nor under 1 /
+    JUMP of it, or what it would have had anyway.
+    """
+    if not applied:
+        return None
+    old, new = Schedule.of(before), Schedule.of(now)
+    last, expected, following = old(applied - 1) * factor, old(applied) * factor, new(applied) * factor
+    if following == expected or last / JUMP <= following <= last * JUMP:
+        return None
+    keys = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio", "decay_share")
+    changed = [f"train.{key} {a} -> {b}" for key in keys if (a := getattr(before, key)) != (b := getattr(now, key))]
+    times = f"{following / last:.3g} times it" if last else "from none"
+    text = (
+        f"the learning rate goes from {last:.3g} to {following:.3g} at the next update, {times}: {', '.join(changed)}"
+    )
+    return Jump(last, following, text)
+
+
 # torchao's class for each name. A quantised moment is a byte for each element and a float32 scale for each block; the
 # 8-bit one has a table of 256 float32 besides. Smaller tensors and odd sizes stay in float32, and embeddings by our
 # choice: of a row whose token was not in the batch the second moment sinks under FP8's smallest value before the first
