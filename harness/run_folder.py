@@ -153,8 +153,8 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepte
     names in `accepted` that are no keys.
 
     Allowed to change: train.steps, train.max_minutes, checkpoint.* and engine.timeout_seconds; others only if
-    `accepted` names them, and other data or another kind of optimizer never. Accepted keys that did not change do no harm: the same
-    command resumes again.
+    `accepted` names them, and other data or another kind of optimizer never. Accepted keys that did not change do no
+    harm: the same command resumes again.
     """
     saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
     old, new = saved.model_dump(mode="json"), config.model_dump(mode="json")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.core.errors import ConfigError, Problem
-from harness.run_folder import check_accepted
 from harness.stop import stop_while_starting
 
 if TYPE_CHECKING:
@@ -53,7 +52,10 @@ def command(
     stop_while_starting()
     resolved, policy = read_policies(config, overrides, recipe)
     accepted = tuple(key.strip() for key in accept_changed.split(",") if key.strip())
-    check_accepted(accepted, resolved.model_dump(mode="json"))
+    if accepted:
+        from harness.run_folder import check_accepted
+
+        check_accepted(accepted, resolved.model_dump(mode="json"))
     from harness.tools.train import train
 
     launcher = _launcher(local_rank is not None)
