@@ -125,11 +125,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def state_bytes(model: nn.Module, moments: int) -> int:
-    """About how many bytes the TrainState of `model` takes, with so many fp32 moments for each trained parameter."""
+def state_bytes(model: nn.Module, optimizer: int) -> int:
+    """About how many bytes the TrainState of `model` takes. optimizer: bytes of its optimizer's state."""
     weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    return (weights + 4 * moments * trained) * 51 // 50 + (4 << 20)
+    return (weights + optimizer) * 51 // 50 + (4 << 20)
 
 
 def seed_everything(seed: int) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -25,20 +24,24 @@ from harness.build import (
 )
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.store import Store, lacks_room
-from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
+from harness.core.config import RunConfig, load_config
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
-from harness.optim import MOMENTS
+from harness.engines.torch_engine import OptimizerPart
+from harness.optim import Schedule, lr_jump, optimizer_bytes
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.run_folder import (
     RUNS,
+    Resumed,
     RunLock,
     base_name,
     bound,
     check_bound,
     check_resumable,
     choose_folder,
+    flat,
     forget_outcome,
     forget_run,
     is_checkpoint_name,
@@ -67,8 +70,9 @@ def train(request: Request) -> int:
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
     with _Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
+        resumed = None
         if resuming:
-            check_resumable(folder, config, request.recipe.sha256())
+            resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
         if is_finished(folder, config.train.steps):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
@@ -85,7 +89,7 @@ def train(request: Request) -> int:
                     fix="run on another machine, or drop --strict to take the next rung",
                 )
             )
-        size = state_bytes(model, MOMENTS[config.train.optimizer])
+        size = state_bytes(model, optimizer_bytes(model, config.train))
         if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
         if lead and not resuming:
@@ -97,8 +101,9 @@ def train(request: Request) -> int:
         if lead:
             if source and not resuming:
                 write_source(folder, source)
-            write_config(folder, config)
-            write_plan(folder, plan.as_dict())
+            if not resuming:
+                write_config(folder, config)
+                write_plan(folder, plan.as_dict())
             forget_outcome(folder)
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
@@ -110,16 +115,20 @@ def train(request: Request) -> int:
         )
         with telemetry:
             _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
-            telemetry.begin(_tags(plan, worker), _flat(config.model_dump(mode="json")), data.facts())
+            telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), data.facts())
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store)
             run.recovery.bound = bound(config, request.recipe.sha256(), data.facts())
             try:
                 try:
-                    _restore(run, source, start)
+                    _restore(run, source, start, request.accepted)
                 except CheckpointError:
                     if lead and not resuming:
                         forget_run(folder)
                     raise
+                _tell_changes(run, resumed, source)
+                if lead and resuming:  # what does not load changes nothing
+                    write_config(folder, config)
+                    write_plan(folder, plan.as_dict())
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, plan, outcome)
@@ -204,7 +213,7 @@ def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) ->
         raise CheckpointError(Problem(what, str(folder / "incidents.json"), why, fix))
 
 
-def _restore(run: Run, source: Path | None, start: int | None) -> None:
+def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequence[str]) -> None:
     """Load the newest valid checkpoint of this run, or the one that --resume PATH named."""
     telemetry = run.telemetry
     for problem in run.recovery.store.quarantined:
@@ -223,9 +232,40 @@ def _restore(run: Run, source: Path | None, start: int | None) -> None:
         telemetry.screen.event(f"started from {source}")
         run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
-        check_bound(start, run.recovery.load(start).get("bound"), run.recovery.bound)
+        check_bound(start, run.recovery.load(start).get("bound"), run.recovery.bound, accepted)
         telemetry.event(start, "run.resumed")
         telemetry.screen.event(f"resumed at step {start}")
+
+
+def _tell_changes(run: Run, resumed: Resumed | None, source: Path | None) -> None:
+    """What this resume changes, and where the learning rate goes by that, before the first update.
+
+    source: the checkpoint of another run that this one starts from.
+    """
+    saved = resumed.saved if resumed is not None else _config_of(source)
+    if resumed is not None and resumed.changes:
+        opened = [change.key for change in resumed.changes if change.key in resumed.accepted]
+        run.telemetry.tell(
+            run.state.step,
+            "run.changed",
+            "; ".join(map(str, resumed.changes)),
+            changes=[[change.key, change.old, change.new] for change in resumed.changes],
+            accepted=opened,
+            config=resumed.saved.model_dump(mode="json"),
+        )
+    if saved is None or Schedule.of(saved.train) == Schedule.of(run.config.train):
+        return
+    applied = int(cast(OptimizerPart, run.state.parts["optimizer"]).applied)
+    if jump := lr_jump(saved.train, run.config.train, applied, run.guard.judge.lr_factor):
+        run.telemetry.tell(run.state.step, "train.lr_jump", jump.text, last=jump.last, next=jump.next)
+
+
+def _config_of(source: Path | None) -> RunConfig | None:
+    """The config of the run that the checkpoint `source` is of; None if it cannot be known."""
+    try:
+        return None if source is None else load_config(str(source.resolve().parent.parent / "config.yaml"))
+    except ConfigError:
+        return None
 
 
 def _drive(run: Run) -> Outcome:
@@ -277,13 +317,3 @@ def _git_commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
