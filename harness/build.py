@@ -190,6 +190,7 @@ def build_run(
         _staging(config, engine, model, telemetry),
     )
     telemetry.layers = len(backend.layers)
+    telemetry.watch(recipe.fallback)
     recovery = Recovery(
         state=state,
         engine=engine,

@@ -32,6 +32,7 @@ _BEGINNINGS = (
     "config.yaml",
     "plan.json",
     "journal.jsonl",
+    "fp8_telemetry.bin",
     "incidents.json",
     "shipper.json",
     "data/corpus.json",

@@ -96,7 +96,14 @@ class TrackingConfig(Strict):
 
     mlflow: bool = Field(default=True, description="ship the journal to MLflow")
     experiment: str = Field(default="hopper-harness", min_length=1, description="MLflow experiment name")
-    fp8_every: Positive = Field(default=10, description="steps between rows of per-slot FP8 statistics")
+    fp8_every: Positive = Field(default=10, description="steps between rows of FP8 statistics")
+    fp8_series: Count = Field(
+        default=128, description="FP8 slots up to which all have series of their own; beyond, those that are picked"
+    )
+    fp8_slots: list[str] = Field(
+        default_factory=list,
+        description="patterns of slots that have series of their own whatever there are, such as blocks.*.mlp.down.*",
+    )
     report: bool = Field(default=True, description="draw the plots and report.html at the end of the run")
     drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
 
