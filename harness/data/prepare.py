@@ -3,7 +3,7 @@
 The source is cut into tasks, and every task makes one training and one validation shard of its own, in Megatron's
 format (`.bin` and `.idx`), and at last `done-<task>.json`. What a task makes depends on the source, the tokenizer and
 the share held out alone: a preparation that was killed goes on with the tasks that are not done, and ends with the
-bytes of one that was not. `dataset.json`, written at the end, has what a run needs to know, with the hash of every block.
+bytes of one that was not. `dataset.json`, written at the end, has what a run needs to know, with every block's hash.
 
 Workers are processes of this file (`python -m harness.data.prepare OUT`) that are told task numbers line by line.
 """
