@@ -126,7 +126,7 @@ class TokenBatches:
     ) -> None:
         self.tokens_per_sample = context
         self.masked = packed
-        self.vocab = data.vocab
+        self.vocab, self.ids = data.vocab, data.ids
         self.name = f"{'tokens' if 'ids' in data.info else 'bytes'} of {data.info['source']}"
         self.n_samples = (len(data.train) - 1) // context
         self._available = (len(data.val) - 1) // context
@@ -149,24 +149,12 @@ class TokenBatches:
         """This rank's `inputs` and `targets`, each int64 [micro_batch, context] on the CPU: micro-batches `rank`,
         `rank + world_size`, ... of the window, so that the window's samples do not depend on the number of ranks.
 
-        A sample that is not what it was when the run began is all -1, which no check of a batch lets pass: `damage`
-        says why. Raises ConfigError if they do not divide evenly, DataError if a snapshot cannot be read any longer.
+        A sample that is not what it was when the run began is all -1, which no check of a batch lets pass. Raises
+        ConfigError if they do not divide evenly, DataError if a snapshot cannot be read any longer.
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
         return [self.batch("train", row) for row in rows[rank::world_size]]
-
-    def damage(self, window: Window) -> dict[int, str]:
-        """The window's samples that cannot be read as they were, and why, with the file."""
-        return self.damage_of("train", window.samples)
-
-    def damage_of(self, split: str, samples: npt.NDArray[np.int64]) -> dict[int, str]:
-        """The same of any samples of a split."""
-        context, tokens = self.tokens_per_sample, self._splits[split].tokens
-        if not isinstance(tokens, Tokens):
-            return {}
-        found = {number: tokens.damage(number * context, context + 1) for number in dict.fromkeys(samples.tolist())}
-        return {number: text for number, text in found.items() if text}
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """This rank's validation batches, `inputs` and `targets` int64 [size, context], the same at every call.
@@ -177,13 +165,7 @@ class TokenBatches:
         is not what it was when the run began: what is validated on never changes.
         """
         rows = validation_rows(self._val_samples, self._available, self._micro_batch, rank, world_size)
-        batches = [self.batch("val", row) for row in rows]
-        for row, batch in zip(rows, batches, strict=True):
-            if (batch["inputs"][:, 0] < 0).any():
-                damage = self.damage_of("val", row) or {int(row[0]): "it is whole again"}
-                where = "the validation split"
-                raise DataError([Problem(f"sample {number} differs", where, text) for number, text in damage.items()])
-        return batches
+        return [self.batch("val", row) for row in rows]
 
     @property
     def available(self) -> int:
@@ -214,15 +196,21 @@ class TokenBatches:
         }
 
     def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
-        """`samples` of a split as a batch."""
+        """`samples` of a split as a batch. Raises DataError as `micro_batches` and `validation` do."""
         context, source = self.tokens_per_sample, self._splits[split]
-        rows = source.tokens[samples[:, None] * context + np.arange(context + 1)].astype(np.int64)
+        rows, damage = source.read(samples[:, None] * context + np.arange(context + 1))
+        if damage and split == "val":
+            where = "the validation split"
+            problems = [Problem(f"sample {samples[row]} differs", where, text) for row, text in damage.items()]
+            raise DataError(problems)
         batch = torch.from_numpy(rows)
         made = {"inputs": batch[:, :-1].contiguous(), "targets": batch[:, 1:].contiguous()}
         if self.masked:
             begins = torch.from_numpy(source.begins(rows, samples * context))
             made["segments"] = begins[:, :-1].to(torch.int64).cumsum(1)
-            made["targets"].masked_fill_(begins[:, 1:] & (made["targets"] >= 0), IGNORED)
+            made["targets"].masked_fill_(begins[:, 1:], IGNORED)
+        for row in damage:
+            made["inputs"][row] = made["targets"][row] = -1
         return made
 
 
@@ -241,6 +229,12 @@ class _Split:
             why = "the files have no index of their documents, and no token id is known to end one"
             fix = "set data.separator to that id, give data.tokenizer, or set data.packing=none"
             raise DataError(Problem("documents cannot be told apart", f"data.path: {info['source']}", why, fix))
+
+    def read(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+        """As `corpus.Tokens.read`."""
+        return (
+            self.tokens.read(places) if isinstance(self.tokens, Tokens) else (self.tokens[places].astype(np.int64), {})
+        )
 
     def begins(self, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """bool [rows, width]: whether a document begins with that token; False for the first of a row."""

@@ -64,24 +64,18 @@ class Tokens:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens at `places`, int64 [rows, width], each row's in a sequence; a row that cannot be read is all -1."""
+    def read(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+        """Tokens at `places`, int64 [rows, width], each row's in a sequence; rows that cannot be read are 0, and the
+        second result says why, with the file."""
         width = places.shape[1]
-        rows = np.full(places.shape, -1, dtype=np.int64)
+        rows = np.zeros(places.shape, dtype=np.int64)
+        damage: dict[int, str] = {}
         for number, start in enumerate(places[:, 0].tolist()):
             try:
                 rows[number] = self._read(start, width)
-            except Damaged:
-                continue
-        return rows
-
-    def damage(self, start: int, width: int) -> str:
-        """Why tokens [start, start + width) cannot be read, with the file; empty if they can."""
-        try:
-            self._read(start, width)
-        except Damaged as error:
-            return str(error)
-        return ""
+            except Damaged as error:
+                damage[number] = str(error)
+        return rows, damage
 
     def _read(self, start: int, width: int) -> Ids:
         number = bisect.bisect_right(self._ends, start)

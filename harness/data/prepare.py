@@ -309,13 +309,8 @@ class _Work:
                     if bad == "skip" or (bad == "auto" and piece.fault == "empty"):
                         skipped[piece.fault] += 1
                         continue
-                    problems.append(
-                        Problem(
-                            piece.fault,
-                            f"data.path: {piece.where}",
-                            fix="repair it, or pass over such rows and files: data.bad=skip (--bad skip)",
-                        )
-                    )
+                    fix = "repair it, or pass over such rows and files: data.bad=skip (--bad skip)"
+                    problems.append(Problem(piece.fault, f"data.path: {piece.where}", fix=fix))
                     if len(problems) >= _NAMED:
                         break
                     continue

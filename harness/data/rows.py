@@ -21,7 +21,6 @@ from harness.data.text import BadFiles, walk
 Split = Literal["train", "val", ""]
 """Of a part; empty: its documents are still to be divided."""
 
-_VAL: Split = "val"
 PIECE = 1 << 20
 """Bytes of a text that are tokenized at once: longer ones are cut after a line."""
 MAX_ROW = 256 << 20
@@ -254,11 +253,9 @@ class ArrowFolder:
             return [(file, "") for file in _arrow_files(path)]
         val = next((name for name in splits if is_validation(name)), None)
         train = "train" if "train" in splits else next((name for name in splits if name != val), None)
-        files: list[tuple[Path, Split]] = []
         known: Split = "train" if val else ""
-        for name, split in ((train, known), (val, _VAL)):
-            files += [(file, split) for file in _arrow_files(path / name)] if name else []
-        return files
+        named: list[tuple[str | None, Split]] = [(train, known), (val, "val")]
+        return [(file, split) for name, split in named if name for file in _arrow_files(path / name)]
 
     def _other_splits(self, path: Path) -> list[tuple[str, str]]:
         used = {Path(file).parent.name for file, _ in self._listed(path)}

@@ -128,6 +128,11 @@ class TokenData:
         """How many ids a model must know: a multiple of corpus.PADDED_TO."""
         return self.info.get("vocab", VOCAB)
 
+    @property
+    def ids(self) -> int:
+        """How many ids there may be, from 0: of the tokenizer, else the largest of both splits + 1."""
+        return self.info.get("ids", VOCAB)
+
     def starts(self, split: str) -> npt.NDArray[np.int64]:
         """Places of a split's tokens where a document is known to begin, sorted."""
         tokens = self.train if split == "train" else self.val

@@ -28,15 +28,18 @@ from harness.checkpoint.store import Store, lacks_room
 from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
+from harness.models import check_vocab
 from harness.optim import MOMENTS
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.run_folder import (
     RUNS,
     RunLock,
+    adopt_vocab,
     base_name,
     check_resumable,
     choose_folder,
+    fit_vocab,
     forget_outcome,
     forget_run,
     is_checkpoint_name,
@@ -65,6 +68,8 @@ def train(request: Request) -> int:
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
     with _Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
+        if resuming or source:
+            config = adopt_vocab(folder if resuming or source is None else source.parent.parent, config)
         if resuming:
             check_resumable(folder, config, request.recipe.sha256())
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
@@ -73,7 +78,12 @@ def train(request: Request) -> int:
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
         earlier = worker.group.broadcast(read_plan(origin) if lead and origin else None)
+        if lead and not resuming:
+            forget_run(folder)  # an earlier start may have been killed before it was a run
+        data = build_data(config, folder, worker)
+        config = fit_vocab(config, data.ids, data.vocab)
         plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
+        check_vocab(model, data.ids, config.model.target)
         if request.strict and not plan.rungs[0].taken:
             raise MachineError(
                 Problem(
@@ -86,9 +96,6 @@ def train(request: Request) -> int:
         size = state_bytes(model, MOMENTS[config.train.optimizer])
         if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
-        if lead and not resuming:
-            forget_run(folder)  # an earlier start may have been killed before it was a run
-        data = build_data(config, folder, worker)
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
         console.say(plan_table(plan.as_dict()))
