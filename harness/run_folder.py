@@ -40,6 +40,7 @@ _BEGINNINGS = (
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
+_BYTES = 256
 _MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
 # What --accept-changed does not open, and why; keys of `data` that only say how the same data are cut are open.
 _OTHER_DATA = (
@@ -126,6 +127,47 @@ def write_config(folder: Path, config: RunConfig) -> None:
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     with atomic_file(folder / "config.yaml") as stream:
         stream.write(text.encode())
+
+
+SHIPPED_MODEL = "harness.models.gpt:build"
+
+
+def adopt_vocab(folder: Path, config: RunConfig) -> RunConfig:
+    """`config` with the vocabulary that the run in `folder` recorded, where the user gives none for the shipped model.
+
+    A run that goes on, or starts from another's checkpoint, must have a model of that size.
+    """
+    if config.model.target != SHIPPED_MODEL or "vocab" in config.model.args:
+        return config
+    try:
+        saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
+    except ConfigError:  # who reads it next says so
+        return config
+    vocab = saved.model.args.get("vocab") if saved.model.target == SHIPPED_MODEL else None
+    return config if vocab is None else _with_vocab(config, vocab)
+
+
+def fit_vocab(config: RunConfig, ids: int, vocab: int) -> RunConfig:
+    """`config` with a model for data of `ids` different token ids: the shipped one gets `vocab` where none is given.
+
+    Raises ConfigError if a given vocabulary is too small.
+    """
+    if config.model.target != SHIPPED_MODEL:
+        return config
+    given = config.model.args.get("vocab")
+    if given is None:
+        # 256 is the model's own default: configs of runs on bytes stay as they always were.
+        return config if vocab == _BYTES else _with_vocab(config, vocab)
+    if isinstance(given, int) and given < ids:
+        why = f"the data has token ids up to {ids - 1}"
+        fix = f"set model.args.vocab={vocab}, or leave it out; a model that was begun with less cannot take these data"
+        raise ConfigError(Problem(f"a vocabulary of {given} is too small", "model.args.vocab", why, fix))
+    return config
+
+
+def _with_vocab(config: RunConfig, vocab: int) -> RunConfig:
+    args = {**config.model.args, "vocab": vocab}
+    return config.model_copy(update={"model": config.model.model_copy(update={"args": args})})
 
 
 @dataclass(frozen=True, slots=True)

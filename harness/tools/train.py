@@ -29,6 +29,7 @@ from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineE
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.engines.torch_engine import OptimizerPart
+from harness.models import check_vocab
 from harness.optim import Schedule, lr_jump, optimizer_bytes
 from harness.precision.plan import Plan
 from harness.run import Run
@@ -36,11 +37,13 @@ from harness.run_folder import (
     RUNS,
     Resumed,
     RunLock,
+    adopt_vocab,
     base_name,
     bound,
     check_bound,
     check_resumable,
     choose_folder,
+    fit_vocab,
     flat,
     forget_outcome,
     forget_run,
@@ -71,6 +74,8 @@ def train(request: Request) -> int:
     with _Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
         resumed = None
+        if resuming or source:
+            config = adopt_vocab(folder if resuming or source is None else source.parent.parent, config)
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
@@ -79,7 +84,12 @@ def train(request: Request) -> int:
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
         earlier = worker.group.broadcast(read_plan(origin) if lead and origin else None)
+        if lead and not resuming:
+            forget_run(folder)  # an earlier start may have been killed before it was a run
+        data = build_data(config, folder, worker)
+        config = fit_vocab(config, data.ids, data.vocab)
         plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
+        check_vocab(model, data.ids, config.model.target)
         if request.strict and not plan.rungs[0].taken:
             raise MachineError(
                 Problem(
@@ -92,9 +102,6 @@ def train(request: Request) -> int:
         size = state_bytes(model, optimizer_bytes(model, config.train))
         if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
-        if lead and not resuming:
-            forget_run(folder)  # an earlier start may have been killed before it was a run
-        data = build_data(config, folder, worker)
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
         console.say(plan_table(plan.as_dict()))
