@@ -20,6 +20,7 @@ from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
+from harness.core.facts import RungVerdict
 from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
@@ -41,8 +42,8 @@ from harness.precision.convert import (
     check_half_weights,
     monitor_context,
 )
-from harness.precision.plan import Plan, agree_on_rung, make_plan
-from harness.precision.recipe import Recipe
+from harness.precision.plan import Plan, agree_on_rung, make_plan, take_rung
+from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings
 from harness.run import Run
@@ -92,25 +93,39 @@ def _set_threads(threads: int, launch: Launch) -> None:
 
 
 def build_plan(
-    config: RunConfig, recipe: Recipe, worker: Worker, earlier: Mapping[str, Any] | None = None
+    config: RunConfig,
+    recipe: Recipe,
+    worker: Worker,
+    earlier: Mapping[str, Any] | None = None,
+    strict: bool = False,
 ) -> tuple[Plan, nn.Module]:
     """The model with its initial weights (a function of train.seed alone) and the plan for it.
 
-    earlier: plan.json of the run that is resumed.
+    earlier: plan.json of the run that is resumed. strict: no rung is passed over because the model cannot use it.
     """
-    rung, verdicts = agree_on_rung(recipe, worker.facts, worker.device)
     engine = ENGINES[worker.engine]
-    problems = engine.refusals(config.engine, rung.precision, worker.device.type)
-    problems += check_half_weights(recipe, rung) if engine.owns_loss_scale else []
-    if problems:
-        raise ConfigError(problems)
-    seed_everything(config.train.seed)
-    model = build_model(config.model).to(worker.device)
-    if config.engine.compile == "blocks" and (problems := check_compile(rung, model, worker.device)):
-        raise ConfigError(problems)
-    plan = make_plan(recipe, worker.facts, rung, verdicts, model)
-    tokens = config.train.micro_batch * config.data.context
-    return probe_layers(plan, recipe, worker.facts, worker.device, tokens, earlier), model
+    built: list[nn.Module] = []
+
+    def on(rung: Rung, told: list[RungVerdict]) -> Plan:
+        problems = engine.refusals(config.engine, rung.precision, worker.device.type)
+        problems += check_half_weights(recipe, rung) if engine.owns_loss_scale else []
+        if problems:
+            raise ConfigError(problems)
+        if not built:
+            seed_everything(config.train.seed)
+            built.append(build_model(config.model).to(worker.device))
+        model = built[0]
+        if config.engine.compile == "blocks" and (problems := check_compile(rung, model, worker.device)):
+            raise ConfigError(problems)
+        plan = make_plan(recipe, worker.facts, rung, told, model)
+        tokens = config.train.micro_batch * config.data.context
+        return probe_layers(plan, recipe, worker.facts, worker.device, tokens, earlier)
+
+    if strict:
+        plan = on(*agree_on_rung(recipe, worker.facts, worker.device))
+    else:
+        plan = take_rung(recipe, worker.facts, worker.device, on)
+    return plan, built[0]
 
 
 def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches:
@@ -186,6 +201,7 @@ def build_run(
     judge = Judge(
         config.guard, state, backend, monitors, comparison=RankComparison.of(config.guard, model, engine.device)
     )
+    recorder = FlightRecorder(folder, store, surroundings(config, worker, engine)) if engine.rank == 0 else None
     return Run(
         config=config,
         folder=folder,
@@ -201,15 +217,14 @@ def build_run(
         forward_clock=ForwardClock(worker.device),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
-        flight=_flight(config, folder, worker, engine, store),
+        keep_flight=recorder.keep if recorder else None,
     )
 
 
-def _flight(config: RunConfig, folder: Path, worker: Worker, engine: Engine, store: Store) -> FlightRecorder | None:
-    if engine.rank != 0:
-        return None
+def surroundings(config: RunConfig, worker: Worker, engine: Engine) -> Surroundings:
+    """Where a run's steps are computed: part of every flight record."""
     card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
-    return FlightRecorder(folder, store, Surroundings(config.recipe, engine.world_size, engine.name, card))
+    return Surroundings(config.recipe, engine.world_size, engine.name, card)
 
 
 def open_store(folder: Path, worker: Worker) -> Store:

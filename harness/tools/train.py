@@ -73,7 +73,7 @@ def train(request: Request) -> int:
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
         earlier = worker.group.broadcast(read_plan(origin) if lead and origin else None)
-        plan, model = build_plan(config, request.recipe, worker, earlier)
+        plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
         if request.strict and not plan.rungs[0].taken:
             raise MachineError(
                 Problem(

@@ -65,7 +65,7 @@ def step(backend: PrecisionBackend, model: nn.Module, x: torch.Tensor, target: t
     return loss.detach()
 
 
-def test_only_planned_layers_are_converted_and_parameters_keep_their_identity(recipe: Recipe) -> None:
+def test_only_planned_layers_are_converted_parameters_keep_identity(recipe: Recipe) -> None:
     model = Mlp()
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     backend = backend_for(model, recipe)
