@@ -86,8 +86,12 @@ def _is_count(value: Any) -> bool:
 
 
 def state_bytes(model: nn.Module, moments: int) -> int:
-    """About how many bytes the TrainState of `model` takes, with so many fp32 moments for each trained parameter."""
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    """About how many bytes the TrainState of `model` takes, with so many fp32 moments for each trained parameter.
+
+    Frozen weights that come from a folder (`frozen_from`) are not part of it.
+    """
+    kept = [param for param in model.parameters() if param.requires_grad or not getattr(model, "frozen_from", "")]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*kept, *model.buffers()))
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     return (weights + 4 * moments * trained) * 51 // 50 + (4 << 20)
 

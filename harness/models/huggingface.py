@@ -98,6 +98,8 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if options.lora is not None:
         model = _with_adapters(model, options.lora, where)
+        if options.weights == "auto" and _stored(path):
+            model.frozen_from = str(path.resolve())  # checkpoints leave there what is there
     # transformers returns models for evaluation: without dropout, and with gradient checkpointing switched off.
     return model.train()
 
@@ -220,10 +222,9 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
     kind: dict[str, Any] = {"trust_remote_code": False, "experts_implementation": "eager"}
     if options.attention is not None:
         kind["attn_implementation"] = options.attention
-    stored = (path / _INDEX).is_file() or (path / _WEIGHTS).is_file()
     made = transformers.AutoModelForCausalLM
     try:
-        if options.weights == "fresh" or not stored or isinstance(torch.empty(0), FakeTensor):
+        if options.weights == "fresh" or not _stored(path) or isinstance(torch.empty(0), FakeTensor):
             return made.from_config(config, dtype=torch.float32, **kind)
         model, info = made.from_pretrained(
             str(path),
@@ -239,6 +240,10 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
         raise ConfigError(Problem(f"cannot be built: {_short(error)}", where, fix="look at model.args")) from error
     _check_loaded(info, options, where)
     return model
+
+
+def _stored(path: Path) -> bool:
+    return (path / _INDEX).is_file() or (path / _WEIGHTS).is_file()
 
 
 def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> None:
