@@ -126,8 +126,12 @@ def _is_count(value: Any) -> bool:
 
 
 def state_bytes(model: nn.Module, optimizer: int) -> int:
-    """About how many bytes the TrainState of `model` takes. optimizer: bytes of its optimizer's state."""
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    """About how many bytes the TrainState of `model` takes. optimizer: bytes of its optimizer's state.
+
+    Frozen weights that come from a folder (`frozen_from`) are not part of it.
+    """
+    kept = [param for param in model.parameters() if param.requires_grad or not getattr(model, "frozen_from", "")]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*kept, *model.buffers()))
     return (weights + optimizer) * 51 // 50 + (4 << 20)
 
 
