@@ -180,7 +180,7 @@ def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]
         shutil.copyfile(folder / "config.yaml", out / "config.yaml")
 
     return (
-        f"{_count(state)} under the names of {target}",
+        f"{_count(state)} under the names of {target}{frozen}",
         f'model.load_state_dict(safetensors.torch.load_file("{_WEIGHTS}"))',
         write,
     )
