@@ -71,23 +71,30 @@ class PaperEvent:
         return 1.0
 
 
+_ATTEND = F.scaled_dot_product_attention
+
+
 class _Attention(TorchFunctionMode):
     """Which attention kernel a real card would take: flash from 8.0 on, memory-efficient below (not with grouped
-    queries), else plain mathematics. A CPU-only build knows the last one alone."""
+    queries), else plain mathematics. A CPU-only build knows the last one alone.
+
+    `attend` takes the place of torch's function: autograd knows of no mode when activation checkpointing computes
+    forward again in backward. The mode is for those who have imported the function itself.
+    """
 
     def __init__(self, card: Card) -> None:
         super().__init__()
         self._card = card
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or not _on_cuda(args, kwargs):
-            return func(*args, **kwargs)
-        return self._attend(func, *args, **kwargs)
+        return (self.attend if func is _ATTEND else func)(*args, **kwargs or {})
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`F.scaled_dot_product_attention`."""
+        return (self._attend if _on_cuda(args, kwargs) else _ATTEND)(*args, **kwargs)
 
     def _attend(
         self,
-        func: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -110,7 +117,7 @@ class _Attention(TorchFunctionMode):
             efficient = kernels._scaled_dot_product_efficient_attention
             trains = any(tensor.requires_grad for tensor in (query, key, value))
             return efficient(query, key, value, None, trains, dropout_p, is_causal, scale=scale)[0]
-        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _ATTEND(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _on_cuda(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -157,7 +164,8 @@ def on_paper(card: Card) -> Iterator[FakeTensorMode]:
         # An address tells one weight from another; fakes have none, and one weight is not taken for another here.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(_cuda_kernels())
-        stack.enter_context(_Attention(card))
+        attention = stack.enter_context(_Attention(card))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention.attend))
         yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 

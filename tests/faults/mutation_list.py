@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from data_mutations import DATA
 from guard_mutations import GUARD
+from model_mutations import MODELS
 from mutation import Mutation
 from native_mutations import NATIVE
 from process_mutations import PROCESS
@@ -23,4 +24,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *NATIVE,
     *TORCHAO,
     *TRANSFORMER_ENGINE,
+    *MODELS,
 )
