@@ -32,7 +32,8 @@ from harness.guard import Guard
 from harness.models import Task, build_model
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
-from harness.optim import Schedule, build_optimizer, optimizer_bytes, refused_by, too_high, waits_for
+from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
+from harness.optim.schedule import Schedule, too_high
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.convert import (
     LossScale,

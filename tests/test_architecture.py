@@ -50,7 +50,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("harness/engines/deepspeed*.py",),
     "mlflow": ("harness/tracking/*.py",),
     # Two things of one library: FP8 layers, and optimizers with quantised moments.
-    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim.py"),
+    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim/optimizers.py"),
     "transformer_engine": ("harness/precision/backends/te*.py",),
     "triton": ("harness/precision/backends/native_triton*.py",),
     "pyarrow": ("harness/data/*.py", "harness/tracking/*.py"),

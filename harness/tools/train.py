@@ -29,7 +29,8 @@ from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineE
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.engines.torch_engine import OptimizerPart
-from harness.optim import Schedule, lr_jump, optimizer_bytes
+from harness.optim.optimizers import optimizer_bytes
+from harness.optim.schedule import Schedule, lr_jump
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.run_folder import (
