@@ -131,15 +131,16 @@ def build_plan(
 
 
 def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches:
-    """The run's tokens: rank 0 snapshots the text, the others open the snapshot."""
+    """The run's tokens: rank 0 describes and checks them, the others open what it described."""
     data: TokenData | None = None
     if worker.group.rank == 0:
         data = prepare(config.data, folder, config.train.global_batch)
     worker.group.barrier()
-    data = data or prepare(config.data, folder, config.train.global_batch)
+    data = data or prepare(config.data, folder, config.train.global_batch, lead=False)
     train = config.train
+    packed = config.data.packing == "documents"
     return TokenBatches(
-        data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples
+        data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples, packed
     )
 
 
@@ -191,6 +192,7 @@ def build_run(
         _staging(config, engine, model, telemetry),
     )
     telemetry.layers = len(backend.layers)
+    telemetry.watch(recipe.fallback)
     recovery = Recovery(
         state=state,
         engine=engine,

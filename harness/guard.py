@@ -249,9 +249,7 @@ class Guard:
         fields = {"reason": action.reason, "to_step": target, "passed_over": bad, "source": source}
         self.telemetry.event(step, "guard.rollback", **fields)
         held = set(self.judge.held)
-        ledger.attempt += 1
-        ledger.skipped_windows = sorted({*ledger.skipped_windows, *bad})
-        ledger.returned_to = [*(min(earlier, target) for earlier in ledger.returned_to), target]
+        ledger.go_back(target, bad)
         if self.disk is not None:
             self.disk.commit(target)
         if self.memory is not None and from_memory:

@@ -12,8 +12,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _BEGINNINGS = (
     "config.yaml",
     "plan.json",
     "journal.jsonl",
+    "fp8_telemetry.bin",
     "incidents.json",
     "shipper.json",
     "data/corpus.json",
@@ -39,6 +40,7 @@ _BEGINNINGS = (
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
+_BYTES = 256
 _MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
 # What --accept-changed does not open, and why; keys of `data` that only say how the same data are cut are open.
 _OTHER_DATA = (
@@ -127,6 +129,47 @@ def write_config(folder: Path, config: RunConfig) -> None:
         stream.write(text.encode())
 
 
+SHIPPED_MODEL = "harness.models.gpt:build"
+
+
+def adopt_vocab(folder: Path, config: RunConfig) -> RunConfig:
+    """`config` with the vocabulary that the run in `folder` recorded, where the user gives none for the shipped model.
+
+    A run that goes on, or starts from another's checkpoint, must have a model of that size.
+    """
+    if config.model.target != SHIPPED_MODEL or "vocab" in config.model.args:
+        return config
+    try:
+        saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
+    except ConfigError:  # who reads it next says so
+        return config
+    vocab = saved.model.args.get("vocab") if saved.model.target == SHIPPED_MODEL else None
+    return config if vocab is None else _with_vocab(config, vocab)
+
+
+def fit_vocab(config: RunConfig, ids: int, vocab: int) -> RunConfig:
+    """`config` with a model for data of `ids` different token ids: the shipped one gets `vocab` where none is given.
+
+    Raises ConfigError if a given vocabulary is too small.
+    """
+    if config.model.target != SHIPPED_MODEL:
+        return config
+    given = config.model.args.get("vocab")
+    if given is None:
+        # 256 is the model's own default: configs of runs on bytes stay as they always were.
+        return config if vocab == _BYTES else _with_vocab(config, vocab)
+    if isinstance(given, int) and given < ids:
+        why = f"the data has token ids up to {ids - 1}"
+        fix = f"set model.args.vocab={vocab}, or leave it out; a model that was begun with less cannot take these data"
+        raise ConfigError(Problem(f"a vocabulary of {given} is too small", "model.args.vocab", why, fix))
+    return config
+
+
+def _with_vocab(config: RunConfig, vocab: int) -> RunConfig:
+    args = {**config.model.args, "vocab": vocab}
+    return config.model_copy(update={"model": config.model.model_copy(update={"args": args})})
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One key whose value is not what the run began with; of the recipe's contents the hashes."""
@@ -210,6 +253,47 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + key] = value
     return found
+
+
+def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What checkpoints are bound to: the config, and hashes of the recipe's contents and of the data; JSON-able."""
+    return {"config": config.model_dump(mode="json"), "recipe": recipe_sha256, "data": data.get("sha256")}
+
+
+def check_bound(step: int, saved: Any, now: Mapping[str, Any], accepted: Collection[str] = ()) -> None:
+    """Refuse to go on from a checkpoint of another config, recipe or data than this process has.
+
+    The folder's own files may have been changed, swapped or lost since; the checkpoint knows. saved: of the checkpoint,
+    empty in one from before they were bound. accepted: keys that may differ, `recipe` and `data` among them. Raises
+    CheckpointError naming every difference.
+    """
+    if not saved:
+        return
+    try:
+        old = validate(RunConfig, saved["config"], f"checkpoint of step {step}").model_dump(mode="json")
+        known = {key: saved[key] for key in ("recipe", "data")}
+    except (ConfigError, LookupError, TypeError) as error:
+        what, fix = "what it is bound to cannot be read", "resume with the version that wrote it"
+        raise CheckpointError(Problem(what, f"checkpoint of step {step}", str(error)[:400], fix)) from error
+    why = "its weights come from what was; config.yaml or data/ may have been replaced since"
+    fix = "put the run's own files back, or give the new run another --name and --resume this checkpoint"
+    problems = [
+        Problem(f"changed from {_value(old, key)!r} to {_value(now['config'], key)!r}", key, why, _or_accept(fix, key))
+        for key in changed_keys(old, now["config"])
+        if not key.startswith(_MAY_CHANGE)
+    ]
+    named = {"recipe": "the recipe's contents are others", "data": "the data are others"}
+    problems += [
+        Problem(f"{text} than those it was trained with", key, why, fix)
+        for key, text in named.items()
+        if known[key] != now[key]
+    ]
+    if refused := [each for each in problems if each.where not in accepted]:
+        raise CheckpointError([replace(each, where=f"checkpoint of step {step}: {each.where}") for each in refused])
+
+
+def _or_accept(fix: str, key: str) -> str:
+    return fix if _why_never(key) else f"{fix}; where it is meant: --accept-changed {key}"
 
 
 def same_data_order(folder: Path, other: Path) -> bool:

@@ -56,18 +56,56 @@ class TrainConfig(Strict):
         return name
 
 
-class DataConfig(Strict):
-    """Where text comes from and how it is cut into samples."""
+class MixtureConfig(Strict):
+    """One source of a mixture."""
 
-    path: str | None = Field(default=None, description="text file or folder; none: Python's standard library source")
-    context: Positive = Field(default=256, description="tokens (bytes) per sample")
-    val_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of bytes held out, by file")
+    path: str = Field(description="as data.path")
+    weight: float = Field(gt=0, description="its share of the samples, over the sum of all weights")
+
+
+class DataConfig(Strict):
+    """Where data comes from and how it is cut into samples."""
+
+    path: str | None = Field(
+        default=None,
+        description="text, JSONL, Parquet, Arrow (save_to_disk), .bin of token ids, what `harness data prepare` made, "
+        "or a folder of one of these; none: Python's standard library source",
+    )
+    mixture: list[MixtureConfig] = Field(
+        default_factory=list, description="several sources with weights, instead of data.path"
+    )
+    format: Literal["auto", "tokens", "JSONL", "Parquet", "Arrow", "text"] = Field(
+        default="auto", description="what data.path is; auto: looked at"
+    )
+    tokenizer: str | None = Field(
+        default=None, description="tokenizer.json, or a Hugging Face folder with one; none: a token is a byte"
+    )
+    text_key: str = Field(default="text", min_length=1, description="key or column of JSONL, Parquet, Arrow")
+    dtype: Literal["uint8", "uint16", "uint32"] = Field(default="uint16", description="of headerless .bin files")
+    packing: Literal["none", "documents"] = Field(
+        default="none",
+        description="documents: samples have segments, and no token is predicted from another document's",
+    )
+    separator: Count | None = Field(
+        default=None, description="token id that ends a document in .bin files; none: the tokenizer's"
+    )
+    context: Positive = Field(default=256, description="tokens per sample")
+    val_fraction: float = Field(
+        default=0.1, gt=0, lt=1, description="share held out where the data has no validation files of its own"
+    )
     val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples unfit to train on: skip the update, fail (halt), or auto: fail for labels out of range; "
-        "files that are no text: skip, fail, or auto: skip binary and empty ones, fail for unreadable ones",
+        description="samples unfit to train on: skip the update, fail (halt), or auto: fail for labels out of range "
+        "and blocks that differ from their hash; files that are no text, and rows without any: skip, fail, or auto: "
+        "skip binary and empty ones, fail for others",
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if self.path is not None and self.mixture:
+            raise ValueError("data.path and data.mixture are both given; leave one of them out")
+        return self
 
 
 class ModelConfig(Strict):
@@ -96,7 +134,14 @@ class TrackingConfig(Strict):
 
     mlflow: bool = Field(default=True, description="ship the journal to MLflow")
     experiment: str = Field(default="hopper-harness", min_length=1, description="MLflow experiment name")
-    fp8_every: Positive = Field(default=10, description="steps between rows of per-slot FP8 statistics")
+    fp8_every: Positive = Field(default=10, description="steps between rows of FP8 statistics")
+    fp8_series: Count = Field(
+        default=128, description="FP8 slots up to which all have series of their own; beyond, those that are picked"
+    )
+    fp8_slots: list[str] = Field(
+        default_factory=list,
+        description="patterns of slots that have series of their own whatever there are, such as blocks.*.mlp.down.*",
+    )
     report: bool = Field(default=True, description="draw the plots and report.html at the end of the run")
     drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
 

@@ -5,6 +5,8 @@ Model and optimizer are parts of the TrainState, by parameter name; every engine
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from harness.core.collectives import Fingerprint
 from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem, some
 from harness.core.protocols import Meta, Stateful, TensorDict
@@ -41,6 +44,25 @@ def named_state(model: nn.Module) -> tuple[TensorDict, dict[str, str]]:
             first[id(tensor)] = name
             tensors[name] = tensor
     return tensors, tied
+
+
+def kept_state(model: nn.Module, known: Meta | None = None) -> tuple[TensorDict, Meta]:
+    """What a checkpoint holds of `model`: `named_state`, and {"tied": {alias: key}}.
+
+    A model whose frozen weights come from a folder says so by an attribute `frozen_from`: they stay there, and the meta
+    data has their fingerprint, {"frozen": {"from": folder, "count": n, "sha256": of their hashes}}. known: that of an
+    earlier call, which spares reading all of them.
+    """
+    tensors, tied = named_state(model)
+    folder = getattr(model, "frozen_from", "")
+    frozen = {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
+    if not folder or not frozen:
+        return tensors, {"tied": tied}
+    if known is None:
+        hashes = Fingerprint(next(iter(frozen.values())).device).of(frozen.values()).tolist()
+        sha256 = hashlib.sha256(json.dumps(list(zip(frozen, hashes, strict=True))).encode()).hexdigest()
+        known = {"from": str(folder), "count": len(frozen), "sha256": sha256}
+    return {name: each for name, each in tensors.items() if name not in frozen}, {"tied": tied, "frozen": known}
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -84,17 +106,24 @@ class ModelPart:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._frozen: Meta | None = None
+
+    def _kept(self) -> tuple[TensorDict, Meta]:
+        tensors, meta = kept_state(self.model, self._frozen)
+        self._frozen = meta.get("frozen")
+        return tensors, meta
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """tensors: by state_dict key, tied ones once; meta: {"tied": {alias: key}}."""
-        tensors, tied = named_state(self.model)
-        return {name: tensor.detach() for name, tensor in tensors.items()}, {"tied": tied}
+        """As `kept_state`: tensors by state_dict key, tied ones once."""
+        tensors, meta = self._kept()
+        return {name: tensor.detach() for name, tensor in tensors.items()}, meta
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Copy in place (identity is kept). Raises CheckpointError if names, shapes, dtypes or ties differ."""
-        here, tied = named_state(self.model)
-        require_tied(tied, meta)
+        """Copy in place (identity is kept). Raises CheckpointError if names, shapes, dtypes or ties differ, or if the
+        frozen weights that it leaves out are others."""
+        here, own = self._kept()
+        require_same_meta(own, meta)
         require_same("model", tensors, here)
         for name, tensor in here.items():
             if 0 in tensor.stride() and tensor.numel() > 1:  # an expanded buffer has no memory of its own to copy into
@@ -103,17 +132,20 @@ class ModelPart:
                 tensor.copy_(tensors[name])
 
 
-def require_tied(here: Mapping[str, str], meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the checkpoint's ties are not those of the run."""
-    saved = dict(meta.get("tied", {}))
-    if saved != dict(here):
-        raise CheckpointError(
-            Problem(
-                f"tied parameters differ: {saved or 'none'} in the checkpoint, {dict(here) or 'none'} in the run",
-                "model",
-                fix="resume with the model that wrote the checkpoint",
-            )
-        )
+def require_same_meta(here: Meta, meta: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the checkpoint's ties, or the frozen weights that it leaves out, are not the run's."""
+    saved, tied = dict(meta.get("tied", {})), here["tied"]
+    problems: list[Problem] = []
+    if saved != tied:
+        what = f"tied parameters differ: {saved or 'none'} in the checkpoint, {tied or 'none'} in the run"
+        problems.append(Problem(what, "model", fix="resume with the model that wrote the checkpoint"))
+    theirs, ours = meta.get("frozen"), here.get("frozen")
+    if theirs and ours and theirs["sha256"] != ours["sha256"]:
+        what = f"the frozen weights of {ours['from']} are not those that the checkpoint was trained beside"
+        fix = "put the folder back as it was when the run began"
+        problems.append(Problem(what, "model", f"those were {theirs['count']} of {theirs['from']}", fix))
+    if problems:
+        raise CheckpointError(problems)
 
 
 def optimizer_meta(optimizer: torch.optim.Optimizer) -> Meta:

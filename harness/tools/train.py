@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -29,6 +30,7 @@ from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineE
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.engines.torch_engine import OptimizerPart
+from harness.models import check_vocab
 from harness.optim.optimizers import optimizer_bytes
 from harness.optim.schedule import Schedule, lr_jump
 from harness.precision.plan import Plan
@@ -37,9 +39,13 @@ from harness.run_folder import (
     RUNS,
     Resumed,
     RunLock,
+    adopt_vocab,
     base_name,
+    bound,
+    check_bound,
     check_resumable,
     choose_folder,
+    fit_vocab,
     flat,
     forget_outcome,
     forget_run,
@@ -70,6 +76,8 @@ def train(request: Request) -> int:
     with _Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
         resumed = None
+        if resuming or source:
+            config = adopt_vocab(folder if resuming or source is None else source.parent.parent, config)
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
@@ -78,7 +86,12 @@ def train(request: Request) -> int:
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
         earlier = worker.group.broadcast(read_plan(origin) if lead and origin else None)
+        if lead and not resuming:
+            forget_run(folder)  # an earlier start may have been killed before it was a run
+        data = build_data(config, folder, worker)
+        config = fit_vocab(config, data.ids, data.vocab)
         plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
+        check_vocab(model, data.ids, config.model.target)
         if request.strict and not plan.rungs[0].taken:
             raise MachineError(
                 Problem(
@@ -91,9 +104,6 @@ def train(request: Request) -> int:
         size = state_bytes(model, optimizer_bytes(model, config.train))
         if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
-        if lead and not resuming:
-            forget_run(folder)  # an earlier start may have been killed before it was a run
-        data = build_data(config, folder, worker)
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
         console.say(plan_table(plan.as_dict()))
@@ -113,11 +123,13 @@ def train(request: Request) -> int:
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
         with telemetry:
+            _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
             telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), data.facts())
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store)
+            run.recovery.bound = bound(config, request.recipe.sha256(), data.facts())
             try:
                 try:
-                    _restore(run, source, start)
+                    _restore(run, source, start, request.accepted)
                 except CheckpointError:
                     if lead and not resuming:
                         forget_run(folder)
@@ -200,7 +212,17 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
 
 
-def _restore(run: Run, source: Path | None, start: int | None) -> None:
+def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:
+    """Refuse a ledger that is older than what the journal has. Raises CheckpointError on every rank."""
+    lost = worker.group.broadcast(journaled if journaled > attempt else 0)
+    if lost:
+        why = f"the journal has steps of attempt {lost}; incidents.json knows of {attempt}"
+        fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
+        what = "what rollbacks decided is missing: windows to pass over, budgets spent"
+        raise CheckpointError(Problem(what, str(folder / "incidents.json"), why, fix))
+
+
+def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequence[str]) -> None:
     """Load the newest valid checkpoint of this run, or the one that --resume PATH named."""
     telemetry = run.telemetry
     for problem in run.recovery.store.quarantined:
@@ -212,14 +234,14 @@ def _restore(run: Run, source: Path | None, start: int | None) -> None:
         theirs = source.parent.parent
         if same_data_order(run.folder, theirs):
             ledger = run.state.ledger
-            ledger.skipped_windows = list(load_ledger(theirs).skipped_windows)
+            ledger.inherit(load_ledger(theirs).skipped_windows)
             if run.engine.rank == 0:
                 run.recovery.keep_ledger(ledger)
         telemetry.event(step, "run.started_from", path=str(source))
         telemetry.screen.event(f"started from {source}")
         run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
-        run.recovery.load(start)
+        check_bound(start, run.recovery.load(start).get("bound"), run.recovery.bound, accepted)
         telemetry.event(start, "run.resumed")
         telemetry.screen.event(f"resumed at step {start}")
 
