@@ -26,6 +26,11 @@ class Card:
         """FLOP/s of float32 GEMMs under TF32: half the 16-bit rate on every card of 8.0 and more, else plain fp32."""
         return self.half / 2 if self.capability >= (8, 0) else self.fp32
 
+    def peaks(self, tf32: bool = False) -> dict[str, float]:
+        """Dense FLOP/s by precision, 0 where the card has no such unit. tf32: float32 products may use it."""
+        bf16 = self.half if self.capability >= (8, 0) else 0.0
+        return {"fp8": self.fp8, "bf16": bf16, "fp16": self.half, "fp32": self.tf32 if tf32 else self.fp32}
+
 
 # Peaks are NVIDIA's dense figures: half of those printed "with sparsity". Memory is what torch calls "total capacity"
 # in its out-of-memory messages, which is less than the round figure of the datasheet: ECC and the driver take theirs.

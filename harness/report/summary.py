@@ -122,8 +122,16 @@ def _steps(history: RunHistory) -> str:
 
 
 def _speed(history: RunHistory) -> str:
-    rates = [value for value in history.series.get("train/tokens_per_second", {}).values() if math.isfinite(value)]
-    return f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"
+    found = {
+        key: [value for value in history.series.get(f"train/{key}", {}).values() if math.isfinite(value)]
+        for key in ("tokens_per_second", "mfu", "peak_memory_gib")
+    }
+    rates, shares, sizes = found.values()
+    told = [f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"]
+    told += [f"MFU {statistics.median(shares):.1%} (median)"] if shares else []
+    what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
+    told += [f"peak memory {max(sizes):.2f} GiB{what}"] if sizes else []
+    return ", ".join(told)
 
 
 def _where(history: RunHistory) -> list[tuple[str, str]]:

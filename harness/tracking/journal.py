@@ -406,10 +406,14 @@ class StandingRows:
 def _first_difference(old: Metrics, new: Metrics) -> str | None:
     # repr tells every two floats apart, 0.0 and -0.0 too, but not one NaN from another.
     for name in sorted(new):
-        if not _timing(name) and repr(old[name]) != repr(new[name]):
+        if not _of_the_process(name) and repr(old[name]) != repr(new[name]):
             return name
     return None
 
 
-def _timing(name: str) -> bool:
-    return name.startswith("time/") or name == "train/tokens_per_second"
+_OF_THE_PROCESS = ("train/tokens_per_second", "train/mfu", "train/peak_memory_gib")
+
+
+def _of_the_process(name: str) -> bool:
+    """Whether it says how fast or large the process was, which is another each time."""
+    return name.startswith("time/") or name in _OF_THE_PROCESS
