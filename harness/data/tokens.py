@@ -97,6 +97,8 @@ VOCAB = 256
 """Number of token ids: one per byte value."""
 
 _FORMAT = 1
+# Bytes of a source that a run makes into token ids by itself: the other ranks wait, and every run does it anew.
+_TOKENIZED = 256 << 20
 _SEPARATOR = b"\n"
 _LISTED = {"files": "split", "skipped": "reason"}
 
@@ -205,7 +207,7 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
         wanted = Preparation(
             str(path), kind, config.text_key, config.bad, config.tokenizer, val_fraction=config.val_fraction
         )
-        prepare_dataset(wanted, folder / "tokens", most=MAX_BYTES, anew=True)
+        prepare_dataset(wanted, folder / "tokens", most=_TOKENIZED if config.tokenizer else MAX_BYTES, anew=True)
         info = open_prepared(folder / "tokens", folder, _hold_out(config), None)
     tokenizer = config.tokenizer or (str(path) if kind == "prepared" and (path / "tokenizer.json").is_file() else None)
     if tokenizer:
