@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from harness.core.errors import ConfigError, Problem
 from harness.core.files import find
@@ -15,6 +15,9 @@ Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
+"""What `train.optimizer` may name without a colon."""
 
 
 class TrainConfig(Strict):
@@ -27,15 +30,30 @@ class TrainConfig(Strict):
     max_grad_norm: float = Field(default=1.0, gt=0, description="clip the global L2 gradient norm to this")
     lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
     warmup_steps: Count = Field(default=20, description="applied steps of linear warm-up")
-    min_lr_ratio: Share = Field(default=0.1, description="final learning rate over peak, end of the cosine")
-    weight_decay: float = Field(default=0.1, ge=0, description="AdamW decay on matrices; vectors get none")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="AdamW moment decay rates")
-    optimizer: Literal["adamw", "sgd"] = Field(
-        default="adamw", description="fused AdamW, or fused SGD with momentum betas[0]"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        default="cosine", description="learning rate after the warm-up; wsd: constant, then linear in decay_share"
     )
+    min_lr_ratio: Share = Field(default=0.1, description="final learning rate over peak, but for constant")
+    decay_share: Share = Field(default=0.2, description="wsd: share of train.steps that decays, at the end")
+    weight_decay: float = Field(default=0.1, ge=0, description="decay on matrices; vectors (norms, biases) get none")
+    decay_embeddings: bool = Field(default=True, description="decay embeddings like other matrices")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="AdamW moment decay rates")
+    optimizer: str = Field(
+        default="adamw",
+        description="adamw, sgd (momentum betas[0]): fused; adamw8bit, adamw_fp8: torchao's; muon, AdamW for what is "
+        'no hidden matrix; or "pkg.mod:Class"',
+    )
+    optimizer_args: dict[str, Any] = Field(default_factory=dict, description="more arguments of the optimizer's class")
     eval_every: Count = Field(default=100, description="steps between validations; 0: only at the end")
     threads: Count = Field(default=0, description="CPU threads per rank; 0: cores / local ranks, or OMP_NUM_THREADS")
     max_minutes: float = Field(default=0.0, ge=0, description="save and stop after this many minutes; 0: never")
+
+    @field_validator("optimizer")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if ":" not in name and name not in OPTIMIZERS:
+            raise ValueError(f'{name!r} is neither {", ".join(OPTIMIZERS)} nor "package.module:Class"')
+        return name
 
 
 class MixtureConfig(Strict):
@@ -116,7 +134,14 @@ class TrackingConfig(Strict):
 
     mlflow: bool = Field(default=True, description="ship the journal to MLflow")
     experiment: str = Field(default="hopper-harness", min_length=1, description="MLflow experiment name")
-    fp8_every: Positive = Field(default=10, description="steps between rows of per-slot FP8 statistics")
+    fp8_every: Positive = Field(default=10, description="steps between rows of FP8 statistics")
+    fp8_series: Count = Field(
+        default=128, description="FP8 slots up to which all have series of their own; beyond, those that are picked"
+    )
+    fp8_slots: list[str] = Field(
+        default_factory=list,
+        description="patterns of slots that have series of their own whatever there are, such as blocks.*.mlp.down.*",
+    )
     report: bool = Field(default=True, description="draw the plots and report.html at the end of the run")
     drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
 
