@@ -131,6 +131,11 @@ class TokenData:
         return self.info.get("vocab", VOCAB)
 
     @property
+    def is_snapshot(self) -> bool:
+        """Whether the run has a copy of it, as bytes."""
+        return self.info["format"] == _FORMAT
+
+    @property
     def ids(self) -> int:
         """How many ids there may be, from 0: of the tokenizer, else the largest of both splits + 1."""
         return self.info.get("ids", VOCAB)
