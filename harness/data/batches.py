@@ -9,6 +9,7 @@ does not know how many ranks there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -136,11 +137,12 @@ class TokenBatches:
     ) -> None:
         self.tokens_per_sample = context
         self.masked = packed
+        self._data = data
         self.vocab, self.ids = data.vocab, data.ids
-        self.name = f"{'tokens' if 'ids' in data.info else 'bytes'} of {data.info['source']}"
+        self.unit = "nats per byte" if self.tokenizer == "" else "nats per token"
+        self.name = f"{'bytes' if self.tokenizer == '' else 'tokens'} of {data.info['source']}"
         self.n_samples = (len(data.train) - 1) // context
         self._available = (len(data.val) - 1) // context
-        self._data = data
         self._seed = seed
         self._global_batch = global_batch
         self._micro_batch = micro_batch
@@ -198,7 +200,10 @@ class TokenBatches:
             "skipped": _readable(info["skipped"]),
         }
         if "ids" in info:
-            return facts | {"unigram_nats": info["unigram_nats"], "tokenizer": info["tokenizer"]}
+            facts |= {"unigram_nats": info["unigram_nats"], "tokenizer": info["tokenizer"]}
+            return facts | (
+                {"unigram_bits_per_byte": info["unigram_nats"] / math.log(2)} if self.tokenizer == "" else {}
+            )
         return facts | {
             "train_bytes": info["train"]["bytes"],
             "val_bytes": info["val"]["bytes"],

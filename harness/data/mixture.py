@@ -69,7 +69,7 @@ class Mixture:
         self._counts = shares(weights, CYCLE)
         self._offsets = np.cumsum([0, *[part.n_samples for part in parts]])
         self.tokens_per_sample = parts[0].tokens_per_sample
-        self.masked = parts[0].masked
+        self.masked, self.unit = parts[0].masked, parts[0].unit
         self.ids, self.vocab = max(part.ids for part in parts), max(part.vocab for part in parts)
         self.n_samples = int(self._offsets[-1])
         self.name = " and ".join(part.name for part in parts)

@@ -21,6 +21,7 @@ class Source(Batches, Protocol):
 
     ids: int
     vocab: int
+    unit: str
 
     def facts(self) -> dict[str, Any]: ...
 
@@ -63,7 +64,7 @@ class Prefetched:
     def __init__(self, source: Source, watch: Watch) -> None:
         self.source, self._watch = source, watch
         self.name, self.tokens_per_sample, self.masked = source.name, source.tokens_per_sample, source.masked
-        self.ids, self.vocab = source.ids, source.vocab
+        self.ids, self.vocab, self.unit = source.ids, source.vocab, source.unit
         self.waited = 0.0
         self.tell: Callable[[str], None] = lambda text: None
         self.first_told = FIRST_TOLD
