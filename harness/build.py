@@ -27,6 +27,8 @@ from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
 from harness.data.batches import TokenBatches, check_world
+from harness.data.mixture import Mixture, prepare_mixture
+from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.registry import ENGINES, choose_engine
@@ -133,18 +135,24 @@ def build_plan(
     return plan, built[0]
 
 
-def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches:
+def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches | Prefetched:
     """The run's tokens: rank 0 describes and checks them, the others open what it described."""
-    data: TokenData | None = None
-    if worker.group.rank == 0:
-        data = prepare(config.data, folder, config.train.global_batch)
+    train, wanted, watch = config.train, config.data, Watch()
+
+    def read(lead: bool) -> list[TokenData]:
+        if wanted.mixture:
+            return prepare_mixture(wanted, folder, lead, watch)
+        return [prepare(wanted, folder, train.global_batch, lead, watch)]
+
+    data = read(lead=True) if worker.group.rank == 0 else []
     worker.group.barrier()
-    data = data or prepare(config.data, folder, config.train.global_batch, lead=False)
-    train = config.train
-    packed = config.data.packing == "documents"
-    return TokenBatches(
-        data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples, packed
-    )
+    data = data or read(lead=False)
+    sizes = (train.global_batch, train.micro_batch, wanted.val_samples)
+    parts = [TokenBatches(each, train.seed, wanted.context, *sizes, wanted.packing == "documents") for each in data]
+    if wanted.mixture:
+        return Prefetched(Mixture(parts, [part.weight for part in wanted.mixture], train.seed, *sizes), watch)
+    # A snapshot of text is small, and read at the speed of memory.
+    return parts[0] if data[0].is_snapshot else Prefetched(parts[0], watch)
 
 
 def build_run(
