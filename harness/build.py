@@ -32,7 +32,7 @@ from harness.guard import Guard
 from harness.models import Task, build_model
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
-from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
+from harness.optim import Schedule, build_optimizer, optimizer_bytes, refused_by, too_high, waits_for
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.convert import (
     LossScale,
@@ -109,6 +109,7 @@ def build_plan(
     def on(rung: Rung, told: list[RungVerdict]) -> Plan:
         problems = engine.refusals(config.engine, rung.precision, worker.device.type)
         problems += check_half_weights(recipe, rung) if engine.owns_loss_scale else []
+        problems += [] if engine.any_optimizer else refused_by(worker.engine, config.train)
         if problems:
             raise ConfigError(problems)
         if not built:
@@ -129,15 +130,16 @@ def build_plan(
 
 
 def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches:
-    """The run's tokens: rank 0 snapshots the text, the others open the snapshot."""
+    """The run's tokens: rank 0 describes and checks them, the others open what it described."""
     data: TokenData | None = None
     if worker.group.rank == 0:
         data = prepare(config.data, folder, config.train.global_batch)
     worker.group.barrier()
-    data = data or prepare(config.data, folder, config.train.global_batch)
+    data = data or prepare(config.data, folder, config.train.global_batch, lead=False)
     train = config.train
+    packed = config.data.packing == "documents"
     return TokenBatches(
-        data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples
+        data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples, packed
     )
 
 
@@ -161,7 +163,7 @@ def build_run(
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = Task(model, config.model.target)
-    engine = _build_engine(config, worker, plan, model, loss_scale)
+    engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     scaled = loss_scale is not None and not engine.owns_loss_scale
     monitors = build_monitors(
         replace(
@@ -189,6 +191,7 @@ def build_run(
         _staging(config, engine, model, telemetry),
     )
     telemetry.layers = len(backend.layers)
+    telemetry.watch(recipe.fallback)
     recovery = Recovery(
         state=state,
         engine=engine,
@@ -259,7 +262,7 @@ def _staging(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Tel
     """Where a save is copied to, on the rank that saves, if a quarter of the free memory holds it."""
     if engine.rank != 0 or not config.checkpoint.background:
         return None
-    size = state_bytes(model, MOMENTS[config.train.optimizer])
+    size = state_bytes(model, optimizer_bytes(model, config.train))
     if size > free_memory() / 4:
         text = "a copy of the state would take over a quarter of the free memory: training waits for every save"
         telemetry.event(0, "checkpoint.waits", text=text)
@@ -273,16 +276,22 @@ def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, telemetry: T
     """Snapshots in memory, if the guard takes them and every rank has room for them."""
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
-    size = state_bytes(model, MOMENTS[config.train.optimizer])
+    size = state_bytes(model, optimizer_bytes(model, config.train))
     return room_for_snapshots(size, config.checkpoint.healthy_steps, engine.device, telemetry)
 
 
 def _build_engine(
-    config: RunConfig, worker: Worker, plan: Plan, model: nn.Module, loss_scale: LossScale | None
+    config: RunConfig,
+    worker: Worker,
+    plan: Plan,
+    model: nn.Module,
+    loss_scale: LossScale | None,
+    telemetry: Telemetry,
 ) -> Engine:
     train = config.train
     optimizer = build_optimizer(model, train, worker.device)
-    schedule = WarmupCosine(train.lr, train.warmup_steps, train.steps, train.min_lr_ratio)
+    if text := waits_for(optimizer):
+        telemetry.tell(0, "train.optimizer_waits", text)
     return ENGINES[worker.engine].build(
-        config, model, optimizer, schedule, loss_scale, autocast_dtype(plan), worker.device
+        config, model, optimizer, Schedule.of(train), loss_scale, autocast_dtype(plan), worker.device
     )

@@ -55,8 +55,7 @@ def fp8_proof(history: RunHistory) -> str:
     if not expected:
         dynamic = [layer for layer in history.plan.get("layers", ()) if layer["precision"] == "fp8"]
         return "none: dynamic scaling keeps no amax" if dynamic else ""
-    logged = [names.get(slot, slot) for slot in sorted(expected)]
-    silent = [slot for slot in logged if not any(v > 0 for v in history.series.get(f"fp8_amax/{slot}", {}).values())]
+    silent = [names.get(slot, slot) for slot in history.silent(sorted(expected))]
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
     frozen = {bare(row["module"]) for row in history.plan.get("layers", ()) if "frozen" in row["reason"]}
     ends = {slot for slot in silent if slot.endswith(".grad_output") and bare(slot.rpartition(".")[0]) in frozen}
