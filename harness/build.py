@@ -129,10 +129,13 @@ def build_plan(
     return plan, built[0]
 
 
-def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches:
-    """The run's tokens: rank 0 describes and checks them, the others open what it described."""
+def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool = False) -> TokenBatches:
+    """The run's tokens: rank 0 describes and checks them, the others open what it described.
+
+    read_only: nothing is written into `folder`, which describes them already; what is read is checked all the same.
+    """
     data: TokenData | None = None
-    if worker.group.rank == 0:
+    if worker.group.rank == 0 and not read_only:
         data = prepare(config.data, folder, config.train.global_batch)
     worker.group.barrier()
     data = data or prepare(config.data, folder, config.train.global_batch, lead=False)

@@ -20,6 +20,7 @@ from harness.core.errors import ConfigError, ExitCode, Problem
 from harness.report import RunFolder, short
 
 if TYPE_CHECKING:
+    from harness.core.config import RunConfig
     from harness.core.protocols import Batch
     from harness.tools.restored import Restored
 
@@ -145,20 +146,34 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
 
 def _batches(restored: Restored, data: Path | None, samples: int | None) -> tuple[str, list[Batch]]:
     """What the data are, and their batches: the run's validation, or samples of `data` spread evenly."""
+    import numpy as np
+
     from harness.build import build_data
 
-    config = restored.config
+    config, worker = restored.config, restored.worker
     wanted = config.data.val_samples if samples is None else samples
-    changed: dict[str, Any] = {"val_samples": wanted}
     if data is None:
-        source = build_data(_with_data(config, changed), restored.folder, restored.worker)
+        config = _with_data(config, {"val_samples": wanted})
+        source = build_data(config, restored.folder, worker, read_only=True)
         return f"validation of {source.name}", list(source.validation(0, 1))
+    own = restored.folder / "data" / "tokenizer.json"
+    changed: dict[str, Any] = {"path": str(data), "mixture": [], "format": "auto"}
+    changed["tokenizer"] = str(own) if own.is_file() else config.data.tokenizer
+    rows = config.train.micro_batch
+    # No more than a sample of each of the two splits that it is cut into, both of which count.
+    one = {"train": config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
-        source = build_data(_with_data(config, changed | {"path": str(data)}), Path(scratch), restored.worker)
-        return source.name, list(source.validation(0, 1))
+        source = build_data(_with_data(config, changed).model_copy(update=one), Path(scratch), worker)
+        total = source.n_samples + source.available
+        chosen = np.arange(min(wanted, total), dtype=np.int64) * total // min(wanted, total)
+        cut = int(np.searchsorted(chosen, source.n_samples))
+        batches: list[Batch] = []
+        for split, numbers in (("train", chosen[:cut]), ("val", chosen[cut:] - source.n_samples)):
+            batches += [source.batch(split, numbers[at : at + rows]) for at in range(0, len(numbers), rows)]
+        return source.name, batches
 
 
-def _with_data(config: Any, changed: dict[str, Any]) -> Any:
+def _with_data(config: RunConfig, changed: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update=changed)})
 
 

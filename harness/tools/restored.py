@@ -113,7 +113,7 @@ def restore(run: Path, step: int | None = None) -> Restored:
     worker = join_worker(config, "python")
     plan, model = build_plan(config, recipe, worker, planned)
     precision = build_backend(plan, recipe, model, worker.device, build_loss_scale(plan, recipe, worker.device))
-    tensors, meta = store.load(found)
+    tensors, meta = store.load(found, parts=("model", "fp8"))
     try:
         ModelPart(model).load_state_dict(tensors["model"], meta["parts"]["model"])
         precision.load_state_dict(tensors.get("fp8", {}), meta["parts"]["fp8"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,33 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from harness.data.tokenizer import Encoder
     from harness.tools.restored import Restored
-
-
-class Codec(Protocol):
-    """Between text and token ids. end: the id that ends a document, None if none does."""
-
-    end: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
-
-class Bytes:
-    """A token is a byte of UTF-8; what is none of it is shown as a replacement."""
-
-    end: int | None = None
-
-    def encode(self, text: str) -> list[int]:
-        """Its bytes."""
-        return list(text.encode())
-
-    def decode(self, ids: list[int]) -> str:
-        """Ids from 256 on stand for no byte."""
-        return b"".join(bytes([each]) if each < 256 else "\N{REPLACEMENT CHARACTER}".encode() for each in ids).decode(
-            errors="replace"
-        )
 
 
 # Rows of an FP8 GEMM come in multiples of this; more places at the end change nothing in a causal model.
@@ -78,11 +53,11 @@ def command(
     from harness.tools.restored import restore
 
     restored = restore(run, step)
-    codec = codec_of(restored, tokenizer)
-    ids = codec.encode(text)
+    codec, end = codec_of(restored, tokenizer)
+    ids = codec.encode([text])[0].tolist()
     if not ids:
         raise ConfigError(Problem("the prompt has no token", "TEXT", fix="give a word to begin with"))
-    written = write_on(restored, ids, tokens, temperature, top_k, seed, precision is Choice.fp32, codec.end)
+    written = write_on(restored, ids, tokens, temperature, top_k, seed, precision is Choice.fp32, end)
     name = "fp32" if precision is Choice.fp32 else restored.name
     drawn = f"temperature {temperature:g}, top-k {top_k}, seed {seed}" if temperature else "the likeliest tokens"
     print(f"{short(restored.folder)} at step {restored.step}, {name}, {drawn}", file=sys.stderr)
@@ -90,9 +65,27 @@ def command(
     return int(ExitCode.DONE)
 
 
-def codec_of(restored: Restored, tokenizer: Path | None) -> Codec:
-    """The run's own, unless `tokenizer` names another."""
-    return Bytes()
+def codec_of(restored: Restored, tokenizer: Path | None) -> tuple[Encoder, int | None]:
+    """What makes tokens of text and back, as the run's data were made, and the id that ends a document, if any.
+
+    Raises ConfigError where `tokenizer` is another than the data's, or is needed and not given.
+    """
+    from harness.core.files import MAX_LARGE, read_mapping
+    from harness.data.tokenizer import Bytes, Tokenizer
+
+    data = restored.folder / "data"
+    own, info = data / "tokenizer.json", read_mapping(data / "corpus.json", MAX_LARGE)
+    if tokenizer is None and not own.is_file():
+        if "ids" not in info:
+            return Bytes(), None
+        why = "the run trained on token ids, and nobody said what they mean"
+        raise ConfigError(Problem("the prompt cannot be turned into tokens", str(data), why, "give --tokenizer PATH"))
+    made = Tokenizer(own if tokenizer is None else tokenizer)
+    known = info.get("tokenizer")
+    if known and made.vocabulary.tokenizer != known:
+        what, fix = "is not the tokenizer that the run's data were made with", "leave it out, or give that one"
+        raise ConfigError(Problem(what, f"--tokenizer {tokenizer}", fix=fix))
+    return made, made.vocabulary.separator
 
 
 def write_on(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from harness.models import gpt
 from harness.tools.eval import Score, difference
 from harness.tools.sample import choose
-from tests.support.runs import harness, train
+from tests.support.runs import TEXT, harness, train
 
 SIZES = {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 176, "tied": True}
 CONTEXT = 64
@@ -87,9 +87,25 @@ def test_eval_says_it_in_words_and_of_earlier_checkpoints(trained: Path) -> None
     assert "95% interval" in signal
 
 
+def test_other_data_are_scored_whole(trained: Path, tmp_path: Path) -> None:
+    text = (b"for name in names:\n    print(name, file=stream)\n" * 40)[: 12 * CONTEXT]
+    (tmp_path / "other.txt").write_bytes(text)
+    told = evaluated(trained, "--data", str(tmp_path / "other.txt"), "--samples", "100")
+    # Cut into two splits, each of which has a sample less than it has pieces of this length.
+    assert 9 <= told["samples"] <= 11
+    assert told["tokens"] == told["samples"] * CONTEXT
+    rows = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
+    with torch.no_grad():
+        logits = plain_model(trained)(rows[: 11 * CONTEXT].view(11, CONTEXT))
+    loss = F.cross_entropy(logits.flatten(0, 1), rows[1 : 11 * CONTEXT + 1]).item()
+    assert told["in_fp32"]["loss"] == pytest.approx(loss, rel=0.02)  # the text repeats itself
+    assert told["data"] == f"bytes of {tmp_path / 'other.txt'}"
+
+
 def test_neither_writes_into_the_run(trained: Path) -> None:
     before = everything(trained)
     evaluated(trained)
+    evaluated(trained, "--data", str(TEXT))
     assert harness(trained, "sample", "runs/run", "import", "--tokens", "4").returncode == 0
     assert everything(trained) == before
 
