@@ -135,8 +135,11 @@ def build_plan(
     return plan, built[0]
 
 
-def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches | Prefetched:
-    """The run's tokens: rank 0 describes and checks them, the others open what it described."""
+def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool = False) -> TokenBatches | Prefetched:
+    """The run's tokens: rank 0 describes and checks them, the others open what it described.
+
+    read_only: nothing is written into `folder`, which describes them already; what is read is checked all the same.
+    """
     train, wanted, watch = config.train, config.data, Watch()
 
     def read(lead: bool) -> list[TokenData]:
@@ -144,7 +147,7 @@ def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches 
             return prepare_mixture(wanted, folder, lead, watch)
         return [prepare(wanted, folder, train.global_batch, lead, watch)]
 
-    data = read(lead=True) if worker.group.rank == 0 else []
+    data = read(lead=True) if worker.group.rank == 0 and not read_only else []
     worker.group.barrier()
     data = data or read(lead=False)
     sizes = (train.global_batch, train.micro_batch, wanted.val_samples)

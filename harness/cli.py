@@ -35,6 +35,11 @@ COMMANDS = {
         "tools.replay",
         "Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too.",
     ),
+    "sample": ("tools.sample", "Write text on from a prompt, with a run's model."),
+    "eval": (
+        "tools.eval",
+        "Score a run's model: loss, perplexity, accuracy, in the run's precision and in fp32 beside it.",
+    ),
     "doctor": ("tools.doctor", "Say what this machine can do, and why not more."),
     "estimate": (
         "tools.estimate",
