@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from harness.precision.compiling import EagerWatch
     from harness.telemetry import Telemetry
 
+    KeepFlight = Callable[[StepFacts, Sequence[int], Sequence[str], RunLedger], bool]
+
 
 class Loss(Protocol):
     """The task's loss: mean over the targets that have one, 0-d, nats per token. vocab_size: None if the model does
@@ -38,20 +40,14 @@ class Loss(Protocol):
     def loss(self, module: nn.Module, batch: Batch) -> Tensor: ...
 
 
-class Flight(Protocol):
-    """Keeps what a later re-run of a bad step needs."""
-
-    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
-        """Whether the step begins a streak of bad ones. Raises OSError."""
-        ...
-
-
 @dataclass
 class Run:
     """Everything `train_step` and the loop touch.
 
-    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. flight: None
-    but on rank 0. replay_told: the user has seen how to find out what made a step bad.
+    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. keep_flight:
+    keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and says whether it
+    begins a streak of bad ones; raises OSError; None but on rank 0. replay_told: the user has seen how to find out what
+    made a step bad.
     """
 
     config: RunConfig
@@ -68,7 +64,7 @@ class Run:
     forward_clock: ForwardClock
     stats_every: int = 10
     watch: EagerWatch | None = None
-    flight: Flight | None = None
+    keep_flight: KeepFlight | None = None
     replay_told: bool = False
 
 

@@ -79,7 +79,7 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.faults(18)
-def test_a_tracking_server_that_refuses_costs_nothing_and_can_be_synced_later(tmp_path: Path) -> None:
+def test_a_refusing_tracking_server_costs_nothing_and_is_synced_later(tmp_path: Path) -> None:
     short = ("--name", "r", "train.steps=6", "tracking.mlflow=true", "tracking.drain_seconds=1")
     done = train(tmp_path, *short, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
     assert done.returncode == 0, done.stdout
