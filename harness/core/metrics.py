@@ -70,6 +70,12 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
     ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(ledger.rollbacks)),
     ("guard/attempt", "", "raised by every rollback and resume", lambda _, ledger: float(ledger.attempt)),
+    (
+        "Loss/train",
+        "nats per token",
+        "`train/loss` again, where MLflow's pages show it first",
+        lambda facts, _: facts.loss,
+    ),
 )
 
 
@@ -159,6 +165,7 @@ def page() -> str:
     lines.append(
         "| `val/loss` | mean loss of the validation samples | nats per token | mean | train.eval_every, the end |"
     )
+    lines.append("| `Loss/val` | `val/loss` again | nats per token | mean | train.eval_every, the end |")
     for figure, quantiles in ROLE_QUANTILES.items():
         metric = SLOT_ROWS[figure]
         key = f"`fp8/<role>/{figure}_<quantile>`"

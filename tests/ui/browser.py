@@ -105,7 +105,9 @@ def browser(width: int = 1400, height: int = 900) -> Iterator[Browser]:
         process = subprocess.Popen([found, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             page = Browser(_endpoint(Path(profile) / "DevToolsActivePort", process))
-            page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+            page.call(
+                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            )
             try:
                 yield page
             finally:
