@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,12 +183,13 @@ class Telemetry:
 
     def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:
         """What the run is."""
-        self.journal.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}))
+        where = {} if self.folder is None else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
+        self.journal.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
 
     def ship(self) -> None:
         """Deliver the journal to MLflow from now on, in a process of its own; after the row of `begin` is written."""
         if self.folder is not None and self.config.mlflow:
-            self._ship = shipper.start(self.folder, self.config.experiment)
+            self._ship = shipper.start(self.folder, self.config.experiment, self.config.system_seconds)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of metrics."""
@@ -242,7 +244,7 @@ class Telemetry:
 
     def validation(self, step: int, loss: float) -> None:
         """A validation after `step` steps; the mean loss, in our own loop in nats per token."""
-        self.metrics(step, {"val/loss": loss})
+        self.metrics(step, {"val/loss": loss, "Loss/val": loss})
         if self._precision is None:
             self.screen.validation(step, loss)
         else:

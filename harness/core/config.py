@@ -143,6 +143,9 @@ class TrackingConfig(Strict):
         description="patterns of slots that have series of their own whatever there are, such as blocks.*.mlp.down.*",
     )
     report: bool = Field(default=True, description="draw the plots and report.html at the end of the run")
+    system_seconds: float = Field(
+        default=10.0, ge=0, description="seconds between MLflow's figures of the machine and its GPUs; 0: none"
+    )
     drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
 
 

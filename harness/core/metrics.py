@@ -83,6 +83,12 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
     ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(ledger.rollbacks)),
     ("guard/attempt", "", "raised by every rollback and resume", lambda _, ledger: float(ledger.attempt)),
+    (
+        "Loss/train",
+        "nats per token",
+        "`train/loss` again, where MLflow's pages show it first",
+        lambda facts, _: facts.loss,
+    ),
 )
 
 
@@ -139,17 +145,19 @@ def role_row(names: Sequence[str], now: _Figures, low: _Figures, high: _Figures)
     found: dict[str, float] = {}
     for role in ROLES:
         of_role = [place for place, name in enumerate(names) if name.endswith(f".{role}")]
+        ordered = np.sort(now[:, of_role], axis=1)  # NaN last
+        measured = (~np.isnan(ordered)).sum(axis=1)
         for place, figure in enumerate(SLOT_ROWS):
-            given = {"now": now, "low": low, "high": high}
-            values = {key: figures[place, of_role] for key, figures in given.items()}
-            measured = {key: column[~np.isnan(column)] for key, column in values.items()}
-            for quantile in ROLE_QUANTILES[figure]:
-                key = f"fp8/{role}/{figure}_{quantile}"
-                if quantile in _RANKS:
-                    if measured["now"].size:
-                        found[key] = float(np.quantile(measured["now"], _RANKS[quantile], method="nearest"))
-                elif measured["low"].size:
-                    found[key] = float(measured["low"].min() if quantile == "min" else measured["high"].max())
+            values: dict[str, float] = {}
+            if measured[place]:
+                last = int(measured[place]) - 1
+                values = {name: float(ordered[place, round(rank * last)]) for name, rank in _RANKS.items()}
+            for name, column in (("min", low[place, of_role]), ("max", high[place, of_role])):
+                known = column[~np.isnan(column)]
+                if known.size:
+                    values[name] = float(known.min() if name == "min" else known.max())
+            wanted = (quantile for quantile in ROLE_QUANTILES[figure] if quantile in values)
+            found |= {f"fp8/{role}/{figure}_{quantile}": values[quantile] for quantile in wanted}
     return found
 
 
@@ -172,6 +180,7 @@ def page() -> str:
     lines.append(
         "| `val/loss` | mean loss of the validation samples | nats per token | mean | train.eval_every, the end |"
     )
+    lines.append("| `Loss/val` | `val/loss` again | nats per token | mean | train.eval_every, the end |")
     for figure, quantiles in ROLE_QUANTILES.items():
         metric = SLOT_ROWS[figure]
         key = f"`fp8/<role>/{figure}_<quantile>`"

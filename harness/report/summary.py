@@ -15,7 +15,7 @@ from harness.core.errors import some
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tracking.history import SWITCHED, RunHistory, bare
-from harness.tracking.journal import POSITION, delivered, tracking_uri
+from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
 
 MAX_NAMED = 8
 
@@ -150,7 +150,8 @@ def _mlflow(run_dir: Path) -> str:
     if not delivered(run_dir):
         command = f"{tool('harness')} sync {short(run_dir)}"
         return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
-    uri = tracking_uri()
+    uri, page = tracking_uri(), run_page(run_dir)
     if uri.startswith(("http://", "https://")):
-        return f"delivered to {uri}"
-    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}"
+        return f"delivered to {uri}{page}"
+    then = f", then http://127.0.0.1:5000{page}" if page else ""
+    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}{then}"
