@@ -104,6 +104,11 @@ class Precision:
         return model
 
     @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` was called."""
+        return self._prepared is not None
+
+    @property
     def prepared(self) -> Prepared:
         """What stands behind the interface, for `harness.Guard` and `harness.Telemetry`; raises as `plan`."""
         return self._ready("prepared")
@@ -127,21 +132,25 @@ class Precision:
     ) -> WrappedOptimizer:
         """An optimizer for the standard loop: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
 
-        From now on a call of the model, or of a module of it, is a `context()` of its own, from which outputs come in
-        float32; `backward()` of a loss that reaches the model is `backward`, and the wrapped optimizer's `step()` is
-        `step`. Under fp16 gradients come out unscaled, so that torch's own clipping, logging and hooks are right. What
-        is called by hand keeps its meaning.
+        What `standard_loop` does, and the wrapped optimizer's `step()` is `step`.
 
         optimizers: one, or all of them when several share the model, as one. max_grad_norm, tokens: as for `step`.
         Raises MisuseError naming everything that is wrong with the call.
         """
-        ready = self._between_steps("wrap()")
+        ready = self._ready("wrap()")
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         problems = optimizer_problems("wrap()", chosen, max_grad_norm, ready.owns_any) + wrap_problems(chosen)
         if problems:
             raise MisuseError(problems)
-        self._standard = self._standard or Standard(self, ready)
+        self.standard_loop()
         return WrappedOptimizer(self, chosen, max_grad_norm, tokens)
+
+    def standard_loop(self) -> None:
+        """From now on a call of the model, or of a module of it, is a `context()` of its own, from which outputs come
+        in float32, and `backward()` of a loss that reaches the model is `backward`. Under fp16 gradients come out
+        unscaled, so that torch's own clipping, logging and hooks are right. What is called by hand keeps its meaning.
+        """
+        self._standard = self._standard or Standard(self, self._between_steps("standard_loop()"))
 
     @property
     def busy(self) -> bool:
