@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ class Telemetry:
         self._precision: Precision | None = None
         self._lock: RunLock | None = None
         self._last = (0, 0)
+        self._counts: dict[str, int] = {}
         self._ahead: int | None = None
         self._closed = False
 
@@ -211,11 +213,14 @@ class Telemetry:
             ledger = RunLedger() if self._precision is None else self._precision.prepared.state.ledger
         if self._precision is not None:
             self.attempt = ledger.attempt
+        else:
+            skipped = facts.step - facts.applied_steps
+            self._counts = {"applied": facts.applied_steps, "skipped": skipped, "rollbacks": len(ledger.returned_to)}
         self._last = (ledger.attempt, facts.step)
         self.metrics(facts.step, row(facts, ledger, facts.step % self.config.fp8_every == 0))
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
-        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, ledger.rollbacks)
+        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, len(ledger.returned_to))
 
     def validation(self, step: int, loss: float) -> None:
         """A validation after `step` steps; the mean loss, in our own loop in nats per token."""
@@ -231,8 +236,17 @@ class Telemetry:
         reason = f"{type(error).__name__}: {error}"
         self.event(step, "run.failed", text=reason)
         if self.folder is not None:
-            write_outcome(self.folder, Outcome("failed", code, reason, step))
+            self._write_outcome(Outcome("failed", code, reason, step))
         self.note("end", status="failed")
+
+    def _write_outcome(self, outcome: Outcome) -> None:
+        """outcome.json with what the state says of the steps; a folder that does not even take that is told."""
+        assert self.folder is not None
+        try:
+            write_outcome(self.folder, replace(outcome, **self._counts))
+        except OSError as error:
+            text = f"outcome.json could not be written to {self.folder}: {error}"
+            self.screen.event(f"{text}; the run ends with {outcome.exit_code:d}: {outcome.reason}")
 
     def end(self, outcome: Outcome, plan: Mapping[str, Any], files: tuple[str, ...] = ()) -> None:
         """Outcome, effective precision, plots and report; told to MLflow through the journal.
@@ -241,8 +255,11 @@ class Telemetry:
         """
         if self.folder is None:
             return
-        write_outcome(self.folder, outcome)
-        write_plan(self.folder, plan)
+        self._write_outcome(outcome)
+        try:
+            write_plan(self.folder, plan)
+        except OSError as error:
+            self.screen.event(f"plan.json could not be written again, without the precision as it ran: {error}")
         tags = {"precision.effective": plan["effective"], "outcome": outcome.status}
         self.note("run", tags=tags, params={}, data={})
         self.flush()
@@ -273,7 +290,7 @@ class Telemetry:
         self.screen.say(summary(self.folder))
         if self.journal.dropped:
             self.screen.event(
-                f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL}; "
+                f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL} to the end; "
                 "training was not affected"
             )
         if delivered is False:

@@ -24,6 +24,7 @@ from harness.build import (
     read_ledger,
 )
 from harness.checkpoint.policy import load_ledger
+from harness.checkpoint.recovery import bring_back
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
 from harness.core.facts import Outcome
@@ -45,6 +46,7 @@ from harness.run_folder import (
     read_plan,
     read_source,
     same_data_order,
+    spare_folders,
     write_config,
     write_plan,
     write_source,
@@ -92,7 +94,11 @@ def train(request: Request) -> int:
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
         console.say(plan_table(plan.as_dict()))
+        back: list[int] = []
         if lead:
+            # Before config.yaml forgets where the last save of a run without room may be.
+            for spare in spare_folders(folder, config.checkpoint.emergency_path) if resuming else ():
+                back += filter(None, [bring_back(open_store(folder, worker), spare)])
             if source and not resuming:
                 write_source(folder, source)
             write_config(folder, config)
@@ -110,6 +116,8 @@ def train(request: Request) -> int:
             telemetry.begin(_tags(plan, worker), _flat(config.model_dump(mode="json")), data.facts())
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store)
             try:
+                for step in back:
+                    telemetry.tell(step, "checkpoint.taken_back", f"the last save, made elsewhere, is in {folder} now")
                 try:
                     _restore(run, source, start)
                 except CheckpointError:
@@ -207,7 +215,7 @@ def _restore(run: Run, source: Path | None, start: int | None) -> None:
                 run.recovery.keep_ledger(ledger)
         telemetry.event(step, "run.started_from", path=str(source))
         telemetry.screen.event(f"started from {source}")
-        run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
+        run.recovery.save_surely({})  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
         run.recovery.load(start)
         telemetry.event(start, "run.resumed")
