@@ -53,6 +53,7 @@ from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings
 from harness.run import RUNG, Run
+from harness.run_folder import spare_folder
 from harness.stop import StopRequest
 from harness.telemetry import Telemetry
 from harness.tracking.console import Console
@@ -208,6 +209,7 @@ def build_run(
     )
     telemetry.layers = len(backend.layers)
     telemetry.watch(recipe.fallback)
+    stop = StopRequest(config.train.max_minutes, launched=worker.launch.launched)
     recovery = Recovery(
         state=state,
         engine=engine,
@@ -216,6 +218,9 @@ def build_run(
         good=RollbackTargets(store, config.checkpoint.healthy_steps, saver.committed),
         saver=saver,
         keep_ledger=lambda current: save_ledger(folder, current),
+        config=config.checkpoint,
+        asked=stop.requested,
+        spare=spare_folder(config.checkpoint.emergency_path, folder),
     )
     judge = Judge(
         config.guard, state, backend, monitors, comparison=RankComparison.of(config.guard, model, engine.device)
@@ -232,7 +237,7 @@ def build_run(
         guard=Guard(judge, telemetry, _snapshots(config, engine, model, telemetry), recovery),
         telemetry=telemetry,
         recovery=recovery,
-        stop=StopRequest(config.train.max_minutes, launched=worker.launch.launched),
+        stop=stop,
         forward_clock=ForwardClock(worker.device),
         stats_every=recipe.fp8.stats_every,
         watch=watch,

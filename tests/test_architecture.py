@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "telemetry": ("core", "capability", "monitors", "precision", "run_folder", "tracking", "report"),
     "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
     "run": ("core", "checkpoint", "precision", "stop", "telemetry", "guard"),
-    "loop": ("core", "monitors", "run"),
+    "loop": ("core", "checkpoint", "monitors", "run"),
     "replay": ("core", "checkpoint", "engines", "tracking", *LOOP),
     "build": (*CORES, *LOOP, "replay"),
     "estimate": (*CORES, *LOOP, "build"),

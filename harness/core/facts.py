@@ -268,13 +268,20 @@ class SamplingSpan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended; written to `outcome.json`. status: done | stopped | halted | failed."""
+    """How a run ended; written to `outcome.json`. status: done | stopped | halted | failed.
+
+    applied, skipped: updates of the steps that count, by the state, whatever the journal has of them; rollbacks: of the
+    whole run. None: not known, as no step was done.
+    """
 
     status: str
     exit_code: int
     reason: str
     step: int
     val_loss: float | None = None
+    applied: int | None = None
+    skipped: int | None = None
+    rollbacks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
         lambda _, ledger: float(ledger.skips),
     ),
     ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
-    ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(ledger.rollbacks)),
+    ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(len(ledger.returned_to))),
     ("guard/attempt", "", "raised by every rollback and resume", lambda _, ledger: float(ledger.attempt)),
     (
         "Loss/train",

@@ -70,13 +70,19 @@ def counts(history: RunHistory) -> dict[str, int]:
     applied = history.series.get("train/step_applied", {})
     rollbacks = history.last("guard/rollbacks") or 0
     demoted = sum(len(event["demote"]) for event in history.events if event["code"] == SWITCHED)
-    return {
+    counted = {
         "steps": len(applied),
         "applied": sum(value == 1 for value in applied.values()),
         "skipped": sum(value == 0 for value in applied.values()),
         "rollbacks": int(rollbacks),
         "demotions": demoted,
     }
+    # Rows may be missing where a disk was full: what the state says counts.
+    known = {name: history.outcome.get(name) for name in ("applied", "skipped", "rollbacks")}
+    told = {name: value for name, value in known.items() if type(value) is int and value >= 0}
+    if len(told) == len(known):
+        counted |= told | {"steps": told["applied"] + told["skipped"]}
+    return counted
 
 
 def _outcome(history: RunHistory) -> str:

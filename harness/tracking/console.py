@@ -5,6 +5,7 @@ Losses are nats per byte-token; validation is shown in bits per byte too (nats /
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import sys
@@ -133,7 +134,10 @@ class Console:
 
 
 class _Forgiving:
-    """A text stream that falls silent at its first error. (rich itself ends the process at a closed pipe.)"""
+    """A text stream that falls silent once nobody reads it. (rich itself ends the process at a closed pipe.)
+
+    A log on a full disk misses lines only while it is full.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -145,19 +149,23 @@ class _Forgiving:
                 return self._stream.write(text)
             except UnicodeEncodeError as error:
                 return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
-            except (OSError, ValueError):
-                self._lost = True
+            except (OSError, ValueError) as error:
+                self._lost = not _is_full(error)
         return len(text)
 
     def flush(self) -> None:
         if not self._lost:
             try:
                 self._stream.flush()
-            except (OSError, ValueError):
-                self._lost = True
+            except (OSError, ValueError) as error:
+                self._lost = not _is_full(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def rate(tokens_per_second: float) -> str:
