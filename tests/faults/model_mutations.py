@@ -13,13 +13,6 @@ MODELS: tuple[Mutation, ...] = (
         "tests/unit/models/test_gpt_options.py -k documents",
     ),
     Mutation(
-        23,
-        "positions begin anew in each document",
-        "place - torch.where(begins, place, 0).cummax(1).values",
-        "place.expand_as(segments)",
-        "tests/unit/models/test_gpt_options.py -k documents",
-    ),
-    Mutation(
         17,
         "gradients of a loss in chunks are summed in fp32",
         "enabled=enabled, cache_enabled=False",

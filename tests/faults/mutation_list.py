@@ -5,6 +5,7 @@ from __future__ import annotations
 from data_mutations import DATA
 from guard_mutations import GUARD
 from model_mutations import MODELS
+from loop_mutations import LOOP
 from mutation import Mutation
 from native_mutations import NATIVE
 from process_mutations import PROCESS
@@ -19,6 +20,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *RESUME,
     *PROCESS,
     *GUARD,
+    *LOOP,
     *TRACKING,
     *DATA,
     *NATIVE,
