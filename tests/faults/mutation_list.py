@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from data_mutations import DATA
 from guard_mutations import GUARD
-from model_mutations import MODELS
 from loop_mutations import LOOP
+from model_mutations import MODELS
 from mutation import Mutation
 from native_mutations import NATIVE
 from process_mutations import PROCESS
