@@ -15,8 +15,8 @@ MODELS: tuple[Mutation, ...] = (
     Mutation(
         17,
         "gradients of a loss in chunks are summed in fp32",
-        "enabled=enabled, cache_enabled=False",
-        "enabled=enabled, cache_enabled=True",
+        "dtype=dtype, cache_enabled=False",
+        "dtype=dtype, cache_enabled=True",
         "tests/unit/models/test_gpt_options.py -k chunks_sum",
     ),
     Mutation(
