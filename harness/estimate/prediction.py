@@ -107,12 +107,16 @@ class Prediction:
         }
 
 
+# Optimizers whose update runs on fake tensors: torch's own.
+_ON_PAPER = ("adamw", "sgd", "muon")
+
+
 def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibration, ranks: int = 1) -> Prediction:
     """Trace the run on `card` and, where the card has it, the same run in bf16.
 
     ranks: processes that share the global batch; each is estimated alone, without what they say to each other.
     Raises MachineError if no rung of the recipe runs on the card, ConfigError as training would, and if the model
-    cannot be put on paper or the config asks for DeepSpeed.
+    or optimizer cannot be put on paper or the config asks for DeepSpeed.
     """
     if read_launch().launched:
         what, fix = "this is one process of a launcher's", "start it alone, with --ranks for the number of processes"
@@ -122,6 +126,10 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         if asked:
             what, why = "DeepSpeed is not estimated", "its engine moves memory and gradients in ways of its own"
             raise ConfigError(Problem(what, f"engine.{key}", why, "leave it out to estimate the engine for torch"))
+    if config.train.optimizer not in _ON_PAPER:
+        what, why = "its update is not estimated", "it does not run on fake tensors"
+        fix = f"one of {', '.join(_ON_PAPER)}; docs/training.md has what each keeps for a parameter"
+        raise ConfigError(Problem(what, f"train.optimizer {config.train.optimizer!r}", why, fix))
     notes = _notes(config, recipe, ranks)
 
     def on(rung: Rung, rungs: list[RungVerdict]) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
