@@ -26,7 +26,7 @@ from harness.build import (
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back
 from harness.checkpoint.store import Store, lacks_room
-from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
+from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.optim import MOMENTS
@@ -225,6 +225,8 @@ def _restore(run: Run, source: Path | None, start: int | None) -> None:
 def _drive(run: Run) -> Outcome:
     """The loop under signal handlers; whatever ends it becomes an outcome."""
     run.stop.install()
+    if run.engine.rank == 0:
+        tell_wrapper(ExitCode.FAILED)  # until there is an outcome: without a word, a wrapper knows that none was lost
     try:
         return loop.train(run)
     except BaseException as error:
