@@ -15,7 +15,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a rank notices that its launcher is gone",
-        "if self._parent and os.getppid() != self._parent:",
+        "if parent and os.getppid() != parent:",
         "if False:",
         "tests/unit/test_stop.py -k dies_while",
     ),
