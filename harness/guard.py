@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from harness.core.update import InFlight
 from harness.engines.torch_engine import ModelPart
 from harness.monitors.registry import build_monitors
 from harness.monitors.responder import Judge, Judgement
+from harness.precision.standard import unwrapped
 from harness.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from harness.precision.api import Precision
 
 # Of the optimizers that are known Adam keeps the most: to guess what a snapshot takes before there is one.
-_MOMENTS = 2
+_MOMENT_BYTES = 8
 
 
 class Guard:
@@ -77,18 +78,18 @@ class Guard:
     ) -> Guard:
         """For a loop of your own: after `prepare` and before its first step, on every rank.
 
-        optimizers: all that train the model. keep: what a rollback must put back beside model, optimizers and FP8
-        state, one or several: anything with `state_dict` and `load_state_dict`, such as schedulers. telemetry: where it
-        is written; by default events are said on stderr and nothing is kept. max_grad_norm: what you give
-        `precision.step`, for the monitor that tells of constant clipping. healthy_steps: steps in a row that make a
-        snapshot good. settings: keys of the section `guard` of a run's config, such as snapshot_every, max_rollbacks or
-        enabled.
+        optimizers: all that train the model, wrapped or not. keep: what a rollback must put back beside model,
+        optimizers and FP8 state, one or several: anything with `state_dict` and `load_state_dict`, such as schedulers.
+        telemetry: where it is written; by default events are said on stderr and nothing is kept. max_grad_norm: what
+        you give `precision.step` or `wrap`, for the monitor that tells of constant clipping. healthy_steps: steps in a
+        row that make a snapshot good. settings: keys of the section `guard` of a run's config, such as snapshot_every,
+        max_rollbacks or enabled.
 
         What your loop feeds the model is not seen: samples that are out of range are not named, and random numbers go
         on after a rollback. Raises MisuseError naming what cannot be kept, ConfigError for settings.
         """
         ready = precision.prepared
-        chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        chosen = unwrapped(optimizers)
         parts = {f"optimizer.{number}": each for number, each in enumerate(chosen)}
         if hasattr(keep, "state_dict"):
             keep = [keep]  # a module may be gone through, too
@@ -125,7 +126,9 @@ class Guard:
             ready.state.parts["model"] = ModelPart(ready.model)
             ready.state.parts |= {name: ExternalState(name, each) for name, each in parts.items()}
             ready.state.state_dict()  # refuses now what cannot be kept
-            memory = room_for_snapshots(state_bytes(ready.model, _MOMENTS), healthy, ready.device, telemetry)
+            trained = sum(param.numel() for param in ready.model.parameters() if param.requires_grad)
+            size = state_bytes(ready.model, _MOMENT_BYTES * trained)
+            memory = room_for_snapshots(size, healthy, ready.device, telemetry)
         guard = cls(ready.watch(config, monitors, comparison, chosen), telemetry, memory)
         guard.pending = ready.pending
         guard._precision, guard._optimizers = precision, chosen
@@ -247,9 +250,7 @@ class Guard:
         fields = {"reason": action.reason, "to_step": target, "passed_over": bad, "source": source}
         self.telemetry.event(step, "guard.rollback", **fields)
         held = set(self.judge.held)
-        ledger.attempt += 1
-        ledger.skipped_windows = sorted({*ledger.skipped_windows, *bad})
-        ledger.returned_to = [*(min(earlier, target) for earlier in ledger.returned_to), target]
+        ledger.go_back(target, bad)
         if self.disk is not None:
             self.disk.commit(target)
         if self.memory is not None and from_memory:

@@ -45,7 +45,8 @@ class Recovery:
     """Rank 0 decides and writes; every rank saves and loads together.
 
     keep_ledger writes what a rollback must not undo. config: what to do where saves fail. asked: whether this rank was
-    asked to stop. spare: folder for the last save of a run whose own takes none.
+    asked to stop. spare: folder for the last save of a run whose own takes none. bound: what the run must not change
+    between its checkpoints, kept in each of them.
     """
 
     state: TrainState
@@ -58,6 +59,7 @@ class Recovery:
     config: CheckpointConfig = field(default_factory=CheckpointConfig)
     asked: Callable[[], bool] = lambda: False
     spare: Path | None = None
+    bound: Mapping[str, Any] = field(default_factory=dict)
     _failures: int = 0
     _since: float = 0.0
     _stands: int | None = None
@@ -107,7 +109,8 @@ class Recovery:
         step = self.state.step
         if saver is not None:
             self.tracker.flush()
-            saver.begin(step, tensors, {**meta, "waiting": self.good.waiting()}, metrics, surely=surely)
+            known = {**meta, "waiting": self.good.waiting(), "bound": self.bound}
+            saver.begin(step, tensors, known, metrics, surely=surely)
             if saver is self.saver:
                 self._mark(step, lambda: self.good.saved(step))
         if not surely:

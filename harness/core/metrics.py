@@ -6,11 +6,14 @@ How figures travel (`SCALARS`, `REDUCED`, `read`), their row in the journal (`ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from harness.core.facts import EVERY_STEP, Metric, SlotStats, StepFacts
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.facts import EVERY_STEP, ROLES, Metric, SlotStats, StepFacts
 
 if TYPE_CHECKING:
     from harness.core.state import RunLedger
@@ -55,9 +58,22 @@ def _tokens_per_second(facts: StepFacts, _: RunLedger) -> float:
     return facts.tokens / facts.seconds if facts.seconds > 0 and facts.tokens else math.nan
 
 
+def _mfu(facts: StepFacts, _: RunLedger) -> float:
+    return facts.ideal_seconds / facts.seconds if facts.seconds > 0 else math.nan
+
+
+MFU = "train/mfu"
+
 # Of the run as a whole, beside what its steps measure: key, unit, what it is, and how it is had.
 _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]], ...] = (
     ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step", _tokens_per_second),
+    (
+        MFU,
+        "",
+        "model FLOPs utilisation: the seconds that the step's matrix products take at the card's peak for the fastest "
+        "precision that ran, over those of the step; left out where the peak is not known",
+        _mfu,
+    ),
     (
         "guard/skipped",
         "",
@@ -67,11 +83,22 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
     ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(len(ledger.returned_to))),
     ("guard/attempt", "", "raised by every rollback and resume", lambda _, ledger: float(ledger.attempt)),
+    (
+        "Loss/train",
+        "nats per token",
+        "`train/loss` again, where MLflow's pages show it first",
+        lambda facts, _: facts.loss,
+    ),
 )
 
 
-def row(facts: StepFacts, ledger: RunLedger, with_slots: bool) -> dict[str, float]:
-    """The journal's row of one step. `with_slots`: per-slot FP8 statistics too. What was not measured is left out."""
+def row(
+    facts: StepFacts, ledger: RunLedger, with_slots: bool, picked: Collection[str] | None = None
+) -> dict[str, float]:
+    """The journal's row of one step. What was not measured is left out.
+
+    with_slots: per-slot FP8 statistics too, of the slots in `picked` alone where it is given.
+    """
     values = {name: float(getattr(facts, name)) for name, metric in SCALARS.items() if metric.key}
     found = {
         SCALARS[name].key: value
@@ -79,17 +106,59 @@ def row(facts: StepFacts, ledger: RunLedger, with_slots: bool) -> dict[str, floa
         if SCALARS[name].often == EVERY_STEP or not math.isnan(value)
     }
     found |= {key: value(facts, ledger) for key, _, _, value in _OF_THE_RUN}
-    return found | slot_row(facts.slots) if with_slots and facts.slots is not None else found
+    if math.isnan(found[MFU]):
+        del found[MFU]
+    return found | slot_row(facts.slots, picked) if with_slots and facts.slots is not None else found
 
 
-def slot_row(slots: SlotStats) -> dict[str, float]:
-    """`fp8_<figure>/<slot>` for every slot and figure that was measured."""
+def slot_row(slots: SlotStats, picked: Collection[str] | None = None) -> dict[str, float]:
+    """`fp8_<figure>/<slot>` for every figure that was measured, of every slot, or of those in `picked`."""
     return {
         f"{metric.key}/{name}": value
         for statistic, metric in SLOT_ROWS.items()
         for name, value in zip(slots.names, getattr(slots, statistic).tolist(), strict=True)
-        if not math.isnan(value)
+        if not math.isnan(value) and (picked is None or name in picked)
     }
+
+
+ROLE_QUANTILES: dict[str, tuple[str, ...]] = {
+    "amax": ("min", "p10", "p50", "p90", "max"),
+    "scale": ("min", "p50", "max"),
+    "saturation": ("p10", "p50", "p90", "max"),
+    "clipped": ("max",),
+    "underflow": ("p50", "p90", "max"),
+    "sqnr_db": ("min", "p10", "p50"),
+}
+"""Of each figure of the slots, what is kept for each role: 57 series for a model of any size."""
+
+_RANKS = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+_Figures = npt.NDArray[np.float32]
+
+
+def role_row(names: Sequence[str], now: _Figures, low: _Figures, high: _Figures) -> dict[str, float]:
+    """`fp8/<role>/<figure>_<quantile>` over the layers.
+
+    now, low, high: float32 [figures, slots] in the order of SLOT_ROWS: of this step, and the least and largest of every
+    step since the last such row, of which "min" and "max" are told. A quantile is the value of a slot (the nearest
+    rank), so that an infinite amax does not make the others unreadable.
+    """
+    found: dict[str, float] = {}
+    for role in ROLES:
+        of_role = [place for place, name in enumerate(names) if name.endswith(f".{role}")]
+        ordered = np.sort(now[:, of_role], axis=1)  # NaN last
+        measured = (~np.isnan(ordered)).sum(axis=1)
+        for place, figure in enumerate(SLOT_ROWS):
+            values: dict[str, float] = {}
+            if measured[place]:
+                last = int(measured[place]) - 1
+                values = {name: float(ordered[place, round(rank * last)]) for name, rank in _RANKS.items()}
+            for name, column in (("min", low[place, of_role]), ("max", high[place, of_role])):
+                known = column[~np.isnan(column)]
+                if known.size:
+                    values[name] = float(known.min() if name == "min" else known.max())
+            wanted = (quantile for quantile in ROLE_QUANTILES[figure] if quantile in values)
+            found |= {f"fp8/{role}/{figure}_{quantile}": values[quantile] for quantile in wanted}
+    return found
 
 
 def page() -> str:
@@ -111,8 +180,21 @@ def page() -> str:
     lines.append(
         "| `val/loss` | mean loss of the validation samples | nats per token | mean | train.eval_every, the end |"
     )
-    slots = "`<slot>` is `<layer>.<role>`, role one of input, weight, grad_output; numbers in it are padded with zeros."
-    return "\n".join([*lines, "", slots, "What was not measured in a step is left out of its row."]) + "\n"
+    lines.append("| `Loss/val` | `val/loss` again | nats per token | mean | train.eval_every, the end |")
+    for figure, quantiles in ROLE_QUANTILES.items():
+        metric = SLOT_ROWS[figure]
+        key = f"`fp8/<role>/{figure}_<quantile>`"
+        told = f"{', '.join(quantiles)} over the layers"
+        lines.append(f"| {key} | {told} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
+    return "\n".join([*lines, "", *_NOTES]) + "\n"
+
+
+_NOTES = (
+    "`<slot>` is `<layer>.<role>`, role one of input, weight, grad_output; numbers in it are padded with zeros.",
+    "What was not measured in a step is left out of its row. Up to `tracking.fp8_series` slots all have series of",
+    "their own, in a larger model those that are picked ([telemetry.md](telemetry.md)). The last step has a row too.",
+    "`p10`, `p50` and `p90` over layers are of the step itself, `min` and `max` of every step since the row before.",
+)
 
 
 if __name__ == "__main__":

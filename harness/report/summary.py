@@ -15,7 +15,7 @@ from harness.core.errors import some
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tracking.history import SWITCHED, RunHistory, bare
-from harness.tracking.journal import POSITION, delivered, tracking_uri
+from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
 
 MAX_NAMED = 8
 
@@ -55,10 +55,14 @@ def fp8_proof(history: RunHistory) -> str:
     if not expected:
         dynamic = [layer for layer in history.plan.get("layers", ()) if layer["precision"] == "fp8"]
         return "none: dynamic scaling keeps no amax" if dynamic else ""
-    logged = [names.get(slot, slot) for slot in sorted(expected)]
-    silent = [slot for slot in logged if not any(v > 0 for v in history.series.get(f"fp8_amax/{slot}", {}).values())]
+    silent = [names.get(slot, slot) for slot in history.silent(sorted(expected))]
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
-    return f"{text}; none seen by: {some(silent, MAX_NAMED)}" if silent else text
+    frozen = {bare(row["module"]) for row in history.plan.get("layers", ()) if "frozen" in row["reason"]}
+    ends = {slot for slot in silent if slot.endswith(".grad_output") and bare(slot.rpartition(".")[0]) in frozen}
+    others = [slot for slot in silent if slot not in ends]
+    text += f"; none seen by: {some(others, MAX_NAMED)}" if others else ""
+    text += f"; no gradient goes back to {some(sorted(ends), MAX_NAMED)}" if ends else ""
+    return f"{text}: frozen, and nothing before is trained" if ends else text
 
 
 def counts(history: RunHistory) -> dict[str, int]:
@@ -124,8 +128,16 @@ def _steps(history: RunHistory) -> str:
 
 
 def _speed(history: RunHistory) -> str:
-    rates = [value for value in history.series.get("train/tokens_per_second", {}).values() if math.isfinite(value)]
-    return f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"
+    found = {
+        key: [value for value in history.series.get(f"train/{key}", {}).values() if math.isfinite(value)]
+        for key in ("tokens_per_second", "mfu", "peak_memory_gib")
+    }
+    rates, shares, sizes = found.values()
+    told = [f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"]
+    told += [f"MFU {statistics.median(shares):.1%} (median)"] if shares else []
+    what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
+    told += [f"peak memory {max(sizes):.2f} GiB{what}"] if sizes else []
+    return ", ".join(told)
 
 
 def _where(history: RunHistory) -> list[tuple[str, str]]:
@@ -144,7 +156,8 @@ def _mlflow(run_dir: Path) -> str:
     if not delivered(run_dir):
         command = f"{tool('harness')} sync {short(run_dir)}"
         return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
-    uri = tracking_uri()
+    uri, page = tracking_uri(), run_page(run_dir)
     if uri.startswith(("http://", "https://")):
-        return f"delivered to {uri}"
-    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}"
+        return f"delivered to {uri}{page}"
+    then = f", then http://127.0.0.1:5000{page}" if page else ""
+    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}{then}"

@@ -144,21 +144,23 @@ POSITION = "shipper.json"
 @dataclass
 class Position:
     """run_id: MLflow's, None until it exists. offset: journal bytes delivered. key: finds a run created just before a
-    kill, whose id was never written down."""
+    kill, whose id was never written down. experiment_id: MLflow's, for links."""
 
     run_id: str | None = None
     offset: int = 0
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    experiment_id: str | None = None
 
     @classmethod
     def load(cls, run_dir: Path) -> Position:
         """The stored position; the beginning if there is none, it is damaged, or the journal does not reach it."""
         try:
             stored = read_json(run_dir / POSITION)
-            position = cls(stored["run_id"], stored["offset"], stored["key"])
+            position = cls(stored["run_id"], stored["offset"], stored["key"], stored.get("experiment_id"))
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
-        texts = isinstance(position.key, str) and isinstance(position.run_id, str | None)
+        ids = (position.run_id, position.experiment_id)
+        texts = isinstance(position.key, str) and all(isinstance(each, str | None) for each in ids)
         if not texts or type(position.offset) is not int or position.offset < 0:
             return cls()
         # After a power cut the journal may be shorter than what was delivered of it. To send a row again is harmless.
@@ -169,6 +171,17 @@ class Position:
     def save(self, run_dir: Path) -> None:
         """Write atomically: a reader sees the old position or this one."""
         write_json(run_dir / POSITION, asdict(self))
+
+
+def run_page(run_dir: Path) -> str:
+    """Where the run is in MLflow's pages, behind the server's address; empty while it is nowhere.
+
+    The page opens for training and not for GenAI, which a browser does that was never told otherwise.
+    """
+    position = Position.load(run_dir)
+    if position.run_id is None or position.experiment_id is None:
+        return ""
+    return f"/#/experiments/{position.experiment_id}/runs/{position.run_id}?workflowType=machine_learning"
 
 
 def delivered(run_dir: Path) -> bool:
@@ -444,10 +457,14 @@ class StandingRows:
 def _first_difference(old: Metrics, new: Metrics) -> str | None:
     # repr tells every two floats apart, 0.0 and -0.0 too, but not one NaN from another.
     for name in sorted(new):
-        if not _timing(name) and repr(old[name]) != repr(new[name]):
+        if not _of_the_process(name) and repr(old[name]) != repr(new[name]):
             return name
     return None
 
 
-def _timing(name: str) -> bool:
-    return name.startswith("time/") or name == "train/tokens_per_second"
+_OF_THE_PROCESS = ("train/tokens_per_second", "train/mfu", "train/peak_memory_gib")
+
+
+def _of_the_process(name: str) -> bool:
+    """Whether it says how fast or large the process was, which is another each time."""
+    return name.startswith("time/") or name in _OF_THE_PROCESS

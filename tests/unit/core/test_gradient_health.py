@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from harness.core.config import TrainConfig
 from harness.core.health import grad_health, grad_norm, l2_norm
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
 from harness.precision.convert import LossScale
 from harness.precision.recipe import LossScaleConfig
 from tests.support.updates import finish
@@ -178,7 +179,7 @@ def test_the_engine_measures_what_it_is_asked_of_scaled_gradients(scale: float |
     engine = TorchEngine(
         model,
         build_optimizer(model, TrainConfig(), device),
-        WarmupCosine(lr=0.01, warmup_steps=0, total_steps=10, min_lr_ratio=0.1),
+        Schedule(lr=0.01, warmup_steps=0, total_steps=10, min_lr_ratio=0.1),
         1.0,
         loss_scale=None if scale is None else LossScale(LossScaleConfig(init=scale), device),
         device=device,

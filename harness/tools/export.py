@@ -1,0 +1,274 @@
+"""`harness export`: a run's weights under names that others know, and a model card that tells their precision."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from harness.core.config import RunConfig
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, some
+from harness.core.files import MAX_LARGE, read_mapping, sync_folder, write_json
+from harness.core.schema import read_yaml, validate
+from harness.report import RunFolder, short
+from harness.tracking.journal import require_run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.checkpoint.store import Store
+    from harness.core.protocols import TensorDict
+    from harness.models.gpt import GPT
+    from harness.report.passport import Stamp
+
+    Ready = tuple[str, str, Callable[[Path], None]]
+    """What the weights are, the Python that loads them, and what writes them into a folder."""
+
+HF = "hf:"
+BUILT_IN = ("harness.models.gpt:build", "harness.models.llama:build")
+_WEIGHTS = "model.safetensors"
+# Of a tokenizer's folder, what transformers reads.
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+_SHOWN = 8
+_FROM = 'from_pretrained("THIS FOLDER")'
+_LOADS = f"transformers.AutoModelForCausalLM.{_FROM}"
+
+
+class Format(StrEnum):
+    """hf: what transformers reads, by from_pretrained. safetensors: the model's own names, for load_state_dict."""
+
+    hf = "hf"
+    safetensors = "safetensors"
+
+
+def command(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option(help="folder to write, new or empty")],
+    format: Annotated[
+        Format, typer.Option(help="hf: for from_pretrained; safetensors: the model's own names")
+    ] = Format.hf,
+    step: Annotated[
+        int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
+    ] = None,
+) -> int:
+    """Write the weights of a checkpoint, verified by its manifest, and a model card; the exit code.
+
+    Raises ConfigError if `run` is no run, its model has no such format, or `out` is taken; CheckpointError if the
+    checkpoint is missing or damaged, or the folder cannot be written.
+    """
+    folder = require_run(run)
+    config = _read_config(folder)
+    target = config.model.target
+    problems = _taken(out)
+    if format is Format.hf and target not in BUILT_IN and not target.startswith(HF):
+        fix = "use --format safetensors: the names of its own state_dict"
+        what, why = f"model.target {target!r} has no Hugging Face format", "transformers has no class for it"
+        problems.append(Problem(what, "--format hf", why, fix))
+    if problems:
+        raise ConfigError(problems)
+
+    from safetensors import SafetensorError
+
+    from harness.checkpoint.manifest import failed
+    from harness.checkpoint.store import Store
+    from harness.report.passport import Contents, model_card
+    from harness.tracking.history import RunHistory
+
+    store = Store(folder / "checkpoints", readonly=True)
+    at = _choose(store, step)
+    tensors, meta = store.load(at, parts=("model", "fp8"))
+    state, of_model = tensors["model"], meta["parts"]["model"]
+    if format is Format.safetensors:
+        ready = _plain(folder, target, state, of_model)
+    elif target in BUILT_IN:
+        ready = _llama(folder, config, state)
+    else:
+        ready = _hugging_face(config, state, of_model)
+    what, loads, write = ready
+    tokenizer, told = _tokenizer(folder, config)
+    stamp = _stamp(store, at, tensors.get("fp8", {}), meta)
+    what = f"{what}, after step {at}"
+    card = model_card(RunHistory.read(folder), stamp, config, Contents(f"{what[0].upper()}{what[1:]}.", loads, told))
+    try:
+        _write(out, write, card, tokenizer)
+    except (OSError, SafetensorError) as error:
+        raise failed("the export was not written", out, error) from error
+    print(f"{short(folder)}: {what}, in {short(out)}; tokenizer: {told.replace('`', '')}")
+    return int(ExitCode.DONE)
+
+
+def _read_config(folder: Path) -> RunConfig:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        why = "a loop of your own trained it, and only that loop knows its model"
+        raise ConfigError(Problem("the run has no config.yaml", str(folder), why, "save the model from that loop"))
+    return validate(RunConfig, read_yaml(path), str(path))
+
+
+def _taken(out: Path) -> list[Problem]:
+    """Why `out` cannot become the exported folder; empty if it can."""
+    if not os.path.lexists(out):
+        return []
+    if not out.is_dir() or out.is_symlink():
+        return [Problem("is there already, and no folder", f"--out {out}", fix="give a new folder")]
+    if any(out.iterdir()):
+        return [Problem("is there already, and not empty", f"--out {out}", fix="give a new folder, or empty it")]
+    return []
+
+
+def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
+    """The files of the tokenizer that made the run's data, and what is to be said of it.
+
+    None where the data are bytes, or ids of which nobody said whose, or where it is gone: another would read other ids.
+    """
+    wanted = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("tokenizer")
+    if not isinstance(wanted, str) or not wanted:
+        return [], "none: token ids are bytes, or as they came"
+    for place in (config.data.tokenizer, config.data.path, config.model.target.removeprefix(HF)):
+        path = Path(place or "").expanduser()
+        beside = path if path.is_dir() else path.parent
+        file = path if path.name.endswith(".json") else path / _TOKENIZER[0]
+        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == wanted:
+            return [
+                file,
+                *(beside / name for name in _TOKENIZER[1:] if (beside / name).is_file()),
+            ], f"SHA-256 `{wanted}`"
+    return [], f"SHA-256 `{wanted}`, which is not here: it was gone or changed when this was exported"
+
+
+def _choose(store: Store, step: int | None) -> int:
+    """The step to export, which is verified as it is loaded. Says which newer ones are damaged. Raises CheckpointError
+    if there is none."""
+    steps = store.steps()
+    if step is None:
+        newest = store.newest_valid()
+        if newest is None:
+            fix = "train longer, or save earlier with checkpoint.every"
+            raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
+        if damaged := [each for each in steps if each > newest]:
+            print(f"passed over, for they do not verify: steps {some(damaged, _SHOWN)}")
+        return newest
+    if step not in steps:
+        fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
+        raise CheckpointError(Problem(f"no checkpoint of step {step}", str(store.root), fix=fix))
+    return step
+
+
+def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
+    """Every key of the model's state_dict, but for frozen weights; tied ones are under each of their names."""
+    whole = state | {alias: state[name].clone() for alias, name in meta["tied"].items() if name in state}
+    frozen = f", without the {meta['frozen']['count']} frozen ones of its folder" if "frozen" in meta else ""
+
+    def write(out: Path) -> None:
+        _save(whole, out)
+        shutil.copyfile(folder / "config.yaml", out / "config.yaml")
+
+    return (
+        f"{_count(state)} under the names of {target}{frozen}",
+        f'model.load_state_dict(safetensors.torch.load_file("{_WEIGHTS}"))',
+        write,
+    )
+
+
+def _llama(folder: Path, config: RunConfig, state: TensorDict) -> Ready:
+    """The built-in GPT as a Llama or a Qwen3; nothing of transformers is needed."""
+    from harness.models.llama import ARCHITECTURES, config_of, to_llama
+
+    model = _skeleton(config)
+    own = {name: tensor.shape for name, tensor in model.named_parameters()}
+    if {name: tensor.shape for name, tensor in state.items()} != own:
+        what = "the weights are not those of the model that config.yaml describes"
+        raise CheckpointError(Problem(what, "model.args", fix="put config.yaml back as the run wrote it"))
+    settings = model.settings
+    end = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("separator")
+    described, weights = config_of(settings, config.data.context), to_llama(state, settings)
+    described["eos_token_id"] = end if isinstance(end, int) else None
+
+    def write(out: Path) -> None:
+        _save(weights, out)
+        write_json(out / "config.json", described)
+
+    return f"a {ARCHITECTURES[described['model_type']]} of {_count(weights)}", _LOADS, write
+
+
+def _skeleton(config: RunConfig) -> GPT:
+    """The run's model without weights, which takes no memory. Raises ConfigError."""
+    import torch
+
+    from harness.models import gpt, llama
+
+    build = gpt.build if config.model.target == BUILT_IN[0] else llama.skeleton
+    with torch.device("meta"):
+        return build(**config.model.args)
+
+
+def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
+    """A model of transformers, which writes itself as it does; of LoRA the adapters alone."""
+    from harness.engines.torch_engine import ModelPart
+    from harness.models import build_model
+
+    model: Any = build_model(config.model)
+    ModelPart(model).load_state_dict(state, meta)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = True  # off in training alone
+    base = config.model.target.removeprefix(HF)
+    if hasattr(model, "peft_config"):
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        what, loads = f"adapters of {_count(trained)} for {Path(base).name}", f"peft.AutoPeftModelForCausalLM.{_FROM}"
+    else:
+        what, loads = f"a {type(model).__name__} of {_count(state)}", _LOADS
+    return what, loads, lambda out: model.save_pretrained(out)
+
+
+def _count(tensors: Mapping[str, Tensor]) -> str:
+    return f"{sum(tensor.numel() for tensor in tensors.values()):,} parameters"
+
+
+def _stamp(store: Store, step: int, fp8: TensorDict, meta: Mapping[str, Any]) -> Stamp:
+    from harness.checkpoint.manifest import read_manifest
+    from harness.report.passport import Stamp
+
+    seen = (fp8["history"].amax(dim=0) > 0).tolist() if "history" in fp8 else []
+    return Stamp(step, read_manifest(store.path(step))["versions"], meta["parts"]["fp8"], seen)
+
+
+def _save(tensors: TensorDict, out: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / _WEIGHTS, {"format": "pt"})
+
+
+def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[Path]) -> None:
+    """All of the folder or nothing. Raises OSError."""
+    parent = out.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    made = parent / f".{out.name}-{os.getpid()}"
+    made.mkdir()
+    try:
+        write(made)
+        for number, path in enumerate(tokenizer):
+            shutil.copyfile(path, made / (path.name if number else _TOKENIZER[0]))
+        card_file = made / "README.md"
+        card_file.write_text(card, encoding="utf-8")
+        for path in made.iterdir():
+            path.chmod(stat.S_IMODE(card_file.stat().st_mode))  # safetensors makes private files
+        made.replace(out)
+        sync_folder(parent)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
