@@ -46,6 +46,8 @@ _BEGINNINGS = (
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
+# Of a shell: what it would make of them is not the run that was meant.
+_MEANS_MORE = set("*?[]{}$`\\\"'|&;<>!")
 _BYTES = 256
 _MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
 # What --accept-changed does not open, and why; keys of `data` that only say how the same data are cut are open.
@@ -65,8 +67,8 @@ def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: 
     folder name, or is taken and resume is "never".
     """
     if name is not None:
-        plain = name.isprintable() and len(name.encode()) <= _MAX_NAME
-        if not name or name.startswith(".") or "/" in name or not plain:
+        plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)
+        if not name or name[0] in ".-~" or "/" in name or not plain:
             raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix="use letters, digits, - and _"))
         folder = RUNS / name
         if resume != "auto" and (folder / "config.yaml").exists():

@@ -27,7 +27,7 @@ from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
-from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.engines.torch_engine import OptimizerPart
@@ -288,6 +288,8 @@ def _config_of(source: Path | None) -> RunConfig | None:
 def _drive(run: Run) -> Outcome:
     """The loop under signal handlers; whatever ends it becomes an outcome."""
     run.stop.install()
+    if run.engine.rank == 0:
+        tell_wrapper(ExitCode.FAILED)  # until there is an outcome: without a word, a wrapper knows that none was lost
     try:
         return loop.train(run)
     except BaseException as error:
