@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from harness.core.config import RunConfig
-from harness.core.facts import Limits, StepFacts, Window
-from harness.core.health import check_batch, harmless, l2_norm
-from harness.core.protocols import Batches, Engine, PrecisionBackend
+from harness.core.facts import NO_LABEL, Limits, StepFacts, Window
+from harness.core.health import check_batch, count_targets, harmless, l2_norm
+from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
 from harness.core.update import InFlight, StepClock, to_device, update
 from harness.stop import StopRequest
@@ -28,29 +28,26 @@ if TYPE_CHECKING:
     from harness.precision.compiling import EagerWatch
     from harness.telemetry import Telemetry
 
+    KeepFlight = Callable[[StepFacts, Sequence[int], Sequence[str], RunLedger], bool]
+
 
 class Loss(Protocol):
-    """The task's loss: mean over the batch, 0-d, nats per token. vocab_size: None if the model does not tell."""
+    """The task's loss: mean over the targets that have one, 0-d, nats per token. vocab_size: None if the model does
+    not tell."""
 
     vocab_size: int | None
 
-    def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor: ...
-
-
-class Flight(Protocol):
-    """Keeps what a later re-run of a bad step needs."""
-
-    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
-        """Whether the step begins a streak of bad ones. Raises OSError."""
-        ...
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor: ...
 
 
 @dataclass
 class Run:
     """Everything `train_step` and the loop touch.
 
-    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. flight: None
-    but on rank 0. replay_told: the user has seen how to find out what made a step bad.
+    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. keep_flight:
+    keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and says whether it
+    begins a streak of bad ones; raises OSError; None but on rank 0. replay_told: the user has seen how to find out what
+    made a step bad.
     """
 
     config: RunConfig
@@ -67,7 +64,7 @@ class Run:
     forward_clock: ForwardClock
     stats_every: int = 10
     watch: EagerWatch | None = None
-    flight: Flight | None = None
+    keep_flight: KeepFlight | None = None
     replay_told: bool = False
 
 
@@ -78,7 +75,7 @@ class Share(NamedTuple):
     """What one rank computes of a window: its micro-batches, with that rank's random numbers."""
 
     rank: int
-    batches: Sequence[tuple[Tensor, Tensor]]
+    batches: Sequence[Batch]
 
 
 def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: Limits | None = None) -> InFlight:
@@ -134,19 +131,23 @@ def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, 
     """
     engine, precision = run.engine, run.precision
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
+    weights = _weights(run, shares) if run.data.masked else None
     bad = 0
     for share in shares:
         seed_step(run, window, share.rank)
-        for number, (inputs, targets) in enumerate(share.batches, start=1):
-            found = check_batch(inputs, targets, run.task.vocab_size)
-            bad |= found
+        for number, batch in enumerate(share.batches, start=1):
+            found = check_batch(batch, run.task.vocab_size)
             if found:
-                inputs, targets = harmless(inputs, targets)
-            inputs, targets = to_device(inputs, engine.device), to_device(targets, engine.device)
+                batch = harmless(batch)
+            weight = None if weights is None else next(weights)
+            # One without a target weighs nothing; where all of the window are, the weights are NaN, and so is the loss.
+            bad |= found if weight is None else found & ~NO_LABEL
+            batch = {name: to_device(values, engine.device) for name, values in batch.items()}
             last = share is shares[-1] and number == len(share.batches)
             with engine.micro_batch(last):
                 with run.forward_clock.forward(), precision.context():
-                    loss = run.task.loss(engine.module, inputs, targets)
+                    loss = run.task.loss(engine.module, batch)
+                loss = loss if weight is None else loss * weight
                 with precision.backward_context(last):
                     engine.backward(loss / len(share.batches))
             total += loss.detach().float()
@@ -164,9 +165,19 @@ def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, 
     }
 
 
+def _weights(run: Run, shares: Sequence[Share]) -> Iterator[Tensor]:
+    """What each micro-batch weighs, float32 0-d: its targets that have a loss, over their mean among all of the window.
+
+    The mean over micro-batches, shares and ranks is then one over targets. Where none has a loss the weights are NaN.
+    """
+    counts = [count_targets(batch) for share in shares for batch in share.batches]
+    mean = run.engine.mean(torch.tensor(sum(counts) / len(counts), dtype=torch.float32, device=run.engine.device))
+    return iter(torch.tensor(counts, dtype=torch.float32, device=mean.device) / mean)
+
+
 @torch.no_grad()
 def evaluate(run: Run) -> float:
-    """Mean validation loss over all ranks, nats per token, identical on every rank."""
+    """Mean validation loss over all ranks and targets that have one, nats per token, identical on every rank."""
     engine = run.engine
     module = engine.module
     was_training = module.training
@@ -174,9 +185,17 @@ def evaluate(run: Run) -> float:
     try:
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         batches = run.data.validation(engine.rank, engine.world_size)
-        for inputs, targets in batches:
+        counted = 0
+        for batch in batches:
+            weight = count_targets(batch) if run.data.masked else 1
+            counted += weight
+            batch = {name: values.to(engine.device) for name, values in (batch if weight else harmless(batch)).items()}
             with run.precision.context():
-                total += run.task.loss(module, inputs.to(engine.device), targets.to(engine.device)).double()
-        return float(engine.mean((total / len(batches)).float()))
+                total += run.task.loss(module, batch).double() * weight
+        if not run.data.masked:
+            return float(engine.mean((total / counted).float()))
+        # Of ranks that count different numbers: the mean of sums over the mean of counts.
+        sums = engine.mean(torch.stack([total.float(), total.new_tensor(counted).float()]))
+        return float(sums[0] / sums[1])
     finally:
         module.train(was_training)

@@ -106,6 +106,9 @@ class SlotStats:
     scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
 
 
+IGNORED = -100
+"""A target without a loss, as torch's cross-entropy has it."""
+
 NON_FINITE_INPUT, BAD_LABEL, NO_LABEL = 1, 2, 4
 """Bits of `StepFacts.bad_data`."""
 

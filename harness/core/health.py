@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT
+from harness.core.facts import BAD_LABEL, IGNORED, NO_LABEL, NON_FINITE_INPUT
+from harness.core.protocols import Batch
 
 # On CPU a sum of many squares in fp32 loses accuracy (-0.27% at 38M elements); rows of this many are good to 1e-7, and
 # one reduction over rows takes three quarters of the time of one over pieces.
@@ -135,8 +136,8 @@ def _counts(gradient: Tensor, limit: float | Tensor) -> Tensor:
     return torch.stack([inside - in_rows.sum(), inside, near, elements]) * step
 
 
-IGNORED_LABEL = -100
-"""PyTorch's mark of a target that has no loss (`torch.nn.functional.cross_entropy`, ignore_index)."""
+TOKENS, LABELS = ("inputs", "input_ids"), ("targets", "labels")
+"""Names in a batch whose whole numbers are token ids, and whose are labels."""
 _ORDERED = {
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -152,45 +153,64 @@ class Fault:
     text: str
 
 
-def check_batch(inputs: Tensor, targets: Tensor, vocab_size: int | None = None) -> int:
+def check_batch(batch: Batch, vocab_size: int | None = None) -> int:
     """What is wrong with a batch, as bits of `StepFacts.bad_data`; 0: nothing. Meant for tensors on the host.
 
-    inputs, targets: any shape and dtype. Floating-point values must be finite. Integers are token ids and must be in
-    [0, vocab_size), or not negative where vocab_size is None, but for targets of -100. A batch without any other
-    target is NO_LABEL. One pass over each tensor (two over targets that hold a -100).
+    Floating-point values must be finite. Integers of TOKENS and LABELS must be in [0, vocab_size), or not negative
+    where vocab_size is None, but for labels that are IGNORED. Labels of which none counts are NO_LABEL. One pass over
+    each tensor (two over labels of which some are ignored).
     """
     found = 0
-    if inputs.numel():
-        inputs = _ordered(inputs)
-        low, high = (bound.item() for bound in torch.aminmax(inputs))
-        found |= _judge(inputs, low, high, vocab_size)
-    if not targets.numel():
-        return found | NO_LABEL
-    targets = _ordered(targets)
-    low, high = (bound.item() for bound in torch.aminmax(targets))
-    if low == IGNORED_LABEL and not targets.is_floating_point():
-        if high == IGNORED_LABEL:
-            return found | NO_LABEL
-        low = targets.where(targets != IGNORED_LABEL, 0).min().item()
-    return found | _judge(targets, low, high, vocab_size)
+    for name, values in batch.items():
+        labels = name in LABELS
+        if not values.numel():
+            found |= NO_LABEL if labels else 0
+            continue
+        values = _ordered(values)
+        if not values.is_floating_point() and not labels and name not in TOKENS:
+            continue
+        low, high = (bound.item() for bound in torch.aminmax(values))
+        if labels and low == IGNORED and not values.is_floating_point():
+            if high == IGNORED:
+                found |= NO_LABEL
+                continue
+            low = values.where(values != IGNORED, 0).min().item()
+        found |= _judge(values, low, high, vocab_size)
+    return found
 
 
-def name_faults(inputs: Tensor, targets: Tensor, vocab_size: int | None = None) -> list[Fault]:
+def name_faults(batch: Batch, vocab_size: int | None = None) -> list[Fault]:
     """What `check_batch` found, sample by sample: the first wrong value of each and where in the sample it is.
 
-    The first dimension counts samples. Slow: for batches that are known to be bad.
+    Slow: for batches that are known to be bad.
     """
-    inputs, targets = (t if t.is_floating_point() else t.to(torch.int64) for t in map(_ordered, (inputs, targets)))
-    faults = _name("input", inputs, vocab_size, torch.zeros_like(inputs, dtype=torch.bool))
-    ignored = (targets == IGNORED_LABEL) & (not targets.is_floating_point())
-    if ignored.all():  # so is an empty tensor
-        return [*faults, Fault(None, NO_LABEL, "no target has a label")]
-    return faults + _name("label", targets, vocab_size, ignored)
+    faults: list[Fault] = []
+    for name, values in batch.items():
+        labels = name in LABELS
+        values = _ordered(values)
+        values = values if values.is_floating_point() else values.to(torch.int64)
+        if not values.is_floating_point() and not labels and name not in TOKENS:
+            continue
+        ignored = (values == IGNORED) & (labels and not values.is_floating_point())
+        if labels and ignored.all():  # so is an empty tensor
+            faults.append(Fault(None, NO_LABEL, "no target has a label"))
+        else:
+            kind = "label" if labels else "input" if name in TOKENS else name
+            faults += _name(kind, values, vocab_size, ignored)
+    return faults
 
 
-def harmless(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def harmless(batch: Batch) -> Batch:
     """A batch of the same shapes that any model computes: it takes the place of one whose update will be skipped."""
-    return torch.zeros_like(inputs), torch.zeros_like(targets)
+    return {name: torch.zeros_like(values) for name, values in batch.items()}
+
+
+def count_targets(batch: Batch) -> int:
+    """Targets that have a loss; without labels, samples."""
+    labels = next((batch[name] for name in LABELS if name in batch), None)
+    if labels is None:
+        return len(next(iter(batch.values())))
+    return labels.numel() if labels.is_floating_point() else int((labels != IGNORED).sum())
 
 
 def _ordered(values: Tensor) -> Tensor:

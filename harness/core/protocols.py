@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 NO_LIMITS = Limits()
 TensorDict = dict[str, "Tensor"]
 Tensors = dict[str, TensorDict]
+Batch = dict[str, "Tensor"]
+"""A micro-batch on the CPU, tensors by name, whose first dimension counts samples.
+
+Of tokens: `inputs` and `targets`, int64 [micro_batch, context], a target being the next input, or IGNORED where there
+is no loss; packed ones have `segments`, int64 of that shape: the number of the document within the sample. Others have
+the names of their data set.
+"""
 Meta = dict[str, Any]
 
 
@@ -37,6 +44,8 @@ class Engine(Protocol):
     """Under fp16 it has a loss scale of its own, and weights in half precision: a run cannot leave fp16 there."""
     snapshots: ClassVar[bool]
     """Its state is whole on every rank, and can be copied in memory between two steps."""
+    any_optimizer: ClassVar[bool]
+    """It steps and saves any optimizer; else only fused AdamW and SGD."""
     on_paper: ClassVar[bool]
     """Its step runs on fake tensors of a card that is not there: `harness estimate` knows what it takes."""
     rank: int
@@ -154,20 +163,24 @@ class PrecisionBackend(Protocol):
 
 
 class Batches(Protocol):
-    """A data source: windows by number, batches of token ids by sample."""
+    """A data source: windows by number, batches by sample.
+
+    masked: some targets may be IGNORED, so that micro-batches weigh as many targets as they have.
+    """
 
     name: str
     tokens_per_sample: int
+    masked: bool
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: a pure function of (seed, index)."""
         ...
 
-    def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches: (inputs, targets), int64 [micro_batch, context]."""
+    def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[Batch]:
+        """This rank's micro-batches."""
         ...
 
-    def validation(self, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def validation(self, rank: int, world_size: int) -> Sequence[Batch]:
         """This rank's fixed validation batches, the same at every call."""
         ...
 

@@ -22,7 +22,7 @@ from harness.engines.process_group import read_launch
 from harness.estimate.roofline import GIB, Calibration, Card, Op, Rates, device_seconds, seconds_of, step_seconds
 from harness.estimate.trace import SAMPLED, USUAL, Trace, facts_of, trace
 from harness.precision.backends.registry import BACKENDS, PLAIN
-from harness.precision.plan import agree_on_rung
+from harness.precision.plan import take_rung
 from harness.precision.recipe import Fp8Config, Recipe, Rung
 
 _BF16 = f"{PLAIN}:bf16"
@@ -121,10 +121,13 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         if asked:
             what, why = "DeepSpeed is not estimated", "its engine moves memory and gradients in ways of its own"
             raise ConfigError(Problem(what, f"engine.{key}", why, "leave it out to estimate the engine for torch"))
-    rung, rungs = agree_on_rung(recipe, facts_of(card), torch.device("cpu"))
     notes = _notes(config, recipe, ranks)
-    estimated, stand_in, said = _in_place_of(rung, recipe)
-    made = _trace(config, stand_in, card, estimated, ranks)
+
+    def on(rung: Rung, rungs: list[RungVerdict]) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
+        estimated, stand_in, said = _in_place_of(rung, recipe)
+        return rung, rungs, estimated, said, _trace(config, stand_in, card, estimated, ranks)
+
+    rung, rungs, estimated, said, made = take_rung(recipe, facts_of(card), torch.device("cpu"), on)
     timing = _time(made, calibration.rates, recipe.fp8.stats_every)
     bf16: Trace | None = made if estimated.name == _BF16 else None
     if bf16 is None and card.capability >= (8, 0):

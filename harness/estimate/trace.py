@@ -30,6 +30,7 @@ from harness.capability.probe import Device, LibraryFacts, MachineFacts, library
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.facts import LayerPlan, Window
+from harness.core.protocols import Batch
 from harness.core.state import RunLedger
 from harness.engines.process_group import Launch, ProcessGroup
 from harness.estimate import device
@@ -348,6 +349,7 @@ class _Tokens:
     """Batches of fake tokens on the host."""
 
     name = "tokens on paper"
+    masked = False
 
     def __init__(self, config: RunConfig, batches: int, recorder: Recorder) -> None:
         self.tokens_per_sample = config.data.context
@@ -358,11 +360,11 @@ class _Tokens:
     def window(self, index: int) -> Window:
         return Window(index, np.zeros(1, dtype=np.int64))
 
-    def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[Batch]:
         with self._recorder.paused():
-            return [(self._tokens(), self._tokens()) for _ in range(self._batches)]
+            return [{"inputs": self._tokens(), "targets": self._tokens()} for _ in range(self._batches)]
 
-    def validation(self, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def validation(self, rank: int, world_size: int) -> Sequence[Batch]:
         return []
 
     def _tokens(self) -> Tensor:
@@ -405,6 +407,6 @@ class _Loss:
         self.vocab_size = task.vocab_size
         self._task, self._recorder = task, recorder
 
-    def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         with self._recorder.phased("forward"):
-            return self._task.loss(module, inputs, targets)
+            return self._task.loss(module, batch)

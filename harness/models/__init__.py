@@ -19,12 +19,16 @@ from torch import Tensor, nn
 
 from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match
+from harness.core.protocols import Batch
+from harness.models import huggingface
 
 
 def build_model(config: ModelConfig) -> nn.Module:
     """Import the target and call it. Raises ConfigError if it is missing, fails, or returns no Module."""
     module_name, _, function_name = config.target.partition(":")
     where = f"model.target {config.target!r}"
+    if config.target.startswith(huggingface.PREFIX):
+        return _checked(huggingface.build(config.target.removeprefix(huggingface.PREFIX), config.args), where)
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         # Such as os:system. A config names code to run; this much of it can never be a model.
         raise ConfigError(
@@ -59,6 +63,10 @@ def build_model(config: ModelConfig) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem(f"returned a {type(model).__name__}, not an nn.Module", where, fix="return a Module"))
+    return _checked(model, where)
+
+
+def _checked(model: nn.Module, where: str) -> nn.Module:
     odd = [
         f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.dtype != torch.float32
     ]
@@ -68,7 +76,17 @@ def build_model(config: ModelConfig) -> nn.Module:
         raise ConfigError(Problem(what, where, why, "return model.float()"))
     if next(model.parameters(), None) is None:
         raise ConfigError(Problem("returned a model without parameters", where, fix="return a trainable Module"))
+    huggingface.check(model, where)
     return model
+
+
+def check_vocab(model: nn.Module, ids: int, target: str) -> None:
+    """Raises ConfigError if a model that tells its `vocab_size` cannot take `ids` different token ids."""
+    known = getattr(model, "vocab_size", None)
+    if isinstance(known, int) and known < ids:
+        why = f"the data has token ids up to {ids - 1}"
+        fix = f"build it with at least {ids}, or give data of its own tokenizer"
+        raise ConfigError(Problem(f"its vocab_size {known} is too small", f"model.target {target!r}", why, fix))
 
 
 class Task:
@@ -81,17 +99,23 @@ class Task:
         except TypeError:
             self.takes_targets = False
         self.target = target
-        vocab_size = getattr(model, "vocab_size", None)
+        self._causal_lm = huggingface.causal_lm(model)
+        vocab_size = getattr(self._causal_lm or model, "vocab_size", None)
         self.vocab_size = vocab_size if isinstance(vocab_size, int) else None
 
-    def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss, float 0-d, nats per token. Raises ConfigError if the model's output meets no contract."""
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Mean loss over the targets that have one, float 0-d, nats per token; what the batch has beside inputs and
+        targets goes to the model by name. Raises ConfigError if the model's output meets no contract."""
+        if self._causal_lm is not None:
+            return self._causal_lm.loss(module, batch)
+        rest = dict(batch)
+        inputs, targets = rest.pop("inputs"), rest.pop("targets")
         if self.takes_targets:
-            loss = module(inputs, targets)
+            loss = module(inputs, targets, **rest)
             if isinstance(loss, Tensor) and loss.ndim == 0:
                 return loss
             raise self._broken(f"forward(inputs, targets) returned {_shape(loss)}, not a 0-d loss")
-        logits = module(inputs)
+        logits = module(inputs, **rest)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
             raise self._broken(f"forward(inputs) returned {_shape(logits)}, not logits [batch, time, vocab]")
         return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

@@ -81,13 +81,13 @@ class DataMonitor(KeptWindow):
         numbers = [int(number) for number in window.samples]
         found = _Found([], [])
         first = 0
-        for inputs, targets in self.batches.micro_batches(window, rank=0, world_size=1):
-            rows = numbers[first : first + len(inputs)]
-            for fault in name_faults(inputs, targets, self.vocab_size):
+        for batch in self.batches.micro_batches(window, rank=0, world_size=1):
+            rows = numbers[first : first + len(next(iter(batch.values())))]
+            for fault in name_faults(batch, self.vocab_size):
                 bad = rows if fault.row is None else rows[fault.row : fault.row + 1]
                 found.samples.extend(number for number in bad if number not in found.samples)
                 found.texts.append(f"{_samples(bad)}: {fault.text}")
-            first += len(inputs)
+            first += len(rows)
         return found
 
 

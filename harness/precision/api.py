@@ -91,11 +91,12 @@ class Precision:
 
         Parameters keep their identity, so optimizers and ties survive; nothing moves between devices, the model's own
         device is used. Under an initialised process group every rank must call it, and the weakest rank decides. Sets
-        torch's float32 matmul precision for the whole process, as the recipe says.
+        torch's float32 matmul precision for the whole process, as the recipe says. An FP8 rung on which no layer of the
+        model can run is passed over: the plan has the reason, and the logger `harness.precision` a warning.
 
         Raises MisuseError (second call, wrapped model, parameters not float32 or not on one usable device),
         MachineError (a GPU that torch cannot use, no rung that runs here), ConfigError (a pattern that matches
-        nothing, no layer that can run in FP8).
+        nothing; no layer that can run in FP8, and no other rung in the recipe).
         """
         if self._prepared is not None:
             raise misuse("prepare()", "it was called before", fix="make one Precision for each model")

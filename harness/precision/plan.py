@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.capability.tier import Tier, tier_of
 from harness.core.errors import ConfigError, MachineError, Problem
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
     from harness.capability.probe import MachineFacts
     from harness.core.protocols import PrecisionBackend
+
+
+Made = TypeVar("Made")
+
+
+class NoFp8LayerError(ConfigError):
+    """No layer of the model runs in FP8 on a rung: it cannot, or it is not to."""
 
 
 class Judgement(NamedTuple):
@@ -185,15 +192,15 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     """Decide for every parametrised leaf module of `model`, and for every module that is kept in fp32.
 
     A module with several names has one row, under its first. Raises ConfigError naming every pattern of the recipe
-    that matches nothing, with the near match, and blocks to skip that are not there.
+    that matches nothing, with the near match, and blocks to skip that are not there; NoFp8LayerError, which is one,
+    if `rung` is one of FP8 and no layer can run in it.
     """
-    from torch import nn
-
-    from harness.precision.layers import LayerFilter, enclosing, find_kept, names_of, plan_fusion
+    from harness.precision.layers import LayerFilter, enclosing, features, find_kept, is_linear, names_of, plan_fusion
 
     section = f"recipe {recipe.name}: layers"
     fp8 = rung.precision == "fp8"
-    layers = LayerFilter(model, recipe.layers, recipe.fp8_multiple(rung.backend), section) if fp8 else None
+    refuses = "" if BACKENDS[rung.backend].transposed else rung.backend
+    layers = LayerFilter(model, recipe.layers, recipe.fp8_multiple(rung.backend), section, refuses) if fp8 else None
     kept, problems = find_kept(model, recipe.layers.keep_fp32, f"{section}.keep_fp32")
     problems += layers.problems if layers else []
     if problems:
@@ -202,7 +209,7 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     names = names_of(model)
     for module, (name, *others) in names.items():
         kind = type(module).__name__
-        shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else ()
+        shape = features(module) if is_linear(module) else ()
         around = enclosing(kept, names, module)
         if module in kept:
             rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"kept in fp32 ({kept[module]})", shape))
@@ -210,15 +217,15 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
             continue
         elif around:
             rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"inside {around}, which is kept in fp32", shape))
-        elif not isinstance(module, nn.Linear):
-            why = "not a Linear: fp32 weights, autocast decides per op"
-            rows.append(LayerPlan(name, kind, "fp32", PLAIN, why))
+        elif not is_linear(module):
+            rows.append(LayerPlan(name, kind, "fp32", PLAIN, _no_linear(module)))
         elif layers is None:
             rows.append(LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape))
         elif reason := layers.kept_out(module):
             rows.append(LayerPlan(name, kind, "bf16", PLAIN, reason, shape))
         else:
             also = f", also known as {', '.join(others)}" if others else ""
+            also += "" if module.weight.requires_grad else ", frozen: no weight gradient"
             rows.append(LayerPlan(name, kind, "fp8", rung.backend, f"converted{also}", shape))
     if fp8:
         require_fp8(rows, recipe)
@@ -231,13 +238,23 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     return Plan(recipe.name, recipe.sha256(), tier.name, recipe.name, rung, tuple(rungs), tuple(rows), notes, keep)
 
 
+def _no_linear(module: nn.Module) -> str:
+    """Why a module with parameters that is no Linear has no FP8 layer."""
+    experts = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+    if experts and not hasattr(module, "kernel_size"):  # a convolution over one dimension has three, too
+        what = f"3-D weights (of {experts[0].shape[0]} experts): no backend has FP8 layers for those"
+    else:
+        what = "not a Linear"
+    return f"{what}: fp32 weights, autocast decides per op"
+
+
 def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:
-    """Raise ConfigError if no row of an FP8 rung's plan is in FP8, with the reasons of some layers."""
+    """Raise NoFp8LayerError if no row of an FP8 rung's plan is in FP8, with the reasons of some layers."""
     if not any(row.precision == "fp8" for row in rows):
         reasons = sorted({f"{row.module}: {row.reason}" for row in rows if row.shape})
-        raise ConfigError(
+        raise NoFp8LayerError(
             Problem(
-                "no layer can run in FP8",
+                "no layer of this model can run in FP8",
                 f"recipe {recipe.name}",
                 why="; ".join(reasons[:5]) or "the model has no Linear",
                 fix="widen layers.include, lower layers.min_features, change the sizes, or --recipe bf16",
@@ -262,22 +279,55 @@ def _notes(recipe: Recipe, rung: Rung, tier: Tier) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def agree_on_rung(recipe: Recipe, facts: MachineFacts, device: torch.device) -> tuple[Rung, list[RungVerdict]]:
+def take_rung(
+    recipe: Recipe, facts: MachineFacts, device: torch.device, make: Callable[[Rung, list[RungVerdict]], Made]
+) -> Made:
+    """What `make` makes of the first rung that every rank can take and on which the model has something to run.
+
+    A rung on which `make` raises NoFp8LayerError is passed over, with the reason in its verdict: a ConvNet has nothing
+    for FP8, and trains on the rung below. Collective, as `agree_on_rung`, and raises as it does; NoFp8LayerError if the
+    ladder has no rung below.
+    """
+    refused: dict[str, NoFp8LayerError] = {}
+    while True:
+        try:
+            chosen, told = agree_on_rung(recipe, facts, device, refused)
+        except MachineError:
+            if refused:
+                raise next(iter(refused.values())) from None
+            raise
+        try:
+            return make(chosen, told)
+        except NoFp8LayerError as error:
+            refused[chosen.name] = error
+
+
+def agree_on_rung(
+    recipe: Recipe, facts: MachineFacts, device: torch.device, refused: Mapping[str, NoFp8LayerError] | None = None
+) -> tuple[Rung, list[RungVerdict]]:
     """The rung that every rank can take (the weakest ranks decide) and this rank's verdict on each.
 
-    Collective. Raises the same MachineError on every rank if there is none, with what each kind of machine lacks.
+    refused: rungs, by name, that the model cannot use. Collective. Raises the same MachineError on every rank if there
+    is none, with what each kind of machine lacks.
     """
     import torch
 
     from harness.core.collectives import gather_over_ranks
 
-    judged = judge(recipe, facts)
+    judged = [
+        own if refused is None or rung.name not in refused else _refused(refused[rung.name].problems[0])
+        for rung, own in zip(recipe.ladder, judge(recipe, facts), strict=True)
+    ]
     mine = [[judgement.able for judgement in judged], [judgement.listed for judgement in judged]]
     everyone = gather_over_ranks(torch.tensor(mine, dtype=torch.float32, device=device)) > 0
     chosen = common_rung(everyone[:, 0].tolist(), everyone[:, 1].tolist())
     if chosen is None:
         raise _no_common_rung(recipe, facts, judged)
     return recipe.ladder[chosen], verdicts(recipe.ladder, judged, chosen)
+
+
+def _refused(problem: Problem) -> Judgement:
+    return Judgement(able=False, listed=True, reason=f"{problem.what}: {problem.why}")
 
 
 def _no_common_rung(recipe: Recipe, facts: MachineFacts, judged: Sequence[Judgement]) -> MachineError:

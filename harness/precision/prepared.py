@@ -20,7 +20,7 @@ from harness.capability.tier import Tier, check_usable, tier_of
 from harness.core.collectives import ForwardClock, RankComparison, world_rank, world_size
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
-from harness.core.facts import Limits, SamplingSpan, Switch
+from harness.core.facts import Limits, RungVerdict, SamplingSpan, Switch
 from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
@@ -30,8 +30,8 @@ from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.precision.convert import build_backend, build_loss_scale, monitor_context
 from harness.precision.misuse import OpenWindow
-from harness.precision.plan import agree_on_rung, make_plan, pad_numbers
-from harness.precision.recipe import Recipe
+from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung
+from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
 
 _log = logging.getLogger("harness.precision")
@@ -56,8 +56,7 @@ class Prepared:
         if unusable:
             raise MachineError(unusable)
         self.device = _device_of(model, facts)
-        rung, verdicts = agree_on_rung(recipe, facts, self.device)
-        self.plan = probe_layers(make_plan(recipe, facts, rung, verdicts, model), recipe, facts, self.device)
+        self.plan = _plan(recipe, facts, self.device, model)
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         scaled = self.loss_scale is not None
@@ -300,6 +299,21 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
     if problems:
         raise MisuseError(problems)
     return devices[0]
+
+
+def _plan(recipe: Recipe, facts: MachineFacts, device: torch.device, model: nn.Module) -> Plan:
+    """The model's plan, on the first rung that it can use; each one passed over is told to the logger, too."""
+
+    def on(rung: Rung, told: list[RungVerdict]) -> Plan:
+        try:
+            return probe_layers(make_plan(recipe, facts, rung, told, model), recipe, facts, device)
+        except NoFp8LayerError as error:
+            if world_rank() == 0:
+                problem = error.problems[0]
+                _log.warning("%s is not taken: %s (%s)", rung.name, problem.what, problem.why)
+            raise
+
+    return take_rung(recipe, facts, device, on)
 
 
 def _last(facts: InFlight, pending: bool) -> dict[str, Any]:

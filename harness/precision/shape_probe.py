@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import Tier, tier_of
 from harness.core.collectives import max_over_ranks, world_rank
-from harness.core.errors import ConfigError, Problem
+from harness.core.errors import Problem
 from harness.core.files import cache_dir, harness_version, read_json, write_json
 from harness.core.protocols import PrecisionBackend
 from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.backends.registry import BACKENDS, PLAIN
 from harness.precision.convert import build_backend
-from harness.precision.plan import Plan, make_plan
+from harness.precision.plan import NoFp8LayerError, Plan, make_plan
 from harness.precision.recipe import LayersConfig, Recipe, Rung
 
 Shape = tuple[int, int]
@@ -164,7 +164,7 @@ def probe_layers(
     micro-batch, used unless the recipe has `layers.probe_tokens`. earlier: plan.json of the run that is resumed: under
     the same rung its choice is taken over, since FP8 state belongs to layers. Collective: rank 0 measures for all.
 
-    Raises ConfigError if FP8 would slow down every layer.
+    Raises NoFp8LayerError if FP8 would slow down every layer.
     """
     if not recipe.layers.probe:
         return plan
@@ -195,7 +195,7 @@ def slower(ratios: Mapping[Shape, float], card: str, tokens: int) -> dict[Shape,
 
 
 def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str) -> Plan:
-    """`plan` with the FP8 layers of those sizes in bf16. Raises ConfigError if none is left."""
+    """`plan` with the FP8 layers of those sizes in bf16. Raises NoFp8LayerError if none is left."""
     rows = tuple(
         replace(row, precision="bf16", backend=PLAIN, reason=reasons[row.shape[0], row.shape[1]])
         if row.precision == "fp8" and row.shape in reasons
@@ -205,7 +205,7 @@ def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str
     if not any(row.precision == "fp8" for row in rows):
         fix = "--recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
         why = "; ".join(f"{out}x{into}: {reason}" for (out, into), reason in list(reasons.items())[:5])
-        raise ConfigError(Problem("FP8 makes no layer of this model faster", f"recipe {recipe.name}", why, fix))
+        raise NoFp8LayerError(Problem("FP8 makes no layer of this model faster", f"recipe {recipe.name}", why, fix))
     return replace(plan, layers=rows, notes=(*plan.notes, note))
 
 

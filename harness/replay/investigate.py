@@ -109,11 +109,11 @@ class Rerun:
         window = loop.next_window(self.run)
         number, row = divmod(place, self.run.config.train.micro_batch)
         taken = [(share.rank, batch) for share in self.shares(window) for batch in share.batches]
-        rank, (inputs, targets) = taken[number]
-        one = inputs[row : row + 1], targets[row : row + 1]
+        rank, batch = taken[number]
+        one = {name: values[row : row + 1] for name, values in batch.items()}
         try:
             with eager(self.compiled):  # another batch size would be compiled anew
-                return one[0], train_step(self.run, window, [Share(rank, [one])], NEVER_APPLIED).facts()
+                return one["inputs"], train_step(self.run, window, [Share(rank, [one])], NEVER_APPLIED).facts()
         finally:
             self._put_back(*kept)
 

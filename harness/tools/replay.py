@@ -79,9 +79,8 @@ def rebuild(
     folder: Path, scratch: Path, worker: Worker, config: RunConfig, recipe_name: str, ledger: RunLedger, ranks: int
 ) -> Rerun:
     """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
-    from harness.build import build_data, build_plan, build_run, open_store, open_telemetry
+    from harness.build import build_data, build_plan, build_run, open_store, open_telemetry, surroundings
     from harness.precision.recipe import load_recipe
-    from harness.replay.flight import FlightRecorder
     from harness.replay.investigate import Rerun
     from harness.run_folder import read_plan
     from harness.tracking.console import Console
@@ -103,6 +102,5 @@ def rebuild(
     config = config.model_copy(update=spare)
     store = open_store(scratch, worker)
     run = build_run(config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store)
-    assert isinstance(run.flight, FlightRecorder)
-    surroundings, run.flight = run.flight.surroundings, None
-    return Rerun(run, model, ranks, plan.resolved, surroundings)
+    run.keep_flight = None
+    return Rerun(run, model, ranks, plan.resolved, surroundings(config, worker, run.engine))

@@ -15,7 +15,7 @@ GUARD = (
     Mutation(
         9,
         "samples are checked before the forward pass",
-        "found = check_batch(inputs, targets, run.task.vocab_size)",
+        "found = check_batch(batch, run.task.vocab_size)",
         "found = 0",
         "tests/faults/test_bad_data.py -k label_out_of_range",
     ),
@@ -71,7 +71,7 @@ GUARD = (
     Mutation(
         13,
         "a rollback passes over the windows that did it",
-        "ledger.skipped_windows = sorted({*ledger.skipped_windows, *bad})",
+        "self.skipped_windows = sorted({*self.skipped_windows, *bad})",
         "bad = []",
         "tests/faults/test_ladder.py -k from_memory",
     ),

@@ -18,6 +18,7 @@ import harness.build
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import ExitCode
 from harness.core.facts import Window
+from harness.core.protocols import Batch
 from harness.data.batches import TokenBatches
 from harness.data.tokens import prepare
 from harness.precision.recipe import load_recipe
@@ -69,21 +70,25 @@ FAULTS: Mapping[int, tuple[Damage, str, str]] = {
 """By window: what happens to its second micro-batch, the code, and what the event says."""
 
 
+def in_floats(batch: Batch) -> Batch:
+    return {**batch, "inputs": batch["inputs"].float()}
+
+
 class Damaged(TokenBatches):
     """Float inputs; some windows are damaged, in their second micro-batch, whoever reads them."""
 
     damage: Mapping[int, Damage]
     fired: list[int]
 
-    def micro_batches(self, window: Window, rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-        batches = [(inputs.float(), targets) for inputs, targets in super().micro_batches(window, rank, world_size)]
+    def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
+        batches = [in_floats(batch) for batch in super().micro_batches(window, rank, world_size)]
         if window.index in self.damage:
             self.fired.append(window.index)
-            self.damage[window.index](*batches[1])
+            self.damage[window.index](batches[1]["inputs"], batches[1]["targets"])
         return batches
 
-    def validation(self, rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-        return [(inputs.float(), targets) for inputs, targets in super().validation(rank, world_size)]
+    def validation(self, rank: int, world_size: int) -> list[Batch]:
+        return [in_floats(batch) for batch in super().validation(rank, world_size)]
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ import harness.build
 from harness.core.config import DataConfig, load_config
 from harness.core.errors import DataError, ExitCode
 from harness.core.facts import Window
-from harness.data.batches import Batch, TokenBatches
+from harness.core.protocols import Batch
+from harness.data.batches import TokenBatches
 from harness.data.text import read_text
 from harness.data.tokens import prepare
 from harness.precision.recipe import load_recipe
@@ -58,11 +59,11 @@ def test_batches_are_the_bytes_of_the_snapshot(tmp_path: Path) -> None:
     text = np.fromfile(tmp_path / "data" / "train.bin", dtype=np.uint8)
     for index in range(5):
         window = source.window(index)
-        for number, (inputs, targets) in enumerate(source.micro_batches(window, 0, 1)):
+        for number, batch in enumerate(source.micro_batches(window, 0, 1)):
             for row, sample in enumerate(window.samples[2 * number : 2 * number + 2]):
                 wanted = text[sample * 32 : sample * 32 + 33]
-                assert inputs[row].tolist() == wanted[:-1].tolist()
-                assert targets[row].tolist() == wanted[1:].tolist()
+                assert batch["inputs"][row].tolist() == wanted[:-1].tolist()
+                assert batch["targets"][row].tolist() == wanted[1:].tolist()
 
 
 @pytest.mark.parametrize("accident", ACCIDENTS)
@@ -93,7 +94,7 @@ def test_a_snapshot_that_goes_away_does_not_hurt_a_run(tmp_path: Path, how: str)
     else:
         folder.rename(tmp_path / "elsewhere")
     after = everything(source)
-    assert all((a == b).all() for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
+    assert all((one[name] == two[name]).all() for one, two in zip(before, after, strict=True) for name in one | two)
 
 
 class Shrinking(TokenBatches):

@@ -61,7 +61,7 @@ read = batches.TokenBatches.micro_batches
 def micro_batches(self, window, rank, world_size):
     given = read(self, window, rank, world_size)
     if window.index == 3 and rank == world_size - 1:
-        given[-1][0][1, 2] = 999  # the last micro-batch, which is rank 1's share
+        given[-1]["inputs"][1, 2] = 999  # the last micro-batch, which is rank 1's share
     return given
 batches.TokenBatches.micro_batches = micro_batches
 """

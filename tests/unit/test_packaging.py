@@ -31,9 +31,6 @@ def requirements() -> list[Requirement]:
     extras = project["optional-dependencies"]
     names = (*DEFAULT_EXTRAS, "test", "hf", "peft", "lightning", "accelerate", "kernels")
     groups = [project["dependencies"], *(extras[name] for name in names)]
-        project["dependencies"],
-        *(extras[name] for name in (*DEFAULT_EXTRAS, "test", "hf", "peft", "lightning", "accelerate", "kernels")),
-    ]
     return [Requirement(text) for group in (*groups, PROJECT["build-system"]["requires"]) for text in group]
 
 

@@ -71,8 +71,9 @@ def main(card_name: str, target: str, folder: Path) -> None:
     modes: list[str] = []
     from benchmarks.proof import saves, training
     from benchmarks.proof.registry import NotHere, Task
-    from harness import build, run
+    from harness import run
     from harness.checkpoint.saver import Staging
+    from harness.precision import plan
 
     cuda, warm = torch.cuda, training.warm
     told: list[tuple[Any, str, Any]] = [
@@ -89,7 +90,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
         # Fake parameters cannot be moved and stay the same objects; they are made where they belong.
         (torch.nn.Module, "to", lambda module, *_: module),
         # The tensor that ranks vote with is a fake, and says yes to everything.
-        (build, "agree_on_rung", lambda recipe, facts, _: alone(recipe, facts)),
+        (plan, "agree_on_rung", lambda recipe, facts, *_: alone(recipe, facts)),
         (Staging, "copy", staged),
         (saves, "SIZE", training.SMALL),
         # One step after the first is as good as ten: nothing here grows warm.

@@ -8,10 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from harness.core import health
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT
-from harness.core.health import check_batch, harmless, name_faults
+from harness.core.health import Fault, harmless
 
 TOKENS = torch.randint(0, 256, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+def check_batch(inputs: Tensor, targets: Tensor, vocab: int | None = None) -> int:
+    return health.check_batch({"inputs": inputs, "targets": targets}, vocab)
+
+
+def name_faults(inputs: Tensor, targets: Tensor, vocab: int | None = None) -> list[Fault]:
+    return health.name_faults({"inputs": inputs, "targets": targets}, vocab)
 
 
 def with_value(values: Tensor, place: tuple[int, ...], value: float) -> Tensor:
@@ -113,6 +122,7 @@ def test_it_says_what_plain_python_says(values: list[int], dtype: torch.dtype, v
 
 
 def test_a_harmless_batch_has_the_same_shapes_and_no_fault() -> None:
-    inputs, targets = harmless(torch.full((2, 3), math.nan, dtype=torch.bfloat16), torch.full((2,), 999))
+    bad = {"inputs": torch.full((2, 3), math.nan, dtype=torch.bfloat16), "targets": torch.full((2,), 999)}
+    inputs, targets = harmless(bad).values()
     assert (inputs.shape, inputs.dtype, targets.shape, targets.dtype) == ((2, 3), torch.bfloat16, (2,), torch.int64)
     assert check_batch(inputs, targets, 2) == 0

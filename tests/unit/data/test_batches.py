@@ -43,8 +43,8 @@ def test_samples_lie_side_by_side_and_targets_are_the_next_tokens() -> None:
     assert source.n_samples == 100
     window = source.window(9)
     assert (window.index, window.samples.dtype, window.samples.shape) == (9, np.int64, (12,))
-    inputs = torch.cat([inputs for inputs, _ in source.micro_batches(window, 0, 1)])
-    targets = torch.cat([targets for _, targets in source.micro_batches(window, 0, 1)])
+    inputs = torch.cat([batch["inputs"] for batch in source.micro_batches(window, 0, 1)])
+    targets = torch.cat([batch["targets"] for batch in source.micro_batches(window, 0, 1)])
     assert inputs.dtype == targets.dtype == torch.int64
     expected = torch.from_numpy(window.samples)[:, None] * 10 + torch.arange(10)
     assert torch.equal(inputs, expected % 256)
@@ -53,7 +53,7 @@ def test_samples_lie_side_by_side_and_targets_are_the_next_tokens() -> None:
 
 def test_an_epoch_trains_on_every_target_once() -> None:
     source = batches(train=121, global_batch=4, micro_batch=4)
-    seen = torch.cat([source.micro_batches(source.window(step), 0, 1)[0][1].flatten() for step in range(3)])
+    seen = torch.cat([source.micro_batches(source.window(step), 0, 1)[0]["targets"].flatten() for step in range(3)])
     assert sorted(seen.tolist()) == list(range(1, 121))
 
 
@@ -64,10 +64,10 @@ def test_ranks_share_a_window_that_does_not_depend_on_them(world_size: int) -> N
     alone = source.micro_batches(window, 0, 1)
     dealt = [source.micro_batches(window, rank, world_size) for rank in range(world_size)]
     assert {len(mine) for mine in dealt} == {len(alone) // world_size}
-    for number, (inputs, targets) in enumerate(alone):
+    for number, batch in enumerate(alone):
         mine = dealt[number % world_size][number // world_size]
-        assert torch.equal(mine[0], inputs)
-        assert torch.equal(mine[1], targets)
+        assert torch.equal(mine["inputs"], batch["inputs"])
+        assert torch.equal(mine["targets"], batch["targets"])
 
 
 def test_a_window_is_a_function_of_seed_and_index() -> None:
@@ -110,7 +110,7 @@ def test_validation_weighs_ranks_and_batches_alike_and_reads_nothing_twice(
 ) -> None:
     source = batches(val=val, val_samples=val_samples, micro_batch=micro_batch)
     ranks = [source.validation(rank, world_size) for rank in range(world_size)]
-    shapes = {inputs.shape for mine in ranks for inputs, _ in mine}
+    shapes = {batch["inputs"].shape for mine in ranks for batch in mine}
     ((size, context),) = shapes
     assert 1 <= size <= micro_batch
     assert context == 10
@@ -118,7 +118,7 @@ def test_validation_weighs_ranks_and_batches_alike_and_reads_nothing_twice(
     wanted = min(val_samples, (val - 1) // 10)
     count = size * len(ranks[0])
     if wanted < world_size:
-        assert all(torch.equal(mine[0][0], ranks[0][0][0]) for mine in ranks)
+        assert all(torch.equal(mine[0]["inputs"], ranks[0][0]["inputs"]) for mine in ranks)
     else:
         count *= world_size
     assert wanted - count < max(world_size, math.ceil(wanted / micro_batch) + world_size)
@@ -127,16 +127,16 @@ def test_validation_weighs_ranks_and_batches_alike_and_reads_nothing_twice(
 
 def test_validation_is_spread_over_the_split_and_fixed() -> None:
     source = batches(val=2001, val_samples=10, micro_batch=4)
-    first = torch.cat([inputs for inputs, _ in source.validation(0, 1)])
-    again = torch.cat([inputs for inputs, _ in source.validation(0, 1)])
+    first = torch.cat([batch["inputs"] for batch in source.validation(0, 1)])
+    again = torch.cat([batch["inputs"] for batch in source.validation(0, 1)])
     assert torch.equal(first, again)
     assert (first[:, 0]).tolist() == [(number * 200 // 9 * 10) % 256 for number in range(9)]
 
 
 def test_one_and_two_ranks_validate_on_the_same_samples_where_they_divide() -> None:
     source = batches(val=2001, val_samples=16, micro_batch=4)
-    alone = torch.cat([inputs for inputs, _ in source.validation(0, 1)])
-    both = torch.cat([inputs for rank in range(2) for inputs, _ in source.validation(rank, 2)])
+    alone = torch.cat([batch["inputs"] for batch in source.validation(0, 1)])
+    both = torch.cat([batch["inputs"] for rank in range(2) for batch in source.validation(rank, 2)])
     assert sorted(alone.tolist()) == sorted(both.tolist())
 
 

@@ -70,7 +70,7 @@ def test_targets_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(str(tmp_path))
     model = build_model(ModelConfig(target="mine_models:logits", args={"width": 16}))
     tokens = torch.randint(0, 256, (2, 8))
-    loss = Task(model, "mine").loss(model, tokens, tokens)
+    loss = Task(model, "mine").loss(model, {"inputs": tokens, "targets": tokens})
     expected = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     assert torch.equal(loss, expected)
     for target, args, expected_text in (
@@ -95,7 +95,7 @@ def test_a_model_that_breaks_the_loss_contract_is_told_so() -> None:
 
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ConfigError, match=r"returned a tensor \[3\], not a 0-d loss"):
-        Task(Wrong(), "wrong").loss(Wrong(), tokens, tokens)
+        Task(Wrong(), "wrong").loss(Wrong(), {"inputs": tokens, "targets": tokens})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Window
+from harness.core.protocols import Batch
 from harness.monitors.base import BadData
 from harness.monitors.data import DataMonitor
 
@@ -21,6 +22,7 @@ class Source:
 
     name = "made up"
     tokens_per_sample = 3
+    masked = False
 
     def __init__(self, damage: Callable[[Tensor, Tensor, Tensor], None] = lambda *_: None) -> None:
         self.damage = damage
@@ -30,16 +32,16 @@ class Source:
         self.read.append(index)
         return Window(index, np.arange(4, dtype=np.int64) + 10 * index)
 
-    def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[Batch]:
         assert (rank, world_size) == (0, 1), "every rank reads the whole window"
-        batches: list[tuple[Tensor, Tensor]] = []
+        batches: list[Batch] = []
         for numbers in torch.as_tensor(window.samples).split(2):
             inputs, targets = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)
             self.damage(numbers, inputs, targets)
-            batches.append((inputs, targets))
+            batches.append({"inputs": inputs, "targets": targets})
         return batches
 
-    def validation(self, rank: int, world_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+    def validation(self, rank: int, world_size: int) -> Sequence[Batch]:
         raise AssertionError("the monitor reads windows, never the validation set")
 
 

@@ -96,11 +96,26 @@ def test_a_model_that_cannot_be_prepared(spoil: Callable[[nn.Sequential], nn.Mod
         precision.prepare(mlp())
 
 
-def test_patterns_and_models_without_fp8_layers_are_refused() -> None:
+def test_patterns_that_match_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match='pattern "3" matches no Linear'):
         prepared(recipe(layers={"exclude": ["3"]}))
-    with pytest.raises(ConfigError, match="no layer can run in FP8"):
-        prepared(recipe(layers={"min_features": 64}))
+
+
+def test_a_model_without_fp8_layers_goes_down_the_ladder(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="harness.precision"):
+        precision, _ = prepared(recipe(layers={"min_features": 64}))
+    taken = [verdict.rung for verdict in precision.plan.rungs if verdict.taken]
+    assert taken == ["autocast:bf16"] == [precision.plan.resolved]
+    refused = next(verdict for verdict in precision.plan.rungs if verdict.rung == "native:fp8")
+    assert refused.reason.startswith("no layer of this model can run in FP8: 0: ")
+    assert "native:fp8 is not taken: no layer of this model can run in FP8 (0: " in caplog.text
+
+
+def test_without_a_rung_below_it_a_model_for_which_fp8_is_nothing_is_refused() -> None:
+    policy = recipe(layers={"min_features": 64}).model_dump()
+    policy["ladder"] = [rung for rung in policy["ladder"] if rung["precision"] == "fp8"]
+    with pytest.raises(ConfigError, match="no layer of this model can run in FP8"):
+        prepared(Recipe.model_validate(policy))
 
 
 def test_a_recipe_without_a_rung_for_this_machine_is_refused() -> None:

@@ -76,7 +76,7 @@ def test_patterns_that_match_nothing_are_errors_with_a_near_match() -> None:
 
 
 def test_a_model_without_an_fp8_layer_is_an_error_that_says_why() -> None:
-    with pytest.raises(ConfigError, match="no layer can run in FP8") as caught:
+    with pytest.raises(ConfigError, match="no layer of this model can run in FP8") as caught:
         plan_for(nn.Sequential(nn.Linear(10, 10)))
     assert "not multiples of 16" in str(caught.value)
 
