@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import resource
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -312,6 +313,17 @@ class WindowBuffers:
         self.drop()
 
 
+def peak_memory(device: torch.device) -> float:
+    """Largest memory of this process so far, GiB: what torch allocated on a GPU, or all of it (resident) on a CPU.
+
+    Costs microseconds, and asks the device for nothing. NaN on a GPU that has not allocated anything.
+    """
+    if device.type == "cuda":
+        found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+        return found.get("peak", math.nan) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts kibibytes
+
+
 class StepClock:
     """Times one step: by events on a GPU's own stream, by the wall on a CPU (where a step ends when it returns)."""
 
@@ -355,6 +367,7 @@ class InFlight:
     fell_back_to: str = ""
     limits: Limits = NO_LIMITS
     compared: tuple[str, ...] = ()
+    ideal_seconds: float = math.nan
 
     @classmethod
     def send(
@@ -392,6 +405,7 @@ class InFlight:
             demoted=self.demoted,
             fell_back_to=self.fell_back_to,
             limits=self.limits,
+            ideal_seconds=self.ideal_seconds,
             slots=slots,
             diverged=tuple(name for name, one in zip(self.compared, rows[count:].tolist(), strict=True) if one),
             **values,
