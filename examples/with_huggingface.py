@@ -22,9 +22,7 @@ def tiny(folder: Path, text: Path) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train([str(path) for path in text.glob("*.py")], trainer)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.Qwen3Config(vocab_size=512, head_dim=32, num_key_value_heads=2, **sizes)
