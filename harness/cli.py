@@ -35,11 +35,17 @@ COMMANDS = {
         "tools.replay",
         "Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too.",
     ),
+    "sample": ("tools.sample", "Write text on from a prompt, with a run's model."),
+    "eval": (
+        "tools.eval",
+        "Score a run's model: loss, perplexity, accuracy, in the run's precision and in fp32 beside it.",
+    ),
     "doctor": ("tools.doctor", "Say what this machine can do, and why not more."),
     "estimate": (
         "tools.estimate",
         "Predict memory and speed of a run on a card that need not be there. Nothing runs on a GPU.",
     ),
+    "data": ("tools.data", "Make files of token ids of text, once for many runs: harness data prepare."),
     "export": ("tools.export", "Write a run's weights for others (Hugging Face, safetensors), with a model card."),
     "report": ("report.page", "Draw a run's plots and report.html again from its journal."),
     "sync": ("tools.sync", "Deliver what MLflow has not got of a run's journal."),

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,7 @@ class Telemetry:
         self._precision: Precision | None = None
         self._lock: RunLock | None = None
         self._last = (0, 0)
+        self._counts: dict[str, int] = {}
         self._ahead: int | None = None
         self._closed = False
 
@@ -227,13 +229,16 @@ class Telemetry:
             ledger = RunLedger() if self._precision is None else self._precision.prepared.state.ledger
         if self._precision is not None:
             self.attempt = ledger.attempt
+        else:
+            skipped = facts.step - facts.applied_steps
+            self._counts = {"applied": facts.applied_steps, "skipped": skipped, "rollbacks": len(ledger.returned_to)}
         self._last = (ledger.attempt, facts.step)
         kept = self.slots.take(self.attempt, facts)
         self.metrics(facts.step, row(facts, ledger, kept.with_slots, kept.picked) | kept.figures)
         self._tell_slots(facts.step, kept)
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
-        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, ledger.rollbacks)
+        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, len(ledger.returned_to))
 
     def _tell_slots(self, step: int, kept: Kept) -> None:
         for told in kept.events:
@@ -256,8 +261,17 @@ class Telemetry:
         reason = f"{type(error).__name__}: {error}"
         self.event(step, "run.failed", text=reason)
         if self.folder is not None:
-            write_outcome(self.folder, Outcome("failed", code, reason, step))
+            self._write_outcome(Outcome("failed", code, reason, step))
         self.note("end", status="failed")
+
+    def _write_outcome(self, outcome: Outcome) -> None:
+        """outcome.json with what the state says of the steps; a folder that does not even take that is told."""
+        assert self.folder is not None
+        try:
+            write_outcome(self.folder, replace(outcome, **self._counts))
+        except OSError as error:
+            text = f"outcome.json could not be written to {self.folder}: {error}"
+            self.screen.event(f"{text}; the run ends with {outcome.exit_code:d}: {outcome.reason}")
 
     def end(self, outcome: Outcome, plan: Mapping[str, Any], files: tuple[str, ...] = ()) -> None:
         """Outcome, effective precision, plots and report; told to MLflow through the journal.
@@ -266,8 +280,11 @@ class Telemetry:
         """
         if self.folder is None:
             return
-        write_outcome(self.folder, outcome)
-        write_plan(self.folder, plan)
+        self._write_outcome(outcome)
+        try:
+            write_plan(self.folder, plan)
+        except OSError as error:
+            self.screen.event(f"plan.json could not be written again, without the precision as it ran: {error}")
         if outcome.status != "stopped":  # which goes on, as if it had never been stopped
             self._last_slots(outcome.step)
         tags = {"precision.effective": plan["effective"], "outcome": outcome.status}
@@ -325,7 +342,7 @@ class Telemetry:
         self.screen.say(summary(self.folder))
         if self.journal.dropped:
             self.screen.event(
-                f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL}; "
+                f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL} to the end; "
                 "training was not affected"
             )
         if delivered is False:

@@ -127,6 +127,20 @@ class CheckpointConfig(Strict):
     background: bool = Field(
         default=True, description="write while training goes on (takes one copy of the state in memory)"
     )
+    on_failure: Literal["continue", "pause", "halt"] = Field(
+        default="pause",
+        description="after max_failures: train on, wait on all ranks until a save succeeds, or end the run",
+    )
+    max_failures: Positive = Field(
+        default=3,
+        description="saves in a row that fail before on_failure; 1 is as 2: the first is known at the next",
+    )
+    retry_seconds: float = Field(default=30.0, gt=0, description="between tries to save while the run waits")
+    emergency_path: str | None = Field(
+        default=None,
+        description="folder on another disk for the last save of a run whose own takes none; the next start takes it "
+        "back; none: there is none",
+    )
 
 
 class TrackingConfig(Strict):

@@ -58,9 +58,22 @@ def _tokens_per_second(facts: StepFacts, _: RunLedger) -> float:
     return facts.tokens / facts.seconds if facts.seconds > 0 and facts.tokens else math.nan
 
 
+def _mfu(facts: StepFacts, _: RunLedger) -> float:
+    return facts.ideal_seconds / facts.seconds if facts.seconds > 0 else math.nan
+
+
+MFU = "train/mfu"
+
 # Of the run as a whole, beside what its steps measure: key, unit, what it is, and how it is had.
 _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]], ...] = (
     ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step", _tokens_per_second),
+    (
+        MFU,
+        "",
+        "model FLOPs utilisation: the seconds that the step's matrix products take at the card's peak for the fastest "
+        "precision that ran, over those of the step; left out where the peak is not known",
+        _mfu,
+    ),
     (
         "guard/skipped",
         "",
@@ -68,7 +81,7 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
         lambda _, ledger: float(ledger.skips),
     ),
     ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
-    ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(ledger.rollbacks)),
+    ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(len(ledger.returned_to))),
     ("guard/attempt", "", "raised by every rollback and resume", lambda _, ledger: float(ledger.attempt)),
     (
         "Loss/train",
@@ -93,6 +106,8 @@ def row(
         if SCALARS[name].often == EVERY_STEP or not math.isnan(value)
     }
     found |= {key: value(facts, ledger) for key, _, _, value in _OF_THE_RUN}
+    if math.isnan(found[MFU]):
+        del found[MFU]
     return found | slot_row(facts.slots, picked) if with_slots and facts.slots is not None else found
 
 

@@ -9,9 +9,10 @@ does not know how many ranks there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +37,25 @@ def sample_numbers(seed: int, index: int, global_batch: int, n_samples: int) -> 
     Position p = index * global_batch + j of the endless order is sample permutation(seed, p // n_samples) at
     p % n_samples: a window may end one epoch and begin the next.
     """
-    begin, end = index * global_batch, (index + 1) * global_batch
+    return ordered_samples(seed, index * global_batch, (index + 1) * global_batch, n_samples)
+
+
+def ordered_samples(seed: int, begin: int, end: int, n_samples: int) -> npt.NDArray[np.int64]:
+    """The samples at positions [begin, end) of the endless order, int64; see `sample_numbers`."""
     numbers = range(begin // _BLOCK, (end - 1) // _BLOCK + 1)
     blocks = [_block(seed & _MASK64, number, n_samples) for number in numbers]
     order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
     start = begin - numbers[0] * _BLOCK
-    return order[start : start + global_batch].copy()
+    return order[start : start + end - begin].copy()
 
 
-@lru_cache(maxsize=2)  # a window may lie across two
+def keyed_places(seed: int, cycle: int, count: int) -> npt.NDArray[np.int64]:
+    """A permutation of [0, count), int64, keyed by seed and cycle."""
+    cycles = np.full(count, cycle, dtype=np.uint64)
+    return _permute(np.arange(count, dtype=np.uint64), count, _round_keys(seed & _MASK64, cycles)).astype(np.int64)
+
+
+@lru_cache(maxsize=64)  # a window may lie across two, of each source of a mixture
 def _block(seed: int, number: int, n_samples: int) -> npt.NDArray[np.int64]:
     """Samples at positions [number * _BLOCK, (number + 1) * _BLOCK) of the order, int64; read only.
 
@@ -126,11 +137,12 @@ class TokenBatches:
     ) -> None:
         self.tokens_per_sample = context
         self.masked = packed
+        self._data = data
         self.vocab, self.ids = data.vocab, data.ids
-        self.name = f"{'tokens' if 'ids' in data.info else 'bytes'} of {data.info['source']}"
+        self.unit = "nats per byte" if self.tokenizer == "" else "nats per token"
+        self.name = f"{'bytes' if self.tokenizer == '' else 'tokens'} of {data.info['source']}"
         self.n_samples = (len(data.train) - 1) // context
         self._available = (len(data.val) - 1) // context
-        self._data = data
         self._seed = seed
         self._global_batch = global_batch
         self._micro_batch = micro_batch
@@ -154,7 +166,7 @@ class TokenBatches:
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
-        return [self.batch("train", row) for row in rows[rank::world_size]]
+        return [as_batch(self.read("train", row)) for row in rows[rank::world_size]]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """This rank's validation batches, `inputs` and `targets` int64 [size, context], the same at every call.
@@ -165,7 +177,7 @@ class TokenBatches:
         is not what it was when the run began: what is validated on never changes.
         """
         rows = validation_rows(self._val_samples, self._available, self._micro_batch, rank, world_size)
-        return [self.batch("val", row) for row in rows]
+        return [as_batch(self.read("val", row)) for row in rows]
 
     @property
     def available(self) -> int:
@@ -188,30 +200,53 @@ class TokenBatches:
             "skipped": _readable(info["skipped"]),
         }
         if "ids" in info:
-            return facts | {"unigram_nats": info["unigram_nats"], "tokenizer": info["tokenizer"]}
+            facts |= {"unigram_nats": info["unigram_nats"], "tokenizer": info["tokenizer"]}
+            return facts | (
+                {"unigram_bits_per_byte": info["unigram_nats"] / math.log(2)} if self.tokenizer == "" else {}
+            )
         return facts | {
             "train_bytes": info["train"]["bytes"],
             "val_bytes": info["val"]["bytes"],
             "unigram_bits_per_byte": info["unigram_bits_per_byte"],
         }
 
-    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
-        """`samples` of a split as a batch. Raises DataError as `micro_batches` and `validation` do."""
+    @property
+    def tokenizer(self) -> str | None:
+        """Its hash, empty for bytes; None if nobody said what made the ids."""
+        info = self._data.info
+        return None if info.get("kind") == "tokens" and not info["tokenizer"] else info.get("tokenizer", "")
+
+    def read(self, split: str, samples: npt.NDArray[np.int64]) -> Rows:
+        """`samples` of a split with their successors. Raises DataError as `micro_batches` and `validation` do."""
         context, source = self.tokens_per_sample, self._splits[split]
         rows, damage = source.read(samples[:, None] * context + np.arange(context + 1))
         if damage and split == "val":
             where = "the validation split"
             problems = [Problem(f"sample {samples[row]} differs", where, text) for row, text in damage.items()]
             raise DataError(problems)
-        batch = torch.from_numpy(rows)
-        made = {"inputs": batch[:, :-1].contiguous(), "targets": batch[:, 1:].contiguous()}
-        if self.masked:
-            begins = torch.from_numpy(source.begins(rows, samples * context))
-            made["segments"] = begins[:, :-1].to(torch.int64).cumsum(1)
-            made["targets"].masked_fill_(begins[:, 1:], IGNORED)
-        for row in damage:
-            made["inputs"][row] = made["targets"][row] = -1
-        return made
+        return Rows(rows, source.begins(rows, samples * context) if self.masked else None, damage)
+
+
+class Rows(NamedTuple):
+    """Samples as they were read. tokens: int64 [samples, context + 1]. begins: bool of that shape, whether a document
+    begins with the token; None if the samples are not packed. damage: rows that could not be read, and why."""
+
+    tokens: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.bool_] | None
+    damage: dict[int, str]
+
+
+def as_batch(read: Rows) -> Batch:
+    """Inputs, targets and, of packed samples, segments."""
+    tokens = torch.from_numpy(read.tokens)
+    made = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    if read.begins is not None:
+        begins = torch.from_numpy(read.begins)
+        made["segments"] = begins[:, :-1].to(torch.int64).cumsum(1)
+        made["targets"].masked_fill_(begins[:, 1:], IGNORED)
+    for row in read.damage:
+        made["inputs"][row] = made["targets"][row] = -1
+    return made
 
 
 class _Split:

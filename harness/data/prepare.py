@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,7 +40,7 @@ from harness.data.tokenizer import Encoder, load_encoder, tokenizer_file
 from harness.data.writer import ShardWriter, smallest_dtype
 
 FORMAT = 1
-TASK_BYTES = 64 << 20
+TASK_BYTES = 16 << 20
 """Least bytes of a task's source."""
 _TASKS = 128
 _INLINE = 4 << 20
@@ -142,6 +142,7 @@ def _plan(wanted: Preparation) -> dict[str, Any]:
             size = 0
         tasks[-1].append(list(astuple(part)))
         size += part.size
+    wanted = replace(wanted, source=str(Path(wanted.source).expanduser().resolve()))
     paths = sorted({part.path for part in listed.parts})
     return {
         "format": FORMAT,

@@ -25,7 +25,7 @@ PIECE = 1 << 20
 """Bytes of a text that are tokenized at once: longer ones are cut after a line."""
 MAX_ROW = 256 << 20
 """Bytes of a row of JSONL."""
-_RANGE = 32 << 20
+_RANGE = 8 << 20
 _BATCH = 1024
 _NAMED = 20
 _LOOKED_AT = 1 << 16

@@ -20,7 +20,7 @@ from typing import Literal
 from harness.core.errors import DataError, Problem, some
 
 MAX_BYTES = 1 << 30
-"""Most bytes of text a run takes: all of it is held in memory once, while the snapshot is written."""
+"""Most bytes of text a run takes by itself: all of it is held in memory once, while the snapshot is written."""
 
 BadFiles = Literal["auto", "skip", "fail"]
 """What to do about files of a folder that are no text."""

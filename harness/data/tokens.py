@@ -97,6 +97,8 @@ VOCAB = 256
 """Number of token ids: one per byte value."""
 
 _FORMAT = 1
+# Bytes of a source that a run makes into token ids by itself: the other ranks wait, and every run does it anew.
+_TOKENIZED = 256 << 20
 _SEPARATOR = b"\n"
 _LISTED = {"files": "split", "skipped": "reason"}
 
@@ -127,6 +129,11 @@ class TokenData:
     def vocab(self) -> int:
         """How many ids a model must know: a multiple of corpus.PADDED_TO."""
         return self.info.get("vocab", VOCAB)
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether the run has a copy of it, as bytes."""
+        return self.info["format"] == _FORMAT
 
     @property
     def ids(self) -> int:
@@ -205,7 +212,7 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
         wanted = Preparation(
             str(path), kind, config.text_key, config.bad, config.tokenizer, val_fraction=config.val_fraction
         )
-        prepare_dataset(wanted, folder / "tokens", most=MAX_BYTES, anew=True)
+        prepare_dataset(wanted, folder / "tokens", most=_TOKENIZED if config.tokenizer else MAX_BYTES, anew=True)
         info = open_prepared(folder / "tokens", folder, _hold_out(config), None)
     tokenizer = config.tokenizer or (str(path) if kind == "prepared" and (path / "tokenizer.json").is_file() else None)
     if tokenizer:

@@ -14,12 +14,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from harness.capability.cards import GIB, Card
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import RungVerdict
 from harness.data.batches import check_world
 from harness.engines.process_group import read_launch
-from harness.estimate.roofline import GIB, Calibration, Card, Op, Rates, device_seconds, seconds_of, step_seconds
+from harness.estimate.roofline import Calibration, Op, Rates, device_seconds, seconds_of, step_seconds
 from harness.estimate.trace import SAMPLED, USUAL, Trace, facts_of, trace
 from harness.precision.backends.registry import BACKENDS, PLAIN
 from harness.precision.plan import take_rung

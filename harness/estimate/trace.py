@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from harness.build import Worker, build_run
+from harness.capability.cards import Card
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
@@ -35,7 +36,7 @@ from harness.core.state import RunLedger
 from harness.engines.process_group import Launch, ProcessGroup
 from harness.estimate import device
 from harness.estimate.recorder import Recorder, Transfer, Wait
-from harness.estimate.roofline import Card, Op
+from harness.estimate.roofline import Op
 from harness.models import build_model
 from harness.precision.backends.registry import BACKENDS
 from harness.precision.plan import Plan, make_plan

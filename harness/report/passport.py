@@ -50,12 +50,22 @@ class Stamp:
         return ran
 
 
-def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, weights: str, loads: str) -> str:
-    """README.md in Markdown. weights: what they are, a sentence. loads: the Python that loads them."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Of an exported folder. weights: what they are. loads: the Python that loads them. tokenizer: which one."""
+
+    weights: str
+    loads: str
+    tokenizer: str
+
+
+def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: Contents) -> str:
+    """README.md, in Markdown."""
     tags = ["hopper-harness", *([history.plan["recipe"]] if history.plan else [])]
     lines = ["---", "tags:", *(f"- {tag}" for tag in tags), "---", f"# {history.run_dir.name}", ""]
-    lines += [weights, "", "```python", loads, "```", "", "## Training", ""]
-    lines += [*_table(("what", ""), _training(history, stamp, config)), "", "## Precision passport", ""]
+    lines += [contents.weights, "", "```python", contents.loads, "```", "", "## Training", ""]
+    facts = [*_training(history, stamp, config), ("tokenizer", contents.tokenizer)]
+    lines += [*_table(("what", ""), facts), "", "## Precision passport", ""]
     if history.plan:
         lines += _passport(history, stamp)
     else:

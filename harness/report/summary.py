@@ -70,13 +70,19 @@ def counts(history: RunHistory) -> dict[str, int]:
     applied = history.series.get("train/step_applied", {})
     rollbacks = history.last("guard/rollbacks") or 0
     demoted = sum(len(event["demote"]) for event in history.events if event["code"] == SWITCHED)
-    return {
+    counted = {
         "steps": len(applied),
         "applied": sum(value == 1 for value in applied.values()),
         "skipped": sum(value == 0 for value in applied.values()),
         "rollbacks": int(rollbacks),
         "demotions": demoted,
     }
+    # Rows may be missing where a disk was full: what the state says counts.
+    known = {name: history.outcome.get(name) for name in ("applied", "skipped", "rollbacks")}
+    told = {name: value for name, value in known.items() if type(value) is int and value >= 0}
+    if len(told) == len(known):
+        counted |= told | {"steps": told["applied"] + told["skipped"]}
+    return counted
 
 
 def _outcome(history: RunHistory) -> str:
@@ -122,8 +128,16 @@ def _steps(history: RunHistory) -> str:
 
 
 def _speed(history: RunHistory) -> str:
-    rates = [value for value in history.series.get("train/tokens_per_second", {}).values() if math.isfinite(value)]
-    return f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"
+    found = {
+        key: [value for value in history.series.get(f"train/{key}", {}).values() if math.isfinite(value)]
+        for key in ("tokens_per_second", "mfu", "peak_memory_gib")
+    }
+    rates, shares, sizes = found.values()
+    told = [f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"]
+    told += [f"MFU {statistics.median(shares):.1%} (median)"] if shares else []
+    what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
+    told += [f"peak memory {max(sizes):.2f} GiB{what}"] if sizes else []
+    return ", ".join(told)
 
 
 def _where(history: RunHistory) -> list[tuple[str, str]]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.capability.cards import GIB, Card
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
-from harness.estimate.roofline import GIB, Calibration, Card, find_card, read_calibration, uncalibrated
+from harness.estimate.roofline import Calibration, find_card, read_calibration, uncalibrated
 from harness.precision.recipe import Recipe
 from harness.tools.start import ConfigName, Overrides, RecipeName, read_policies
 

@@ -11,7 +11,7 @@ import math
 import os
 import time
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -224,16 +224,20 @@ class Journal:
     """Writer of one run's `journal.jsonl`; implements `core.protocols.Tracker`.
 
     attempt: raised by a rollback, part of every row. resume_step: first step that is executed again; rows that
-    already stand for it and later are not written twice (see `StandingRows`). dropped: rows lost to disk errors so far;
-    those are never raised into training, and a `journal.dropped` event follows once writing works again. Times
-    of rows never go back, even if the machine's clock does.
+    already stand for it and later are not written twice (see `StandingRows`). Errors of the disk are never raised into
+    training: rows wait in memory, `patience` bytes of them at most, and are written in order once that works again,
+    followed by an event `journal.late`, or `journal.dropped` where some had no place. Times of rows never go back, even
+    if the machine's clock does.
     """
+
+    patience = 64 << 20
 
     def __init__(self, path: Path, attempt: int = 1, resume_step: int | None = None) -> None:
         self.path = path
         self.attempt = attempt
-        self.dropped = 0
-        self._lost = 0
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._lost = self._late = self._told = 0
         self._failed_syncs = 0
         self._torn: int | None = None
         try:
@@ -273,6 +277,10 @@ class Journal:
         head = {"kind": "event", "step": int(step), "attempt": self.attempt, "time": self._now(), "code": code}
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
+    def tell(self, step: int, code: str, text: str, **fields: Any) -> None:
+        """An event; a journal has no screen."""
+        self.event(step, code, text=text, **fields)
+
     def note(self, kind: str, **fields: Any) -> None:
         """One row of another kind.
 
@@ -283,8 +291,14 @@ class Journal:
         head = {"kind": kind, "attempt": self.attempt, "time": self._now()}
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
+    @property
+    def dropped(self) -> int:
+        """Rows that the disk has refused: those that had no place in memory, and those that still wait there."""
+        return self._lost + len(self._waiting)
+
     def flush(self) -> None:
         """Everything logged so far is on disk (fsync). A disk that fails is not raised but reported like a lost row."""
+        self._catch_up()
         try:
             os.fsync(self._fd)
         except OSError:
@@ -306,22 +320,34 @@ class Journal:
         self.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        if not self._append(row):
-            self.dropped += 1
-            self._lost += 1
-        elif self._lost or self._failed_syncs:
+        line = encode(row)
+        self._catch_up()
+        if self._waiting or not self._append(line):
+            if self._waiting_bytes + len(line) > self.patience:
+                self._lost += 1
+                return
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+            self._late += 1
+        elif self._late or self._lost > self._told or self._failed_syncs:
+            lost = self._lost - self._told
             trouble = {
-                "code": "journal.dropped",
-                "rows": self._lost,
-                "total": self.dropped,
+                "code": "journal.dropped" if lost or self._failed_syncs else "journal.late",
+                "rows": lost,
+                "total": self._lost,
+                "late": self._late,
                 "failed_syncs": self._failed_syncs,
             }
             head = {"kind": "event", "step": row.get("step", 0), "attempt": self.attempt, "time": self._now()}
-            if self._append(head | trouble):
-                self._lost = self._failed_syncs = 0
+            if self._append(encode(head | trouble)):
+                self._told, self._late, self._failed_syncs = self._lost, 0, 0
 
-    def _append(self, row: Mapping[str, Any]) -> bool:
-        line = encode(row)
+    def _catch_up(self) -> None:
+        """Write what waits, in order, as far as the disk takes it."""
+        while self._waiting and self._append(self._waiting[0]):
+            self._waiting_bytes -= len(self._waiting.popleft())
+
+    def _append(self, line: bytes) -> bool:
         try:
             self._take_back()
             end = os.fstat(self._fd).st_size
@@ -419,10 +445,14 @@ class StandingRows:
 def _first_difference(old: Metrics, new: Metrics) -> str | None:
     # repr tells every two floats apart, 0.0 and -0.0 too, but not one NaN from another.
     for name in sorted(new):
-        if not _timing(name) and repr(old[name]) != repr(new[name]):
+        if not _of_the_process(name) and repr(old[name]) != repr(new[name]):
             return name
     return None
 
 
-def _timing(name: str) -> bool:
-    return name.startswith("time/") or name == "train/tokens_per_second"
+_OF_THE_PROCESS = ("train/tokens_per_second", "train/mfu", "train/peak_memory_gib")
+
+
+def _of_the_process(name: str) -> bool:
+    """Whether it says how fast or large the process was, which is another each time."""
+    return name.startswith("time/") or name in _OF_THE_PROCESS

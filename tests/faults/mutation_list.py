@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from data_mutations import DATA
 from guard_mutations import GUARD
+from loop_mutations import LOOP
 from mutation import Mutation
 from native_mutations import NATIVE
 from process_mutations import PROCESS
@@ -18,6 +19,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *RESUME,
     *PROCESS,
     *GUARD,
+    *LOOP,
     *TRACKING,
     *DATA,
     *NATIVE,

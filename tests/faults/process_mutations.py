@@ -78,8 +78,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "the reason of a rank that was asked alone is known to all",
-        "        reason = _reason(run)\n",
-        "        reason = run.stop.reason\n",
+        "        reason = _with_note(_reason(run), kept)\n",
+        "        reason = _with_note(run.stop.reason, kept)\n",
         "tests/faults/test_signals.py::test_signals_to_the_launcher_or_one_rank_stop_all[torchrun-2]",
     ),
     Mutation(
@@ -116,6 +116,27 @@ PROCESS: tuple[Mutation, ...] = (
         "        limit_every_group(timeout_seconds)\n",
         "",
         "tests/faults/test_lost_ranks.py -k deepspeed-SIGSTOP",
+    ),
+    Mutation(
+        7,
+        "the lock of a build whose maker is dead is taken away",
+        "if not owner and _unchanged(lock.parent) >= QUIET:",
+        "if False:",
+        "tests/unit/engines/test_deepspeed_build.py -k killed_build",
+    ),
+    Mutation(
+        7,
+        "a build that lives is left alone",
+        "if not owner and _unchanged(",
+        "if _unchanged(",
+        "tests/unit/engines/test_deepspeed_build.py -k living",
+    ),
+    Mutation(
+        7,
+        "a build is not waited for for ever",
+        "    if waited > seconds:\n",
+        "    if False:\n",
+        "tests/unit/engines/test_deepspeed_build.py -k living",
     ),
     Mutation(
         1,

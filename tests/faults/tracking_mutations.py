@@ -55,6 +55,13 @@ TRACKING: tuple[Mutation, ...] = (
         "tests/faults/test_journal_disk.py -k any_call_costs",
     ),
     Mutation(
+        19,
+        "rows wait in memory for a disk that is full",
+        "patience = 64 << 20",
+        "patience = 0",
+        "tests/faults/test_journal_disk.py -k wait_in_memory",
+    ),
+    Mutation(
         26,
         "times of rows come from a clock that nobody can set",
         "return self._offset + _elapsed()",

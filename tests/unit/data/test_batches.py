@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,14 @@ def counting(train: int, val: int) -> TokenData:
 
 
 def batches(train: int = 1001, val: int = 501, **changes: int) -> TokenBatches:
-    sizes = {"seed": 0, "context": 10, "global_batch": 12, "micro_batch": 3, "val_samples": 16, **changes}
+    sizes: dict[str, Any] = {
+        "seed": 0,
+        "context": 10,
+        "global_batch": 12,
+        "micro_batch": 3,
+        "val_samples": 16,
+        **changes,
+    }
     return TokenBatches(counting(train, val), **sizes)
 
 

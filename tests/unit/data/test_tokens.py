@@ -16,13 +16,20 @@ from hypothesis import strategies as st
 from harness.core.config import DataConfig
 from harness.core.errors import DataError
 from harness.data.text import Document, split_documents
-from harness.data.tokens import prepare, unigram_entropy
+from harness.data.tokens import TokenFile, prepare, unigram_entropy
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 
 
 def config(path: Path | None, **changes: object) -> DataConfig:
     return DataConfig.model_validate({"path": None if path is None else str(path), "context": 32, **changes})
+
+
+def all_of(tokens: object) -> bytes:
+    """A split of a snapshot."""
+    assert isinstance(tokens, TokenFile)
+    assert tokens.dtype == np.uint8
+    return tokens.tobytes()
 
 
 def flip(path: Path, bit: int) -> None:
@@ -44,12 +51,11 @@ def test_the_snapshot_is_the_text(tmp_path: Path) -> None:
     for split, tokens in (("train", data.train), ("val", data.val)):
         names = [file["name"] for file in info["files"] if file["split"] == split]
         joined = b"\n".join(contents[name] for name in names)
-        assert tokens.dtype == np.uint8
-        assert tokens.tobytes() == joined
+        assert all_of(tokens) == joined
         assert info[split] == {"bytes": len(joined), "sha256": hashlib.sha256(joined).hexdigest()}
     assert sorted(file["name"] for file in info["files"]) == sorted(contents)
     assert info["skipped"] == [{"name": "image.bin", "reason": "binary: it has NUL bytes"}]
-    both = data.train.tobytes() + data.val.tobytes()
+    both = all_of(data.train) + all_of(data.val)
     assert data.sha256 == hashlib.sha256(both).hexdigest()
     shares = [count / len(both) for count in collections.Counter(both).values()]
     assert data.unigram_bits_per_byte == pytest.approx(-sum(share * math.log2(share) for share in shares), rel=1e-12)
@@ -77,10 +83,10 @@ def test_a_resume_uses_the_snapshot_when_the_source_has_changed_or_gone(tmp_path
     source = tmp_path / "a.txt"
     source.write_text("the first text\n" * 100)
     first = prepare(config(source), tmp_path / "run")
-    before = first.train.tobytes(), first.val.tobytes(), first.sha256
+    before = all_of(first.train), all_of(first.val), first.sha256
     source.write_text("another text\n" * 100)
     again = prepare(config(source), tmp_path / "run")
-    assert (again.train.tobytes(), again.val.tobytes(), again.sha256) == before
+    assert (all_of(again.train), all_of(again.val), again.sha256) == before
     source.unlink()
     assert prepare(config(source), tmp_path / "run").sha256 == before[2]
 

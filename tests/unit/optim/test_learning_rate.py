@@ -9,7 +9,7 @@ from torch import nn
 from harness.core.config import TrainConfig, load_config
 from harness.core.files import shipped
 from harness.models import build_model
-from harness.optim import too_high
+from harness.optim.schedule import too_high
 
 
 def train(**keys: object) -> TrainConfig:

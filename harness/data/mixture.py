@@ -1,0 +1,201 @@
+"""Several sources with weights, as one: every window has their samples in the shares that were asked for.
+
+Places of the data order come in cycles of 1,024. In each cycle every source has as many places as its weight gives it,
+in an order that is a keyed permutation of the cycle's places; and a source's places, counted over all cycles, are those
+of its own order (`batches`): each of its epochs reads each of its samples once. So the samples of a window are a pure
+function of seed and index here too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.config import DataConfig
+from harness.core.errors import DataError, Problem
+from harness.core.facts import Window
+from harness.core.files import write_json
+from harness.core.protocols import Batch
+from harness.data.batches import (
+    Rows,
+    TokenBatches,
+    as_batch,
+    check_world,
+    keyed_places,
+    ordered_samples,
+    validation_rows,
+)
+from harness.data.tokens import TokenData, prepare_in
+
+CYCLE = 1024
+_STRIDE = 0x9E3779B97F4A7C15
+_FORMAT = 3
+
+
+def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
+    """`total` divided as `weights` say, by largest remainder; at least 1 for each."""
+    exact = np.array(weights) / sum(weights) * total
+    counts = np.maximum(1, np.floor(exact).astype(int))
+    while counts.sum() != total:
+        step = 1 if counts.sum() < total else -1
+        gaps = np.where((counts + step >= 1), step * (exact - counts), -np.inf)
+        counts[int(np.argmax(gaps))] += step
+    return tuple(int(count) for count in counts)
+
+
+class Mixture:
+    """As `TokenBatches`, of several. Sample n of source i has the number n, plus the samples of all sources before it.
+
+    Raises DataError if their tokens are known to be of different tokenizers.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[TokenBatches],
+        weights: Sequence[float],
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        val_samples: int,
+    ) -> None:
+        self._parts, self._seed = tuple(parts), seed
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._counts = shares(weights, CYCLE)
+        self._offsets = np.cumsum([0, *[part.n_samples for part in parts]])
+        self.tokens_per_sample = parts[0].tokens_per_sample
+        self.masked, self.unit = parts[0].masked, parts[0].unit
+        self.ids, self.vocab = max(part.ids for part in parts), max(part.vocab for part in parts)
+        self.n_samples = int(self._offsets[-1])
+        self.name = " and ".join(part.name for part in parts)
+        wanted = shares(weights, max(val_samples, len(parts)))
+        self._val = [min(count, part.available) for count, part in zip(wanted, parts, strict=True)]
+        made_with = {part.tokenizer for part in parts} - {None}
+        if len(made_with) > 1:
+            why = "the same id would be different text in different sources"
+            fix = "prepare all of them with one tokenizer"
+            raise DataError(Problem("sources of different tokenizers", "data.mixture", why, fix))
+
+    def window(self, index: int) -> Window:
+        """The window at place `index` of the data order: samples int64 [global_batch]."""
+        begin, end = index * self._global_batch, (index + 1) * self._global_batch
+        samples = np.empty(end - begin, dtype=np.int64)
+        for cycle in range(begin // CYCLE, (end - 1) // CYCLE + 1):
+            sources, ranks = _cycle(self._counts, self._seed, cycle)
+            first, last = max(begin, cycle * CYCLE), min(end, (cycle + 1) * CYCLE)
+            inside = slice(first - cycle * CYCLE, last - cycle * CYCLE)
+            for number, part in enumerate(self._parts):
+                here = np.flatnonzero(sources[inside] == number)
+                if not len(here):
+                    continue
+                place = cycle * self._counts[number] + int(ranks[inside][here[0]])
+                seed = self._seed + (number + 1) * _STRIDE
+                own = ordered_samples(seed, place, place + len(here), part.n_samples)
+                samples[here + (first - begin)] = own + self._offsets[number]
+        return Window(index, samples)
+
+    def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
+        """As `TokenBatches.micro_batches`."""
+        check_world(self._global_batch, self._micro_batch, world_size)
+        rows = window.samples.reshape(-1, self._micro_batch)
+        return [self._batch("train", row, self._offsets) for row in rows[rank::world_size]]
+
+    def validation(self, rank: int, world_size: int) -> list[Batch]:
+        """As `TokenBatches.validation`: every source has its share of the samples, at least one."""
+        offsets = np.cumsum([0, *[part.available for part in self._parts]])
+        spread = [
+            offsets[number] + np.arange(count, dtype=np.int64) * part.available // count
+            for number, (count, part) in enumerate(zip(self._val, self._parts, strict=True))
+        ]
+        every = np.concatenate(spread)
+        rows = validation_rows(len(every), len(every), self._micro_batch, rank, world_size)
+        return [self._batch("val", every[row], offsets) for row in rows]
+
+    def facts(self) -> dict[str, Any]:
+        """What this run trains on, JSON-able; sizes in tokens."""
+        facts = [part.facts() for part in self._parts]
+        sums = {
+            key: sum(each[key] for each in facts) for key in ("files", "train_tokens", "val_tokens", "train_samples")
+        }
+        return {
+            "source": " and ".join(each["source"] for each in facts),
+            "kind": "mixture",
+            **sums,
+            "val_samples": sum(self._val),
+            "vocab": self.vocab,
+            "sha256": _identity([each["sha256"] for each in facts], self._counts),
+            "skipped": [skip for each in facts for skip in each["skipped"]],
+            "mixture": [
+                {
+                    "source": each["source"],
+                    "share": count / CYCLE,
+                    "train_tokens": each["train_tokens"],
+                    "train_samples": each["train_samples"],
+                }
+                for each, count in zip(facts, self._counts, strict=True)
+            ],
+        }
+
+    def _batch(self, split: str, samples: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> Batch:
+        sources = np.searchsorted(offsets, samples, side="right") - 1
+        shape = (len(samples), self.tokens_per_sample + 1)
+        read = Rows(np.zeros(shape, np.int64), np.zeros(shape, np.bool_) if self.masked else None, {})
+        for number in np.unique(sources):
+            here = np.flatnonzero(sources == number)
+            part = self._parts[number].read(split, samples[here] - offsets[number])
+            read.tokens[here] = part.tokens
+            if read.begins is not None and part.begins is not None:
+                read.begins[here] = part.begins
+            read.damage.update({int(here[row]): text for row, text in part.damage.items()})
+        return as_batch(read)
+
+
+@lru_cache(maxsize=4)
+def _cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of each place of a cycle, int64 [CYCLE]: its source, and how many places of that source come before it."""
+    places = keyed_places(seed, cycle, CYCLE)
+    sources = np.searchsorted(np.cumsum(counts), places, side="right")
+    ranks = np.empty(CYCLE, dtype=np.int64)
+    for number in range(len(counts)):
+        here = sources == number
+        ranks[here] = np.arange(here.sum())
+    return sources, ranks
+
+
+def prepare_mixture(
+    config: DataConfig, run_dir: Path, lead: bool, reading: Callable[[str | None], None]
+) -> list[TokenData]:
+    """The tokens of each source, as `tokens.prepare` has those of one, in `data/<number>/` of the run.
+
+    Raises what `tokens.prepare` raises, with the problems of all sources together.
+    """
+    folder = run_dir / "data"
+    begun = (folder / "corpus.json").exists()
+    data: list[TokenData] = []
+    problems: list[Problem] = []
+    for number, part in enumerate(config.mixture):
+        own = folder / str(number)
+        if lead and not begun:  # what a start that was killed has left may be of other settings
+            (own / "corpus.json").unlink(missing_ok=True)
+        single = config.model_copy(update={"path": part.path, "mixture": []})
+        try:
+            data.append(prepare_in(single, own, 1, lead, reading))
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
+    if lead and not begun:
+        counts = shares([part.weight for part in config.mixture], CYCLE)
+        hashes = [each.sha256 for each in data]
+        sources = [part.model_dump() for part in config.mixture]
+        write_json(folder / "corpus.json", {"format": _FORMAT, "mixture": sources, "sha256": _identity(hashes, counts)})
+    return data
+
+
+def _identity(hashes: Sequence[str], counts: Sequence[int]) -> str:
+    return hashlib.sha256(repr((list(hashes), list(counts))).encode()).hexdigest()

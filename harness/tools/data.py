@@ -1,0 +1,71 @@
+"""`harness data prepare`: text into files of token ids, once and for many runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from harness.core.errors import ConfigError, DataError, ExitCode, Problem
+from harness.data.prepare import Preparation, Progress, prepare_dataset
+from harness.data.registry import DOCUMENTS, look
+
+
+def command(
+    action: Annotated[Literal["prepare"], typer.Argument(help="what to do")],
+    source: Annotated[str, typer.Argument(help="text, JSONL, Parquet, Arrow (save_to_disk), or a folder of one")],
+    out: Annotated[Path, typer.Option(help="folder to make; the same command goes on with one that was not finished")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer.json, or a Hugging Face folder with one [default: bytes]")
+    ] = None,
+    text_key: Annotated[str, typer.Option(help="key or column that has the text")] = "text",
+    bad: Annotated[
+        Literal["auto", "skip", "fail"],
+        typer.Option(help="rows without text, files that are none: skip, fail; auto: skip only empty and binary ones"),
+    ] = "auto",
+    val_fraction: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="share held out where the source has no validation files")
+    ] = 0.01,
+    processes: Annotated[int, typer.Option(min=0, help="worker processes; 0: one for each core")] = 0,
+) -> int:
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise DataError(Problem("no such file or folder", source, fix="check the path"))
+    kind = look(path)
+    if kind not in DOCUMENTS:
+        fix = f"use it as it is: data.path={source}"
+        raise ConfigError(Problem(f"has token ids already ({kind})", source, fix=fix))
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
+    with Bar(*columns) as bar:
+        shown = bar.add_task(f"{kind} {source}", total=None, now="")
+        begun = False
+
+        def tell(progress: Progress) -> None:
+            nonlocal begun
+            if progress.kept and not begun:
+                bar.print(f"going on: {progress.kept} of {progress.tasks} shards are done already")
+            begun = True
+            now = f"{progress.done / 1e6:,.0f} of {progress.total / 1e6:,.0f} MB"
+            bar.update(shown, total=progress.total, completed=min(progress.done, progress.total), now=now)
+
+        wanted = Preparation(source, kind, text_key, bad, tokenizer, val_fraction)
+        made = prepare_dataset(wanted, out, processes, tell)
+    tokens = {split: sum(each["tokens"] for each in made["shards"] if each["split"] == split) for split in _SPLITS}
+    ids = made["vocabulary"]["ids"]
+    files = len(made["shards"])
+    print(f"{out}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on, in {files} files")
+    print(f"{made['documents']:,} documents, {made['text_bytes']:,} bytes of text, {ids:,} token ids, {made['dtype']}")
+    for skip in made["skipped"][:_NAMED]:
+        print(f"left out: {skip['name']} ({skip['reason']})")
+    if len(made["skipped"]) > _NAMED:
+        print(f"left out: {len(made['skipped']) - _NAMED} more, in {out / 'dataset.json'}")
+    print(f"train on it: harness train data.path={out}")
+    return int(ExitCode.DONE)
+
+
+_SPLITS = ("train", "val")
+_NAMED = 10

@@ -1,0 +1,197 @@
+"""Text, JSONL, Parquet and Arrow through a tokenizer: the real libraries write them, and say what should come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from harness.core.errors import ConfigError, DataError, ExitCode
+from harness.data.corpus import Tokens
+from harness.data.prepare import Preparation, prepare_dataset
+from harness.data.tokens import TokenData, prepare
+from tests.support.runs import harness, train
+from tests.unit.data.token_files import config, headerless
+
+DOCUMENTS = [f"Document {number}: " + "the quick brown fox, é and ü; " * (1 + number % 7) for number in range(120)]
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE as a Hugging Face folder has it."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(DOCUMENTS, trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
+    return folder
+
+
+def jsonl(folder: Path) -> Path:
+    lines = [json.dumps({"text": text, "meta": {"n": number}}) for number, text in enumerate(DOCUMENTS)]
+    (folder / "docs.jsonl").write_text("\n".join(lines))
+    return folder / "docs.jsonl"
+
+
+def parquet(folder: Path) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), folder / "docs.parquet", row_group_size=17)
+    return folder / "docs.parquet"
+
+
+def parquet_folder(folder: Path) -> Path:
+    (folder / "data").mkdir()
+    for number in range(3):
+        rows = DOCUMENTS[40 * number : 40 * (number + 1)]
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": rows, "n": range(40)}), folder / f"data/train-{number}.parquet"
+        )
+    (folder / "README.md").write_text("card")
+    return folder
+
+
+def arrow(folder: Path) -> Path:
+    datasets.Dataset.from_dict({"text": DOCUMENTS}).save_to_disk(str(folder / "saved"), num_shards=2)
+    return folder / "saved"
+
+
+def texts(folder: Path) -> Path:
+    (folder / "texts").mkdir()
+    for number, text in enumerate(DOCUMENTS):
+        (folder / "texts" / f"{number:03}.txt").write_text(text)
+    return folder / "texts"
+
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "JSONL": jsonl, "Parquet": parquet, "Parquet folder": parquet_folder, "Arrow": arrow, "text": texts,
+}  # fmt: skip
+
+
+def documents(data: TokenData, split: str) -> list[list[int]]:
+    """A split's documents, by where they begin."""
+    tokens = data.train if split == "train" else data.val
+    assert isinstance(tokens, Tokens)
+    (row,), damage = tokens.read(np.arange(len(tokens))[None])
+    assert not damage
+    return [part.tolist() for part in np.split(row, data.starts(split)[1:])]
+
+
+def expected(tokenizer: Path, texts: Sequence[str] = DOCUMENTS) -> list[list[int]]:
+    library = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    end = library.token_to_id(END)
+    return [[*library.encode(text, add_special_tokens=False).ids, end] for text in texts]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_source_gives_what_the_library_gives(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+    path = SOURCES[kind](tmp_path)
+    settings = config(path, tokenizer=str(tokenizer), packing="documents")
+    data = prepare(settings, tmp_path / "run")
+    train, val = documents(data, "train"), documents(data, "val")
+    assert sorted(train + val) == sorted(expected(tokenizer))
+    assert train == [each for each in expected(tokenizer) if each in train], "in the order of the source"
+    assert len(val) == pytest.approx(12, abs=3)
+    assert data.vocab == -(-data.ids // 16) * 16
+    again = prepare(settings, tmp_path / "run")
+    assert documents(again, "train") == train
+
+
+@pytest.mark.parametrize("kind", ["JSONL", "Parquet", "Arrow"])
+def test_rows_without_a_tokenizer_are_bytes(tmp_path: Path, kind: str) -> None:
+    data = prepare(config(SOURCES[kind](tmp_path), packing="documents"), tmp_path / "run")
+    found = documents(data, "train") + documents(data, "val")
+    assert sorted(bytes(each).decode() for each in found) == sorted(f"{text}\n" for text in DOCUMENTS)
+    assert data.vocab == 256
+
+
+def test_splits_of_a_dataset_dict_are_taken_and_others_named(tmp_path: Path, tokenizer: Path) -> None:
+    parts = {"train": DOCUMENTS[:80], "validation": DOCUMENTS[80:100], "test": DOCUMENTS[100:]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    data = prepare(config(tmp_path / "saved", tokenizer=str(tokenizer), packing="documents"), tmp_path / "run")
+    assert documents(data, "train") == expected(tokenizer, DOCUMENTS[:80])
+    assert documents(data, "val") == expected(tokenizer, DOCUMENTS[80:100])
+    assert [skip["name"] for skip in data.info["skipped"]] == ["test"]
+
+
+def test_val_jsonl_beside_train_jsonl_is_the_split(tmp_path: Path) -> None:
+    for name, rows in (("train", DOCUMENTS[:100]), ("val", DOCUMENTS[100:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    data = prepare(config(tmp_path / "train.jsonl", packing="documents"), tmp_path / "run")
+    assert [bytes(each).decode() for each in documents(data, "val")] == [f"{row}\n" for row in DOCUMENTS[100:]]
+
+
+def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
+    folder = parquet_folder(tmp_path)
+    pyarrow.parquet.write_table(pyarrow.table({"content": DOCUMENTS}), folder / "data" / "odd.parquet")
+    with pytest.raises(DataError, match=r'odd\.parquet: has no column "text"\n    why: its columns: content'):
+        prepare(config(folder), tmp_path / "run")
+    with pytest.raises(DataError) as caught:
+        prepare(config(folder, text_key="content"), tmp_path / "run")
+    assert len(caught.value.problems) == 3
+    with pytest.raises(DataError, match='column "n" has int64, not text'):
+        prepare(config(folder / "data" / "train-0.parquet", text_key="n"), tmp_path / "run")
+
+
+BAD_TOKENIZERS: dict[str, Callable[[Path], Any]] = {
+    "no such file": lambda folder: None,
+    "has no tokenizer.json": lambda folder: folder.mkdir(),
+    "is no tokenizer": lambda folder: folder.write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("message", BAD_TOKENIZERS)
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, message: str) -> None:
+    BAD_TOKENIZERS[message](tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match=message):
+        prepare(config(jsonl(tmp_path), tokenizer=str(tmp_path / "tokenizer")), tmp_path / "run")
+
+
+def test_ids_that_the_tokenizer_has_not_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    path = headerless(tmp_path / "train.bin", np.arange(5000) % 400)
+    with pytest.raises(DataError, match="has the token id 399, which the tokenizer does not"):
+        prepare(config(path, tokenizer=str(tokenizer)), tmp_path / "run")
+    data = prepare(config(headerless(path, np.arange(5000) % 100), tokenizer=str(tokenizer)), tmp_path / "run")
+    assert data.ids > 100, "of the tokenizer, not of the data"
+
+
+def test_prepared_with_another_tokenizer_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    prepare_dataset(Preparation(str(jsonl(tmp_path)), "JSONL"), tmp_path / "made")
+    with pytest.raises(DataError, match="was prepared with another tokenizer"):
+        prepare(config(tmp_path / "made", tokenizer=str(tokenizer)), tmp_path / "run")
+
+
+def test_the_command_and_a_run_on_what_it_made(tmp_path: Path, tokenizer: Path) -> None:
+    jsonl(tmp_path)
+    done = harness(
+        tmp_path,
+        "data",
+        "prepare",
+        "docs.jsonl",
+        "--tokenizer",
+        str(tokenizer),
+        "--out",
+        "made",
+        "--val-fraction",
+        "0.2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "120 documents" in done.stdout
+    assert f"data.path={Path('made')}" in done.stdout
+    ran = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=made", "train.steps=3", "data.val_samples=2")
+    assert ran.returncode == ExitCode.DONE, ran.stdout
+    assert (tmp_path / "runs" / "r" / "data" / "tokenizer.json").read_bytes() == (
+        tokenizer / "tokenizer.json"
+    ).read_bytes()

@@ -1,0 +1,243 @@
+"""Token ids that lie in files: every format read as what it is, or refused by name before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.core.errors import DataError
+from harness.data.batches import TokenBatches
+from harness.data.corpus import Tokens, padded
+from harness.data.shards import is_validation, validation_beside
+from harness.data.tokens import TokenData, prepare
+from tests.unit.data.token_files import Ids, config, headed, headerless, megatron, some_ids
+
+IDS = some_ids(5000)
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "uint16": lambda folder: headerless(folder / "train.bin", IDS),
+    "uint32": lambda folder: headerless(folder / "train.bin", IDS + 70_000, "uint32"),
+    "header, uint16": lambda folder: headed(folder / "train.bin", IDS),
+    "header, uint32": lambda folder: headed(folder / "train.bin", IDS, 20240801),
+    "Megatron, uint16": lambda folder: megatron(folder / "train", np.split(IDS, [100, 100, 3000])),
+    "Megatron, int32": lambda folder: megatron(folder / "train", [IDS], 4, 4),
+}
+
+
+def all_of(tokens: object) -> Ids:
+    """Every token of a split, read in rows that cross blocks and files as they come."""
+    assert isinstance(tokens, Tokens)
+    places = [(start, min(start + 777, len(tokens))) for start in range(0, len(tokens), 777)]
+    read = [tokens.read(np.arange(*each)[None]) for each in places]
+    assert not any(damage for _, damage in read)
+    return np.concatenate([rows[0] for rows, _ in read])
+
+
+def both(data: TokenData) -> Ids:
+    return np.concatenate([all_of(data.train), all_of(data.val)])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_gives_its_ids(tmp_path: Path, kind: str) -> None:
+    path = FORMATS[kind](tmp_path)
+    expected = IDS + 70_000 if kind == "uint32" else IDS
+    data = prepare(config(path, dtype="uint32" if kind == "uint32" else "uint16"), tmp_path / "run")
+    assert np.array_equal(both(data), expected)
+    assert (data.ids, data.vocab) == (expected.max() + 1, padded(int(expected.max()) + 1))
+    assert data.vocab % 16 == 0
+    assert len(data.val) == pytest.approx(500, abs=60 if "Megatron" in kind else 0)
+
+
+def test_the_held_out_share_is_the_end(tmp_path: Path) -> None:
+    data = prepare(config(headerless(tmp_path / "any.bin", IDS), val_fraction=0.25), tmp_path / "run")
+    assert np.array_equal(all_of(data.val), IDS[3750:])
+
+
+@pytest.mark.parametrize(
+    ("train", "val"), [("train.bin", "val.bin"), ("x_train_01.bin", "x_val_01.bin"), ("a.bin", "val.bin")]
+)  # fmt: skip
+def test_a_validation_file_beside_it_is_the_split(tmp_path: Path, train: str, val: str) -> None:
+    headerless(tmp_path / val, some_ids(300, 90))
+    data = prepare(config(headerless(tmp_path / train, IDS)), tmp_path / "run")
+    assert np.array_equal(all_of(data.train), IDS)
+    assert np.array_equal(all_of(data.val), some_ids(300, 90))
+    assert data.ids == 90, "the largest id of both"
+
+
+def test_a_folder_of_shards_is_read_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in (2, 0, 1):
+        headed(folder / f"x_train_{number}.bin", IDS[1000 * number : 1000 * (number + 1)])
+    headed(folder / "x_val_0.bin", IDS[3000:])
+    (folder / "README.md").write_text("about")
+    data = prepare(config(folder), tmp_path / "run")
+    assert np.array_equal(all_of(data.train), IDS[:3000])
+    assert np.array_equal(all_of(data.val), IDS[3000:])
+    assert [skip["name"] for skip in data.info["skipped"]] == ["README.md"]
+
+
+def test_names_that_mean_validation() -> None:
+    assert all(map(is_validation, ["val.bin", "fineweb_val_000000.bin", "my-validation.bin", "VALID.bin"]))
+    assert not any(map(is_validation, ["train.bin", "values.bin", "interval.bin", "train_val.bin"]))
+    assert validation_beside(Path("/nowhere/train.bin")) is None
+
+
+def test_a_folder_with_text_and_ids_is_refused_as_ambiguous(tmp_path: Path) -> None:
+    folder = tmp_path / "shakespeare"
+    folder.mkdir()
+    headerless(folder / "train.bin", IDS)
+    (folder / "input.txt").write_text("to be " * 100)
+    with pytest.raises(DataError, match=r"input\.txt: either may be meant"):
+        prepare(config(folder), tmp_path / "run")
+    assert prepare(config(folder, format="tokens"), tmp_path / "run").ids == 57
+
+
+def cut_index(folder: Path) -> Path:
+    path = megatron(folder / "train", [IDS])
+    index = path.with_suffix(".idx")
+    index.write_bytes(index.read_bytes()[:-9])
+    return path
+
+
+def longer_index(folder: Path) -> Path:
+    path = megatron(folder / "train", [IDS])
+    path.write_bytes(path.read_bytes()[:-20])
+    return path
+
+
+def foreign_index(folder: Path) -> Path:
+    path = headerless(folder / "train.bin", IDS)
+    path.with_suffix(".idx").write_bytes(b"something else" * 10)
+    return path
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "odd": (lambda folder: _write(folder, b"\1\0\2"), "ends within a token id"),
+    "empty": (lambda folder: _write(folder, b""), "is empty"),
+    "cut shard": (lambda folder: headed(folder / "train.bin", IDS, count=6000), "is cut short"),
+    "longer": (lambda folder: headed(folder / "train.bin", IDS, count=4000), "longer than its header"),
+    "cut index": (cut_index, "is cut short"),
+    "past the file": (longer_index, r"it points up to byte 10000, and train\.bin has 9980"),
+    "shifted": (lambda folder: megatron(folder / "train", [IDS], shift=2), "do not lie one after the other"),
+    "foreign": (foreign_index, "is no index of Megatron's"),
+    "wider": (lambda folder: headerless(folder / "train.bin", IDS, "uint32"), "set data.dtype=uint32"),
+    "gone": (lambda folder: folder / "nothing.bin", "no such file"),
+}
+
+
+def _write(folder: Path, content: bytes) -> Path:
+    (folder / "train.bin").write_bytes(content)
+    return folder / "train.bin"
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_files_that_cannot_be_right_are_refused(tmp_path: Path, fault: str) -> None:
+    make, message = REFUSED[fault]
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(config(make(tmp_path)), tmp_path / "run")
+    assert all(str(tmp_path) in problem.where and problem.fix for problem in caught.value.problems)
+    assert not (tmp_path / "run" / "data" / "corpus.json").exists()
+
+
+def test_ids_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    path = headerless(tmp_path / "train.bin", some_ids(4000, 50_000))
+    with pytest.raises(DataError, match=r"no vocabulary is as large.*\n.*data\.dtype"):
+        prepare(config(path, dtype="uint32"), tmp_path / "run")
+
+
+def test_all_bad_shards_are_named_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    headed(folder / "a.bin", IDS)
+    headed(folder / "b.bin", IDS, count=9000)
+    headerless(folder / "c.bin", IDS)
+    (folder / "d.bin").write_bytes(b"\0\1\2")
+    with pytest.raises(DataError) as caught:
+        prepare(config(folder), tmp_path / "run")
+    assert [Path(problem.where).name for problem in caught.value.problems] == ["b.bin", "d.bin"]
+
+
+def test_too_few_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="too short to train on"):
+        prepare(config(headerless(tmp_path / "train.bin", IDS[:100])), tmp_path / "run", global_batch=32)
+
+
+def test_nothing_is_copied_into_the_run(tmp_path: Path) -> None:
+    prepare(config(headerless(tmp_path / "train.bin", IDS)), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "data").iterdir()] == ["corpus.json"]
+
+
+def test_a_resume_reads_the_same_and_refuses_what_changed(tmp_path: Path) -> None:
+    path = headerless(tmp_path / "train.bin", IDS)
+    settings = config(path)
+    first = prepare(settings, tmp_path / "run")
+    again = prepare(settings, tmp_path / "run")
+    assert again.sha256 == first.sha256
+    assert np.array_equal(both(again), both(first))
+    headerless(path, np.where(np.arange(5000) == 7, 1000, IDS))
+    with pytest.raises(DataError, match=r"1 of 1 blocks.*largest id is 1000 now, and the run's vocabulary is 64"):
+        prepare(settings, tmp_path / "run")
+    headerless(path, some_ids(6000))
+    with pytest.raises(DataError, match="12000 bytes, and had 10000"):
+        prepare(settings, tmp_path / "run")
+    path.unlink()
+    with pytest.raises(DataError, match="No such file"):
+        prepare(settings, tmp_path / "run")
+
+
+def test_a_file_that_was_only_touched_is_hashed_and_taken(tmp_path: Path) -> None:
+    path = headerless(tmp_path / "train.bin", IDS)
+    prepare(config(path), tmp_path / "run")
+    corpus = tmp_path / "run" / "data" / "corpus.json"
+    before = json.loads(corpus.read_bytes())
+    os.utime(path, ns=(1, 1))
+    data = prepare(config(path), tmp_path / "run")
+    after = json.loads(corpus.read_bytes())
+    assert (after["sha256"], after["files"][0]["mtime_ns"]) == (before["sha256"], 1)
+    assert np.array_equal(both(data), IDS)
+
+
+def test_a_flipped_bit_in_a_touched_file_is_found_anywhere(tmp_path: Path) -> None:
+    """With its time unchanged only some blocks are looked at, at the start: reading finds the rest."""
+    ids = some_ids(1 << 20)
+    path = headerless(tmp_path / "train.bin", ids)
+    settings = config(path)
+    prepare(settings, tmp_path / "run")
+    with path.open("r+b") as stream:
+        stream.seek(5 * (256 << 10) + 1234)
+        stream.write(bytes([stream.read(1)[0] ^ 1]))
+    with pytest.raises(DataError, match=re.escape("1 of 8 blocks of 262144 bytes differ: 5")):
+        prepare(settings, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["ids", "pieces", "sha256", "blocks", "not JSON"])
+def test_a_damaged_description_is_named(tmp_path: Path, name: str) -> None:
+    settings = config(headerless(tmp_path / "train.bin", IDS))
+    prepare(settings, tmp_path / "run")
+    corpus = tmp_path / "run" / "data" / "corpus.json"
+    info = json.loads(corpus.read_bytes())
+    if name == "pieces":
+        info["train"]["pieces"][0][2] += 10
+    elif name == "blocks":
+        info["files"][0]["blocks"] = "00" + info["files"][0]["blocks"][2:]
+    else:
+        info[name] = None
+    corpus.write_text("{" if name == "not JSON" else json.dumps(info))
+    with pytest.raises(DataError, match=r"corpus\.json"):
+        prepare(settings, tmp_path / "run")
+
+
+def test_facts_say_what_is_trained_on(tmp_path: Path) -> None:
+    data = prepare(config(headerless(tmp_path / "train.bin", IDS)), tmp_path / "run")
+    facts = json.loads(json.dumps(TokenBatches(data, 0, 16, 4, 2, 8).facts(), allow_nan=False))
+    shares = np.bincount(IDS) / len(IDS)
+    assert facts["unigram_nats"] == pytest.approx(-(shares * np.log(shares)).sum(), rel=1e-12)
+    assert (facts["kind"], facts["files"], facts["train_tokens"], facts["val_tokens"]) == ("tokens", 1, 4500, 500)
+    assert facts["vocab"] == 64
+    assert "unigram_bits_per_byte" not in facts
