@@ -25,6 +25,7 @@ from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
 from harness.data.batches import TokenBatches, check_world
+from harness.data.dataset import DatasetBatches, open_dataset
 from harness.data.tokens import TokenData, prepare
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.registry import ENGINES, choose_engine
@@ -128,17 +129,34 @@ def build_plan(
     return plan, built[0]
 
 
-def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches:
-    """The run's tokens: rank 0 snapshots the text, the others open the snapshot."""
+def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches | DatasetBatches:
+    """The run's data. A data set of the user's own is opened by every rank, and must be the same for all; of text rank
+    0 makes a snapshot, which the others open.
+    """
+    train, lead = config.train, worker.group.rank == 0
+    if config.data.target is not None:
+        own = open_dataset(config, folder) if lead else None
+        worker.group.barrier()
+        return own or open_dataset(config, folder)
     data: TokenData | None = None
-    if worker.group.rank == 0:
-        data = prepare(config.data, folder, config.train.global_batch)
+    if lead:
+        data = prepare(config.data, folder, train.global_batch)
     worker.group.barrier()
-    data = data or prepare(config.data, folder, config.train.global_batch)
-    train = config.train
+    data = data or prepare(config.data, folder, train.global_batch)
     return TokenBatches(
         data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples
     )
+
+
+def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -> tuple[Task, str]:
+    """The model's loss, tried on one sample of the data before anything is converted, and what to tell of its unit.
+
+    Raises ConfigError as `Task.try_on`.
+    """
+    task = Task(model, config.model.target, data.unit)
+    # As one of as many ranks as there are micro-batches: no more than that one is read.
+    ranks = config.train.global_batch // config.train.micro_batch
+    return task, task.try_on(model, data.micro_batches(data.window(0), 0, ranks)[0], autocast_dtype(plan))
 
 
 def build_run(
@@ -152,15 +170,17 @@ def build_run(
     telemetry: Telemetry,
     ledger: RunLedger,
     store: Store,
+    task: Task | None = None,
 ) -> Run:
-    """Wire every room together. Parameters keep their identity from `model` to the optimizer."""
+    """Wire every room together. Parameters keep their identity from `model` to the optimizer. task: of `build_task`;
+    None: one that was not tried on the data."""
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     if text := too_high(model, config.train):
         telemetry.event(0, "train.lr_high", text=text)
         telemetry.screen.event(f"train.lr_high: {text}")
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
-    task = Task(model, config.model.target)
+    task = task or Task(model, config.model.target)
     engine = _build_engine(config, worker, plan, model, loss_scale)
     scaled = loss_scale is not None and not engine.owns_loss_scale
     monitors = build_monitors(
@@ -172,6 +192,7 @@ def build_run(
             data=data,
             bad_data=config.data.bad,
             vocab_size=task.vocab_size,
+            classes=task.classes,
         )
     )
     parts: dict[str, Stateful] = {

@@ -39,15 +39,22 @@ class TrainConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Where text comes from and how it is cut into samples."""
+    """Where text comes from and how it is cut into samples; or a data set of your own."""
 
+    target: str | None = Field(
+        default=None, description='in place of path, "pkg.mod:fn": fn(**args) -> an object with __len__ and __getitem__'
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
     path: str | None = Field(default=None, description="text file or folder; none: Python's standard library source")
     context: Positive = Field(default=256, description="tokens (bytes) per sample")
-    val_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of bytes held out, by file")
+    val_fraction: float = Field(
+        default=0.1, gt=0, lt=1, description="share of bytes held out, by file; of a target's samples, by number"
+    )
     val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples unfit to train on: skip the update, fail (halt), or auto: fail for labels out of range; "
+        description="samples unfit to train on, or unreadable ones of a target: skip the update, fail (halt), or auto: "
+        "fail for labels out of range; "
         "files that are no text: skip, fail, or auto: skip binary and empty ones, fail for unreadable ones",
     )
 
@@ -160,8 +167,11 @@ class RunConfig(Strict):
                 f"train.global_batch ({train.global_batch}) is not a multiple of "
                 f"train.micro_batch ({train.micro_batch})"
             )
-        if ":" not in self.model.target:
-            raise ValueError(f'model.target {self.model.target!r} is not of the form "package.module:function"')
+        for section, target in (("model", self.model.target), ("data", self.data.target)):
+            if target is not None and ":" not in target:
+                raise ValueError(f'{section}.target {target!r} is not of the form "package.module:function"')
+        if self.data.target is not None and self.data.path is not None:
+            raise ValueError("data.path and data.target are both given: a run has one source, take one out")
         return self
 
 

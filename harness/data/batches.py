@@ -116,7 +116,7 @@ class TokenBatches:
         self, data: TokenData, seed: int, context: int, global_batch: int, micro_batch: int, val_samples: int
     ) -> None:
         self.tokens_per_sample = context
-        self.masked = False
+        self.masked, self.unit = False, "nats per byte"
         self.name = f"bytes of {data.info['source']}"
         self.n_samples = (len(data.train) - 1) // context
         self._available = (len(data.val) - 1) // context

@@ -126,7 +126,7 @@ def cause(history: RunHistory) -> str | None:
 
 def learned_little(history: RunHistory) -> bool:
     """Whether a run of some length ended no better than somebody who knows how often each byte occurs."""
-    nats, unigram = history.last("val/loss"), history.run["data"].get("unigram_bits_per_byte")
+    nats, unigram = history.last("val/loss"), history.unigram
     applied = sum(value == 1 for value in history.series.get("train/step_applied", {}).values())
     if nats is None or not unigram or applied < _SOME_LENGTH:
         return False

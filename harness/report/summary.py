@@ -14,7 +14,7 @@ from rich.text import Text
 from harness.core.errors import some
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
-from harness.tracking.history import SWITCHED, RunHistory, bare
+from harness.tracking.history import BYTES, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, tracking_uri
 
 MAX_NAMED = 8
@@ -85,17 +85,20 @@ def _outcome(history: RunHistory) -> str:
 
 
 def _loss(history: RunHistory) -> str:
-    nats = history.last("val/loss")
+    value, last = history.last("val/loss"), history.last("train/loss")
+    unit = "" if history.unit == "loss" else f" {history.unit}"
     if history.of_own_loop:  # whose loss may be anything
-        last = history.last("train/loss")
-        kinds = (("validation", nats), ("last training loss", last))
-        return ", ".join(f"{kind} {value:.4g}" for kind, value in kinds if value is not None) or "none"
-    if nats is None:
-        last = history.last("train/loss")
-        return "no validation" + (f"; last training loss {last:.4f} nats per byte" if last is not None else "")
-    bits = nats / math.log(2)
-    text = f"validation {bits:.4f} bits per byte ({nats:.4f} nats)"
-    unigram = history.run["data"].get("unigram_bits_per_byte")
+        kinds = (("validation", value), ("last training loss", last))
+        return ", ".join(f"{kind} {loss:.4g}" for kind, loss in kinds if loss is not None) or "none"
+    if value is None:
+        return "no validation" + (f"; last training loss {last:.4f}{unit}" if last is not None else "")
+    accuracy = history.last("val/accuracy")
+    hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+    if history.unit != BYTES:
+        return f"validation {value:.4f}{unit}{hits}"
+    bits = value / math.log(2)
+    text = f"validation {bits:.4f} bits per byte ({value:.4f} nats){hits}"
+    unigram = history.unigram
     if not unigram:
         return text
     little = "; little more is learned than how often each byte occurs" if learned_little(history) else ""
@@ -119,7 +122,8 @@ def _steps(history: RunHistory) -> str:
 
 def _speed(history: RunHistory) -> str:
     rates = [value for value in history.series.get("train/tokens_per_second", {}).values() if math.isfinite(value)]
-    return f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"
+    counted = history.run["data"].get("counted", "tokens")
+    return f"{statistics.median(rates):,.0f} {counted}/s (median)" if rates else "not measured"
 
 
 def _where(history: RunHistory) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from harness.build import (
     build_data,
     build_plan,
     build_run,
+    build_task,
     join_worker,
     open_store,
     open_telemetry,
@@ -89,6 +90,7 @@ def train(request: Request) -> int:
         if lead and not resuming:
             forget_run(folder)  # an earlier start may have been killed before it was a run
         data = build_data(config, folder, worker)
+        task, doubt = build_task(config, plan, model, data)
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
         console.say(plan_table(plan.as_dict()))
@@ -107,8 +109,12 @@ def train(request: Request) -> int:
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
         with telemetry:
-            telemetry.begin(_tags(plan, worker), _flat(config.model_dump(mode="json")), data.facts())
-            run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store)
+            facts = {**data.facts(), "unit": task.unit}
+            console.unit, console.counted = task.unit, facts.get("counted", "tokens")
+            telemetry.begin(_tags(plan, worker), _flat(config.model_dump(mode="json")), facts)
+            if doubt:
+                telemetry.tell(start or 0, "loss.unit", doubt)
+            run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store, task)
             try:
                 try:
                     _restore(run, source, start)
