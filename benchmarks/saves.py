@@ -33,9 +33,10 @@ from benchmarks.rollback import build_state, seconds
 from harness.checkpoint.policy import Retention
 from harness.checkpoint.saver import Saver, Staging
 from harness.checkpoint.store import Store
+from harness.core.config import TrainConfig
 from harness.core.state import TrainState, state_bytes
 from harness.engines.torch_engine import ModelPart, OptimizerPart
-from harness.optim import MOMENTS
+from harness.optim import optimizer_bytes
 
 
 class Training:
@@ -65,7 +66,7 @@ def measure(millions: int, rounds: int, steps: int, folder: Path) -> dict[str, A
     tensors, _ = state.state_dict()
     size = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
     staging = Staging()
-    staging.reserve(state_bytes(model.model, MOMENTS["adamw"]))
+    staging.reserve(state_bytes(model.model, optimizer_bytes(model.model, TrainConfig())))
     store = Store(folder)
     saver = Saver(store, Retention(store, 2).prune, staging)
     training = Training(state, tokens=256)

@@ -33,7 +33,7 @@ from harness.guard import Guard
 from harness.models import Task, build_model
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
-from harness.optim import MOMENTS, WarmupCosine, build_optimizer, too_high
+from harness.optim import Schedule, build_optimizer, optimizer_bytes, refused_by, too_high, waits_for
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.convert import (
     LossScale,
@@ -110,6 +110,7 @@ def build_plan(
     def on(rung: Rung, told: list[RungVerdict]) -> Plan:
         problems = engine.refusals(config.engine, rung.precision, worker.device.type)
         problems += check_half_weights(recipe, rung) if engine.owns_loss_scale else []
+        problems += [] if engine.any_optimizer else refused_by(worker.engine, config.train)
         if problems:
             raise ConfigError(problems)
         if not built:
@@ -130,8 +131,8 @@ def build_plan(
 
 
 def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches | DatasetBatches:
-    """The run's data. A data set of the user's own is opened by every rank, and must be the same for all; of text rank
-    0 makes a snapshot, which the others open.
+    """The run's data. A data set of the user's own is opened by every rank, and must be the same for all; of tokens
+    rank 0 describes and checks them, the others open what it described.
     """
     train, lead = config.train, worker.group.rank == 0
     if config.data.target is not None:
@@ -142,9 +143,10 @@ def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches 
     if lead:
         data = prepare(config.data, folder, train.global_batch)
     worker.group.barrier()
-    data = data or prepare(config.data, folder, train.global_batch)
+    data = data or prepare(config.data, folder, train.global_batch, lead=False)
+    packed = config.data.packing == "documents"
     return TokenBatches(
-        data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples
+        data, train.seed, config.data.context, train.global_batch, train.micro_batch, config.data.val_samples, packed
     )
 
 
@@ -181,7 +183,7 @@ def build_run(
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = task or Task(model, config.model.target)
-    engine = _build_engine(config, worker, plan, model, loss_scale)
+    engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     scaled = loss_scale is not None and not engine.owns_loss_scale
     monitors = build_monitors(
         replace(
@@ -210,6 +212,7 @@ def build_run(
         _staging(config, engine, model, telemetry),
     )
     telemetry.layers = len(backend.layers)
+    telemetry.watch(recipe.fallback)
     recovery = Recovery(
         state=state,
         engine=engine,
@@ -222,6 +225,7 @@ def build_run(
     judge = Judge(
         config.guard, state, backend, monitors, comparison=RankComparison.of(config.guard, model, engine.device)
     )
+    recorder = FlightRecorder(folder, store, surroundings(config, worker, engine)) if engine.rank == 0 else None
     return Run(
         config=config,
         folder=folder,
@@ -237,15 +241,14 @@ def build_run(
         forward_clock=ForwardClock(worker.device),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
-        flight=_flight(config, folder, worker, engine, store),
+        keep_flight=recorder.keep if recorder else None,
     )
 
 
-def _flight(config: RunConfig, folder: Path, worker: Worker, engine: Engine, store: Store) -> FlightRecorder | None:
-    if engine.rank != 0:
-        return None
+def surroundings(config: RunConfig, worker: Worker, engine: Engine) -> Surroundings:
+    """Where a run's steps are computed: part of every flight record."""
     card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
-    return FlightRecorder(folder, store, Surroundings(config.recipe, engine.world_size, engine.name, card))
+    return Surroundings(config.recipe, engine.world_size, engine.name, card)
 
 
 def open_store(folder: Path, worker: Worker) -> Store:
@@ -280,7 +283,7 @@ def _staging(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Tel
     """Where a save is copied to, on the rank that saves, if a quarter of the free memory holds it."""
     if engine.rank != 0 or not config.checkpoint.background:
         return None
-    size = state_bytes(model, MOMENTS[config.train.optimizer])
+    size = state_bytes(model, optimizer_bytes(model, config.train))
     if size > free_memory() / 4:
         text = "a copy of the state would take over a quarter of the free memory: training waits for every save"
         telemetry.event(0, "checkpoint.waits", text=text)
@@ -294,16 +297,22 @@ def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, telemetry: T
     """Snapshots in memory, if the guard takes them and every rank has room for them."""
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
-    size = state_bytes(model, MOMENTS[config.train.optimizer])
+    size = state_bytes(model, optimizer_bytes(model, config.train))
     return room_for_snapshots(size, config.checkpoint.healthy_steps, engine.device, telemetry)
 
 
 def _build_engine(
-    config: RunConfig, worker: Worker, plan: Plan, model: nn.Module, loss_scale: LossScale | None
+    config: RunConfig,
+    worker: Worker,
+    plan: Plan,
+    model: nn.Module,
+    loss_scale: LossScale | None,
+    telemetry: Telemetry,
 ) -> Engine:
     train = config.train
     optimizer = build_optimizer(model, train, worker.device)
-    schedule = WarmupCosine(train.lr, train.warmup_steps, train.steps, train.min_lr_ratio)
+    if text := waits_for(optimizer):
+        telemetry.tell(0, "train.optimizer_waits", text)
     return ENGINES[worker.engine].build(
-        config, model, optimizer, schedule, loss_scale, autocast_dtype(plan), worker.device
+        config, model, optimizer, Schedule.of(train), loss_scale, autocast_dtype(plan), worker.device
     )

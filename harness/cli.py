@@ -40,6 +40,7 @@ COMMANDS = {
         "tools.estimate",
         "Predict memory and speed of a run on a card that need not be there. Nothing runs on a GPU.",
     ),
+    "export": ("tools.export", "Write a run's weights for others (Hugging Face, safetensors), with a model card."),
     "report": ("report.page", "Draw a run's plots and report.html again from its journal."),
     "sync": ("tools.sync", "Deliver what MLflow has not got of a run's journal."),
     "verify": ("tools.verify", "Check every byte of a run's checkpoints against their manifests."),

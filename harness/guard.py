@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from harness.precision.api import Precision
 
 # Of the optimizers that are known Adam keeps the most: to guess what a snapshot takes before there is one.
-_MOMENTS = 2
+_MOMENT_BYTES = 8
 
 
 class Guard:
@@ -125,7 +125,9 @@ class Guard:
             ready.state.parts["model"] = ModelPart(ready.model)
             ready.state.parts |= {name: ExternalState(name, each) for name, each in parts.items()}
             ready.state.state_dict()  # refuses now what cannot be kept
-            memory = room_for_snapshots(state_bytes(ready.model, _MOMENTS), healthy, ready.device, telemetry)
+            trained = sum(param.numel() for param in ready.model.parameters() if param.requires_grad)
+            size = state_bytes(ready.model, _MOMENT_BYTES * trained)
+            memory = room_for_snapshots(size, healthy, ready.device, telemetry)
         guard = cls(ready.watch(config, monitors, comparison, chosen), telemetry, memory)
         guard.pending = ready.pending
         guard._precision, guard._optimizers = precision, chosen
@@ -247,9 +249,7 @@ class Guard:
         fields = {"reason": action.reason, "to_step": target, "passed_over": bad, "source": source}
         self.telemetry.event(step, "guard.rollback", **fields)
         held = set(self.judge.held)
-        ledger.attempt += 1
-        ledger.skipped_windows = sorted({*ledger.skipped_windows, *bad})
-        ledger.returned_to = [*(min(earlier, target) for earlier in ledger.returned_to), target]
+        ledger.go_back(target, bad)
         if self.disk is not None:
             self.disk.commit(target)
         if self.memory is not None and from_memory:

@@ -84,14 +84,14 @@ def _boundary(run: Run) -> bool:
 
 
 def _keep_flight(run: Run, judged: Judgement) -> None:
-    if run.flight is None:
+    if run.keep_flight is None:
         return
     facts = judged.facts
     run.recovery.settle()  # a record keeps the checkpoint to start from, and which one must not depend on the disk
     try:
         samples = run.data.window(facts.window).samples
         codes = [verdict.code for verdict in judged.verdicts if not verdict.ok]
-        begins = run.flight.keep(facts, samples.tolist(), codes, run.state.ledger)
+        begins = run.keep_flight(facts, samples.tolist(), codes, run.state.ledger)
     except OSError as error:
         run.telemetry.event(facts.step, "flight.failed", text=str(error))
         return

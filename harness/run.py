@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from harness.guard import Guard
     from harness.precision.compiling import EagerWatch
     from harness.telemetry import Telemetry
+
+    KeepFlight = Callable[[StepFacts, Sequence[int], Sequence[str], RunLedger], bool]
 
 
 class Loss(Protocol):
@@ -55,21 +57,14 @@ class Validation(NamedTuple):
     accuracy: float | None = None
 
 
-class Flight(Protocol):
-    """Keeps what a later re-run of a bad step needs."""
-
-    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
-        """Whether the step begins a streak of bad ones. Raises OSError."""
-        ...
-
-
 @dataclass
 class Run:
     """Everything `train_step` and the loop touch.
 
-    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. flight: None
-    but on rank 0. replay_told: the user has seen how to find out what made a step bad; validation_told: that samples
-    of the validation are bad.
+    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. keep_flight:
+    keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and says whether it
+    begins a streak of bad ones; raises OSError; None but on rank 0. replay_told: the user has seen how to find out what
+    made a step bad; validation_told: that samples of the validation are bad.
     """
 
     config: RunConfig
@@ -86,7 +81,7 @@ class Run:
     forward_clock: ForwardClock
     stats_every: int = 10
     watch: EagerWatch | None = None
-    flight: Flight | None = None
+    keep_flight: KeepFlight | None = None
     replay_told: bool = False
     validation_told: bool = False
 

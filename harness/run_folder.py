@@ -12,15 +12,15 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from harness.core.config import RunConfig, changed_keys
-from harness.core.errors import CheckpointError, ConfigError, Problem, tell_wrapper
+from harness.core.errors import CheckpointError, ConfigError, Problem, near_match, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, write_json
 from harness.core.schema import read_yaml, validate
@@ -32,15 +32,24 @@ _BEGINNINGS = (
     "config.yaml",
     "plan.json",
     "journal.jsonl",
+    "fp8_telemetry.bin",
     "incidents.json",
     "shipper.json",
     "data/corpus.json",
-    "data/dataset.json",
+    "data/target.json",
     _SOURCE,
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
+_BYTES = 256
 _MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
+# What --accept-changed does not open, and why; keys of `data` that only say how the same data are cut are open.
+_OTHER_DATA = (
+    "the run goes on with the data that it began with: others need a run of their own, which may start from one of its "
+    "checkpoints: --name NEW --resume RUN/checkpoints/step-N"
+)
+_OTHER_OPTIMIZER = "the state in its checkpoints is of another kind"
+_OF_THE_CUT = ("data.context", "data.val_samples", "data.bad")
 
 
 def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: str, steps: int) -> Path:
@@ -121,24 +130,171 @@ def write_config(folder: Path, config: RunConfig) -> None:
         stream.write(text.encode())
 
 
-def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str) -> None:
-    """Refuse to resume under another config or recipe. Raises CheckpointError naming every changed key.
+SHIPPED_MODEL = "harness.models.gpt:build"
 
-    Allowed to change: train.steps, train.max_minutes, checkpoint.* and engine.timeout_seconds.
+
+def adopt_vocab(folder: Path, config: RunConfig) -> RunConfig:
+    """`config` with the vocabulary that the run in `folder` recorded, where the user gives none for the shipped model.
+
+    A run that goes on, or starts from another's checkpoint, must have a model of that size.
+    """
+    if config.model.target != SHIPPED_MODEL or "vocab" in config.model.args:
+        return config
+    try:
+        saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
+    except ConfigError:  # who reads it next says so
+        return config
+    vocab = saved.model.args.get("vocab") if saved.model.target == SHIPPED_MODEL else None
+    return config if vocab is None else _with_vocab(config, vocab)
+
+
+def fit_vocab(config: RunConfig, ids: int, vocab: int) -> RunConfig:
+    """`config` with a model for data of `ids` different token ids: the shipped one gets `vocab` where none is given.
+
+    Raises ConfigError if a given vocabulary is too small.
+    """
+    if config.model.target != SHIPPED_MODEL:
+        return config
+    given = config.model.args.get("vocab")
+    if given is None:
+        # 256 is the model's own default: configs of runs on bytes stay as they always were.
+        return config if vocab == _BYTES else _with_vocab(config, vocab)
+    if isinstance(given, int) and given < ids:
+        why = f"the data has token ids up to {ids - 1}"
+        fix = f"set model.args.vocab={vocab}, or leave it out; a model that was begun with less cannot take these data"
+        raise ConfigError(Problem(f"a vocabulary of {given} is too small", "model.args.vocab", why, fix))
+    return config
+
+
+def _with_vocab(config: RunConfig, vocab: int) -> RunConfig:
+    args = {**config.model.args, "vocab": vocab}
+    return config.model_copy(update={"model": config.model.model_copy(update={"args": args})})
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key whose value is not what the run began with; of the recipe's contents the hashes."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} from {self.old!r} to {self.new!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A run that goes on. saved: its config of before. changes: all there are. accepted: keys by --accept-changed."""
+
+    saved: RunConfig
+    changes: tuple[Change, ...]
+    accepted: tuple[str, ...]
+
+
+def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepted: Sequence[str] = ()) -> Resumed:
+    """What a resume would change. Raises CheckpointError naming every changed key that may not be, ConfigError for
+    names in `accepted` that are no keys.
+
+    Allowed to change: train.steps, train.max_minutes, checkpoint.* and engine.timeout_seconds; others only if
+    `accepted` names them, and other data or another kind of optimizer never. Accepted keys that did not change do no
+    harm: the same command resumes again.
     """
     saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
     old, new = saved.model_dump(mode="json"), config.model_dump(mode="json")
-    refused = [key for key in changed_keys(old, new) if not key.startswith(_MAY_CHANGE)]
-    fix = "use the old value, or give the new run another --name"
-    problems = [
-        Problem(f"changed from {_value(old, key)!r} to {_value(new, key)!r}", f"{folder}: {key}", fix=fix)
-        for key in refused
-    ]
+    check_accepted(accepted, old, new)
+    changes = [Change(key, _value(old, key), _value(new, key)) for key in changed_keys(old, new)]
     plan = read_plan(folder)
-    if plan and plan.get("recipe_sha256") != recipe_sha256 and "recipe" not in refused:
-        problems.append(Problem("the recipe's contents changed since this run began", f"{folder}: recipe", fix=fix))
+    sha256 = plan.get("recipe_sha256", recipe_sha256)
+    problems: list[Problem] = []
+    if sha256 != recipe_sha256 and not any(change.key == "recipe" for change in changes):
+        changes.append(Change("recipe", sha256, recipe_sha256))
+    for change in changes:
+        where = f"{folder}: {change.key}"
+        what = f"changed from {change.old!r} to {change.new!r}"
+        if change.key == "recipe" and config.recipe == saved.recipe:
+            what = "the recipe's contents changed since this run began"
+        why = _why_never(change.key)
+        if why:
+            fix = "use the old value, or give the new run another --name"
+            problems.append(Problem(what, where, why if change.key in accepted else "", fix))
+        elif not change.key.startswith(_MAY_CHANGE) and change.key not in accepted:
+            fix = f"use the old value, give the new run another --name, or --accept-changed {change.key}"
+            problems.append(Problem(what, where, fix=fix))
     if problems:
         raise CheckpointError(problems)
+    return Resumed(saved, tuple(changes), tuple(accepted))
+
+
+def _why_never(key: str) -> str:
+    if key.startswith("data.") and key not in _OF_THE_CUT:
+        return _OTHER_DATA
+    return _OTHER_OPTIMIZER if key == "train.optimizer" else ""
+
+
+def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for names that are no keys of `configs`, which are dumped."""
+    known = {key for config in configs for key in flat(config)}
+    free = tuple(f"{key}." for key in ("model.args", "train.optimizer_args", "data.args"))
+    problems = [
+        Problem("no such key", f"--accept-changed {key}", fix=near_match(key, sorted(known)))
+        for key in accepted
+        if key not in known and not key.startswith(free)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A dumped config by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What checkpoints are bound to: the config, and hashes of the recipe's contents and of the data; JSON-able."""
+    return {"config": config.model_dump(mode="json"), "recipe": recipe_sha256, "data": data.get("sha256")}
+
+
+def check_bound(step: int, saved: Any, now: Mapping[str, Any], accepted: Collection[str] = ()) -> None:
+    """Refuse to go on from a checkpoint of another config, recipe or data than this process has.
+
+    The folder's own files may have been changed, swapped or lost since; the checkpoint knows. saved: of the checkpoint,
+    empty in one from before they were bound. accepted: keys that may differ, `recipe` and `data` among them. Raises
+    CheckpointError naming every difference.
+    """
+    if not saved:
+        return
+    try:
+        old = validate(RunConfig, saved["config"], f"checkpoint of step {step}").model_dump(mode="json")
+        known = {key: saved[key] for key in ("recipe", "data")}
+    except (ConfigError, LookupError, TypeError) as error:
+        what, fix = "what it is bound to cannot be read", "resume with the version that wrote it"
+        raise CheckpointError(Problem(what, f"checkpoint of step {step}", str(error)[:400], fix)) from error
+    why = "its weights come from what was; config.yaml or data/ may have been replaced since"
+    fix = "put the run's own files back, or give the new run another --name and --resume this checkpoint"
+    problems = [
+        Problem(f"changed from {_value(old, key)!r} to {_value(now['config'], key)!r}", key, why, _or_accept(fix, key))
+        for key in changed_keys(old, now["config"])
+        if not key.startswith(_MAY_CHANGE)
+    ]
+    named = {"recipe": "the recipe's contents are others", "data": "the data are others"}
+    problems += [
+        Problem(f"{text} than those it was trained with", key, why, fix)
+        for key, text in named.items()
+        if known[key] != now[key]
+    ]
+    if refused := [each for each in problems if each.where not in accepted]:
+        raise CheckpointError([replace(each, where=f"checkpoint of step {step}: {each.where}") for each in refused])
+
+
+def _or_accept(fix: str, key: str) -> str:
+    return fix if _why_never(key) else f"{fix}; where it is meant: --accept-changed {key}"
 
 
 def same_data_order(folder: Path, other: Path) -> bool:
@@ -146,7 +302,7 @@ def same_data_order(folder: Path, other: Path) -> bool:
 
     def order(run: Path) -> tuple[Any, ...]:
         config = validate(RunConfig, read_yaml(run / "config.yaml"), str(run / "config.yaml"))
-        kept = "corpus.json" if config.data.target is None else "dataset.json"
+        kept = "corpus.json" if config.data.target is None else "target.json"
         corpus = read_json(run / "data" / kept, MAX_LARGE)
         return corpus["sha256"], config.train.seed, config.train.global_batch, config.data.context
 

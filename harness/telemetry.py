@@ -22,8 +22,8 @@ from harness.core.errors import (
     MisuseError,
     Problem,
 )
-from harness.core.facts import Outcome, StepFacts
-from harness.core.metrics import row
+from harness.core.facts import ROLES, Outcome, StepFacts
+from harness.core.metrics import row, slot_row
 from harness.core.schema import validate
 from harness.core.state import RunLedger
 from harness.run_folder import RunLock, forget_outcome, write_outcome, write_plan
@@ -31,8 +31,11 @@ from harness.tracking import shipper
 from harness.tracking.console import Console
 from harness.tracking.history import OWN_LOOP
 from harness.tracking.journal import JOURNAL, Journal
+from harness.tracking.slot_file import PARQUET, write_parquet
+from harness.tracking.slot_series import Kept, SlotLimits, SlotSeries
 
 if TYPE_CHECKING:
+    from harness.monitors.evidence import FallbackConfig
     from harness.monitors.responder import Judgement
     from harness.precision.api import Precision
 
@@ -87,6 +90,7 @@ class Telemetry:
     ) -> None:
         self.folder, self.journal, self.screen, self.config = folder, journal, screen, config
         self.layers = layers
+        self.slots = SlotSeries(config, folder)
         self._ship: shipper.ShipperHandle | None = None
         self._precision: Precision | None = None
         self._lock: RunLock | None = None
@@ -109,7 +113,7 @@ class Telemetry:
 
         folder: of this run alone, such as "runs/mine"; None keeps nothing. steps: how many there will be, for the
         screen's lines; None prints none but events. params, tags: for MLflow. settings: keys of the section `tracking`
-        of a run's config (mlflow, experiment, fp8_every, report, drain_seconds).
+        of a run's config (mlflow, experiment, fp8_every, fp8_series, fp8_slots, report, drain_seconds).
 
         Raises ConfigError for settings or a folder that cannot be written, CheckpointError for one of a run of
         `harness train` or one that something else writes into, MisuseError after a guard was made, MachineError where
@@ -131,6 +135,7 @@ class Telemetry:
         journal = Journal(Path(os.devnull) if path is None else path / JOURNAL, resume_step=0 if resumed else None)
         telemetry = cls(path, journal, screen, config, len(plan.fp8_layers()))
         telemetry._precision, telemetry._lock = precision, lock
+        telemetry.watch(precision.recipe.fallback)
         precision.prepared.told = precision.prepared.told or folder is not None
         telemetry.begin(
             tags={
@@ -168,6 +173,13 @@ class Telemetry:
             self._ahead = standing + 1 - number if number < standing or (standing and afresh) else 0
         self.journal.attempt = number + self._ahead
 
+    def watch(self, limits: FallbackConfig) -> None:
+        """In a model with too many slots for all of them, those beyond `limits` get series of their own."""
+        saturation = tuple(getattr(limits, f"saturation_{role}") for role in ROLES)
+        self.slots.limits = SlotLimits(
+            saturation, limits.clipped, limits.underflow, limits.sqnr_db, limits.warmup_steps
+        )
+
     def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:
         """What the run is."""
         self.journal.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}))
@@ -197,6 +209,8 @@ class Telemetry:
     def flush(self) -> None:
         """Everything so far is on disk."""
         self.journal.flush()
+        if self.slots.file is not None:
+            self.slots.file.flush()
 
     def record(self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None) -> None:
         """One step, in order: its row, what was said of it, and the line on the screen.
@@ -212,10 +226,19 @@ class Telemetry:
         if self._precision is not None:
             self.attempt = ledger.attempt
         self._last = (ledger.attempt, facts.step)
-        self.metrics(facts.step, row(facts, ledger, facts.step % self.config.fp8_every == 0))
+        kept = self.slots.take(self.attempt, facts)
+        self.metrics(facts.step, row(facts, ledger, kept.with_slots, kept.picked) | kept.figures)
+        self._tell_slots(facts.step, kept)
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
         self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, ledger.rollbacks)
+
+    def _tell_slots(self, step: int, kept: Kept) -> None:
+        for told in kept.events:
+            fields = dict(told)
+            (self.tell if "text" in fields else self.event)(step, fields.pop("code"), **fields)
+        if kept.worst:
+            self.note("tags", tags=kept.worst)
 
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
         """A validation after `step` steps: the mean loss, and the share of labels that were hit."""
@@ -244,14 +267,41 @@ class Telemetry:
             return
         write_outcome(self.folder, outcome)
         write_plan(self.folder, plan)
+        if outcome.status != "stopped":  # which goes on, as if it had never been stopped
+            self._last_slots(outcome.step)
         tags = {"precision.effective": plan["effective"], "outcome": outcome.status}
         self.note("run", tags=tags, params={}, data={})
         self.flush()
+        if self.config.report or self.config.mlflow:
+            self._parquet(outcome.step)
         if self.config.report:
             self._report(outcome.step)
         for name in (*files, "plan.json", "outcome.json"):
             self.note("artifact", path=name)
         self.note("end", status=outcome.status)
+
+    def _last_slots(self, step: int) -> None:
+        """FP8 figures of a last step that is no multiple of tracking.fp8_every: a short run has some too."""
+        kept = self.slots.rest(self.attempt)
+        slots = kept.slots
+        if slots is not None:
+            self.metrics(kept.step, slot_row(slots, kept.picked) | kept.figures)
+            self._tell_slots(kept.step, kept)
+
+    def _parquet(self, step: int) -> None:
+        """The table of all FP8 figures; without pyarrow, or a disk that takes it, the run ends as well as without."""
+        assert self.folder is not None
+        assert self.slots.file is not None
+        if self.slots.file.lost:
+            text = f"{self.slots.file.lost} steps are missing from {PARQUET}: {self.slots.file.trouble}"
+            self.tell(step, "fp8.dropped", text, steps=self.slots.file.lost)
+        try:
+            written = write_parquet(self.folder)
+        except (ImportError, OSError, ValueError) as error:
+            self.tell(step, "fp8.no_table", f"no {PARQUET}: {error}; try again with harness report {self.folder}")
+        else:
+            if written is not None:
+                self.note("artifact", path=written.name)
 
     def _report(self, step: int) -> None:
         from harness.report.page import write
@@ -298,6 +348,8 @@ class Telemetry:
             self._precision.prepared.told = False
         self._closed = self._closed or self._precision is not None
         self.journal.close()
+        if self.slots.file is not None:
+            self.slots.file.close()
         if self._lock is not None:
             self._lock.release()
 

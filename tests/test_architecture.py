@@ -49,7 +49,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
 HOMES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("harness/engines/deepspeed*.py",),
     "mlflow": ("harness/tracking/*.py",),
-    "torchao": ("harness/precision/backends/torchao*.py",),
+    # Two things of one library: FP8 layers, and optimizers with quantised moments.
+    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim.py"),
     "transformer_engine": ("harness/precision/backends/te*.py",),
     "triton": ("harness/precision/backends/native_triton*.py",),
     "pyarrow": ("harness/data/*.py", "harness/tracking/*.py"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from harness.core.state import RunLedger, TrainState, state_hash
 class Recovery:
     """Rank 0 decides and writes; every rank saves and loads together.
 
-    keep_ledger writes what a rollback must not undo.
+    keep_ledger writes what a rollback must not undo. bound: what the run must not change between its checkpoints, kept
+    in each of them.
     """
 
     state: TrainState
@@ -30,6 +31,7 @@ class Recovery:
     good: RollbackTargets
     saver: Saver
     keep_ledger: Callable[[RunLedger], None]
+    bound: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self, step: int) -> Meta:
         """Restore the TrainState of `step`, as a resume (see `TrainState.resume`). Collective."""
@@ -48,7 +50,9 @@ class Recovery:
         tensors, meta = self.state.state_dict()
         if self.engine.rank == 0:
             self.tracker.flush()
-            self.saver.begin(self.state.step, tensors, {**meta, "waiting": self.good.waiting()}, metrics)
+            self.saver.begin(
+                self.state.step, tensors, {**meta, "waiting": self.good.waiting(), "bound": self.bound}, metrics
+            )
             self._mark(self.state.step, lambda: self.good.saved(self.state.step))
             if wait:
                 self.settle()

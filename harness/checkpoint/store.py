@@ -14,7 +14,7 @@ import resource
 import shutil
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +155,12 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
-    def load(self, step: int) -> tuple[Tensors, Meta]:
+    def load(self, step: int, parts: Container[str] | None = None) -> tuple[Tensors, Meta]:
         """(tensors by part and name, on the CPU; meta), verified (see `is_whole`). Raises CheckpointError with every
         problem.
 
-        Parts that had no tensors when saved are not in the first mapping.
+        parts: those whose tensors are wanted, None for all. Ones that had no tensors when saved are not in the first
+        mapping.
         """
         folder = self.path(step)
         if problems := self._problems(step, settled=True):
@@ -168,7 +169,7 @@ class Store:
             tensors: Tensors = {
                 name.removesuffix(TENSORS): load_file(folder / name)
                 for name in read_manifest(folder)["files"]
-                if name.endswith(TENSORS)
+                if name.endswith(TENSORS) and (parts is None or name.removesuffix(TENSORS) in parts)
             }
             meta: Meta = read_json(folder / STATE, MAX_LARGE)
         except (OSError, SafetensorError, ValueError, TypeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from harness.core.errors import ConfigError, Problem
 from harness.core.files import find
@@ -15,6 +15,9 @@ Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
+"""What `train.optimizer` may name without a colon."""
 
 
 class TrainConfig(Strict):
@@ -27,36 +30,88 @@ class TrainConfig(Strict):
     max_grad_norm: float = Field(default=1.0, gt=0, description="clip the global L2 gradient norm to this")
     lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
     warmup_steps: Count = Field(default=20, description="applied steps of linear warm-up")
-    min_lr_ratio: Share = Field(default=0.1, description="final learning rate over peak, end of the cosine")
-    weight_decay: float = Field(default=0.1, ge=0, description="AdamW decay on matrices; vectors get none")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="AdamW moment decay rates")
-    optimizer: Literal["adamw", "sgd"] = Field(
-        default="adamw", description="fused AdamW, or fused SGD with momentum betas[0]"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        default="cosine", description="learning rate after the warm-up; wsd: constant, then linear in decay_share"
     )
+    min_lr_ratio: Share = Field(default=0.1, description="final learning rate over peak, but for constant")
+    decay_share: Share = Field(default=0.2, description="wsd: share of train.steps that decays, at the end")
+    weight_decay: float = Field(default=0.1, ge=0, description="decay on matrices; vectors (norms, biases) get none")
+    decay_embeddings: bool = Field(default=True, description="decay embeddings like other matrices")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="AdamW moment decay rates")
+    optimizer: str = Field(
+        default="adamw",
+        description="adamw, sgd (momentum betas[0]): fused; adamw8bit, adamw_fp8: torchao's; muon, AdamW for what is "
+        'no hidden matrix; or "pkg.mod:Class"',
+    )
+    optimizer_args: dict[str, Any] = Field(default_factory=dict, description="more arguments of the optimizer's class")
     eval_every: Count = Field(default=100, description="steps between validations; 0: only at the end")
     threads: Count = Field(default=0, description="CPU threads per rank; 0: cores / local ranks, or OMP_NUM_THREADS")
     max_minutes: float = Field(default=0.0, ge=0, description="save and stop after this many minutes; 0: never")
 
+    @field_validator("optimizer")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if ":" not in name and name not in OPTIMIZERS:
+            raise ValueError(f'{name!r} is neither {", ".join(OPTIMIZERS)} nor "package.module:Class"')
+        return name
+
+
+class MixtureConfig(Strict):
+    """One source of a mixture."""
+
+    path: str = Field(description="as data.path")
+    weight: float = Field(gt=0, description="its share of the samples, over the sum of all weights")
+
 
 class DataConfig(Strict):
-    """Where text comes from and how it is cut into samples; or a data set of your own."""
+    """Where data comes from and how it is cut into samples; or a data set of your own."""
 
     target: str | None = Field(
         default=None, description='in place of path, "pkg.mod:fn": fn(**args) -> an object with __len__ and __getitem__'
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
-    path: str | None = Field(default=None, description="text file or folder; none: Python's standard library source")
-    context: Positive = Field(default=256, description="tokens (bytes) per sample")
+    path: str | None = Field(
+        default=None,
+        description="text, JSONL, Parquet, Arrow (save_to_disk), .bin of token ids, what `harness data prepare` made, "
+        "or a folder of one of these; none: Python's standard library source",
+    )
+    mixture: list[MixtureConfig] = Field(
+        default_factory=list, description="several sources with weights, instead of data.path"
+    )
+    format: Literal["auto", "tokens", "JSONL", "Parquet", "Arrow", "text"] = Field(
+        default="auto", description="what data.path is; auto: looked at"
+    )
+    tokenizer: str | None = Field(
+        default=None, description="tokenizer.json, or a Hugging Face folder with one; none: a token is a byte"
+    )
+    text_key: str = Field(default="text", min_length=1, description="key or column of JSONL, Parquet, Arrow")
+    dtype: Literal["uint8", "uint16", "uint32"] = Field(default="uint16", description="of headerless .bin files")
+    packing: Literal["none", "documents"] = Field(
+        default="none",
+        description="documents: samples have segments, and no token is predicted from another document's",
+    )
+    separator: Count | None = Field(
+        default=None, description="token id that ends a document in .bin files; none: the tokenizer's"
+    )
+    context: Positive = Field(default=256, description="tokens per sample")
     val_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share of bytes held out, by file; of a target's samples, by number"
+        default=0.1, gt=0, lt=1, description="share held out where the data has no validation of its own"
     )
     val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples unfit to train on, or unreadable ones of a target: skip the update, fail (halt), or auto: "
-        "fail for labels out of range; "
-        "files that are no text: skip, fail, or auto: skip binary and empty ones, fail for unreadable ones",
+        description="samples unfit to train on, or that a target cannot read: skip the update, fail (halt), or auto: "
+        "fail for labels out of range and blocks that differ from their hash; files that are no text, and rows without "
+        "any: skip, fail, or auto: skip binary and empty ones, fail for others",
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        sources = {"path": self.path is not None, "mixture": bool(self.mixture), "target": self.target is not None}
+        given = [f"data.{name}" for name, there in sources.items() if there]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; leave one of them out")
+        return self
 
 
 class ModelConfig(Strict):
@@ -85,7 +140,14 @@ class TrackingConfig(Strict):
 
     mlflow: bool = Field(default=True, description="ship the journal to MLflow")
     experiment: str = Field(default="hopper-harness", min_length=1, description="MLflow experiment name")
-    fp8_every: Positive = Field(default=10, description="steps between rows of per-slot FP8 statistics")
+    fp8_every: Positive = Field(default=10, description="steps between rows of FP8 statistics")
+    fp8_series: Count = Field(
+        default=128, description="FP8 slots up to which all have series of their own; beyond, those that are picked"
+    )
+    fp8_slots: list[str] = Field(
+        default_factory=list,
+        description="patterns of slots that have series of their own whatever there are, such as blocks.*.mlp.down.*",
+    )
     report: bool = Field(default=True, description="draw the plots and report.html at the end of the run")
     drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
 
@@ -170,8 +232,6 @@ class RunConfig(Strict):
         for section, target in (("model", self.model.target), ("data", self.data.target)):
             if target is not None and ":" not in target:
                 raise ValueError(f'{section}.target {target!r} is not of the form "package.module:function"')
-        if self.data.target is not None and self.data.path is not None:
-            raise ValueError("data.path and data.target are both given: a run has one source, take one out")
         return self
 
 

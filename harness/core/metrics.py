@@ -6,11 +6,14 @@ How figures travel (`SCALARS`, `REDUCED`, `read`), their row in the journal (`ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from harness.core.facts import EVERY_STEP, Metric, SlotStats, StepFacts
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.facts import EVERY_STEP, ROLES, Metric, SlotStats, StepFacts
 
 if TYPE_CHECKING:
     from harness.core.state import RunLedger
@@ -70,8 +73,13 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
 )
 
 
-def row(facts: StepFacts, ledger: RunLedger, with_slots: bool) -> dict[str, float]:
-    """The journal's row of one step. `with_slots`: per-slot FP8 statistics too. What was not measured is left out."""
+def row(
+    facts: StepFacts, ledger: RunLedger, with_slots: bool, picked: Collection[str] | None = None
+) -> dict[str, float]:
+    """The journal's row of one step. What was not measured is left out.
+
+    with_slots: per-slot FP8 statistics too, of the slots in `picked` alone where it is given.
+    """
     values = {name: float(getattr(facts, name)) for name, metric in SCALARS.items() if metric.key}
     found = {
         SCALARS[name].key: value
@@ -79,17 +87,55 @@ def row(facts: StepFacts, ledger: RunLedger, with_slots: bool) -> dict[str, floa
         if SCALARS[name].often == EVERY_STEP or not math.isnan(value)
     }
     found |= {key: value(facts, ledger) for key, _, _, value in _OF_THE_RUN}
-    return found | slot_row(facts.slots) if with_slots and facts.slots is not None else found
+    return found | slot_row(facts.slots, picked) if with_slots and facts.slots is not None else found
 
 
-def slot_row(slots: SlotStats) -> dict[str, float]:
-    """`fp8_<figure>/<slot>` for every slot and figure that was measured."""
+def slot_row(slots: SlotStats, picked: Collection[str] | None = None) -> dict[str, float]:
+    """`fp8_<figure>/<slot>` for every figure that was measured, of every slot, or of those in `picked`."""
     return {
         f"{metric.key}/{name}": value
         for statistic, metric in SLOT_ROWS.items()
         for name, value in zip(slots.names, getattr(slots, statistic).tolist(), strict=True)
-        if not math.isnan(value)
+        if not math.isnan(value) and (picked is None or name in picked)
     }
+
+
+ROLE_QUANTILES: dict[str, tuple[str, ...]] = {
+    "amax": ("min", "p10", "p50", "p90", "max"),
+    "scale": ("min", "p50", "max"),
+    "saturation": ("p10", "p50", "p90", "max"),
+    "clipped": ("max",),
+    "underflow": ("p50", "p90", "max"),
+    "sqnr_db": ("min", "p10", "p50"),
+}
+"""Of each figure of the slots, what is kept for each role: 57 series for a model of any size."""
+
+_RANKS = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+_Figures = npt.NDArray[np.float32]
+
+
+def role_row(names: Sequence[str], now: _Figures, low: _Figures, high: _Figures) -> dict[str, float]:
+    """`fp8/<role>/<figure>_<quantile>` over the layers.
+
+    now, low, high: float32 [figures, slots] in the order of SLOT_ROWS: of this step, and the least and largest of every
+    step since the last such row, of which "min" and "max" are told. A quantile is the value of a slot (the nearest
+    rank), so that an infinite amax does not make the others unreadable.
+    """
+    found: dict[str, float] = {}
+    for role in ROLES:
+        of_role = [place for place, name in enumerate(names) if name.endswith(f".{role}")]
+        for place, figure in enumerate(SLOT_ROWS):
+            given = {"now": now, "low": low, "high": high}
+            values = {key: figures[place, of_role] for key, figures in given.items()}
+            measured = {key: column[~np.isnan(column)] for key, column in values.items()}
+            for quantile in ROLE_QUANTILES[figure]:
+                key = f"fp8/{role}/{figure}_{quantile}"
+                if quantile in _RANKS:
+                    if measured["now"].size:
+                        found[key] = float(np.quantile(measured["now"], _RANKS[quantile], method="nearest"))
+                elif measured["low"].size:
+                    found[key] = float(measured["low"].min() if quantile == "min" else measured["high"].max())
+    return found
 
 
 def page() -> str:
@@ -112,8 +158,20 @@ def page() -> str:
         "| `val/loss` | mean loss of the validation samples | as the data's | mean | train.eval_every, the end |",
         "| `val/accuracy` | share of their labels that are hit, where those are classes | | mean | as `val/loss` |",
     ]
-    slots = "`<slot>` is `<layer>.<role>`, role one of input, weight, grad_output; numbers in it are padded with zeros."
-    return "\n".join([*lines, "", slots, "What was not measured in a step is left out of its row."]) + "\n"
+    for figure, quantiles in ROLE_QUANTILES.items():
+        metric = SLOT_ROWS[figure]
+        key = f"`fp8/<role>/{figure}_<quantile>`"
+        told = f"{', '.join(quantiles)} over the layers"
+        lines.append(f"| {key} | {told} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
+    return "\n".join([*lines, "", *_NOTES]) + "\n"
+
+
+_NOTES = (
+    "`<slot>` is `<layer>.<role>`, role one of input, weight, grad_output; numbers in it are padded with zeros.",
+    "What was not measured in a step is left out of its row. Up to `tracking.fp8_series` slots all have series of",
+    "their own, in a larger model those that are picked ([telemetry.md](telemetry.md)). The last step has a row too.",
+    "`p10`, `p50` and `p90` over layers are of the step itself, `min` and `max` of every step since the row before.",
+)
 
 
 if __name__ == "__main__":

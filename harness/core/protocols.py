@@ -44,6 +44,8 @@ class Engine(Protocol):
     """Under fp16 it has a loss scale of its own, and weights in half precision: a run cannot leave fp16 there."""
     snapshots: ClassVar[bool]
     """Its state is whole on every rank, and can be copied in memory between two steps."""
+    any_optimizer: ClassVar[bool]
+    """It steps and saves any optimizer; else only fused AdamW and SGD."""
     on_paper: ClassVar[bool]
     """Its step runs on fake tensors of a card that is not there: `harness estimate` knows what it takes."""
     rank: int

@@ -39,7 +39,8 @@ class RunLedger:
 
     return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none. lowered: the
     precision that the whole run has fallen to, or is about to; empty: none. returned_to: the steps that rollbacks went
-    back to, each at most a later one's.
+    back to, each at most a later one's. seals: a chain of hashes, one for each change of attempt, skipped_windows and
+    returned_to; a checkpoint holds the newest of its time, by which it knows its own ledger again.
     """
 
     attempt: int = 1
@@ -50,19 +51,58 @@ class RunLedger:
     return_to: int = 0
     lowered: str = ""
     returned_to: list[int] = field(default_factory=list)
+    seals: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """One from before there were seals, or made by hand, begins its chain as it is."""
+        if not self.seals and (self.attempt > 1 or self.skipped_windows):
+            self._seal()
+
+    def go_back(self, step: int, bad: Iterable[int]) -> None:
+        """A rollback to `step` begins the next attempt, which passes over the windows `bad`."""
+        self.attempt += 1
+        self.skipped_windows = sorted({*self.skipped_windows, *bad})
+        self.returned_to = [*(min(earlier, step) for earlier in self.returned_to), step]
+        self._seal()
+
+    def inherit(self, skipped_windows: Iterable[int]) -> None:
+        """Pass over what the run passed over that this one starts from."""
+        self.skipped_windows = list(skipped_windows)
+        self._seal()
+
+    def sealed(self) -> list[Any]:
+        """How long the chain is, and its newest hash: what a checkpoint keeps."""
+        return [len(self.seals), self.seals[-1] if self.seals else ""]
+
+    def follows(self, length: int, newest: str) -> bool:
+        """Whether this ledger is what `sealed` told of, or came of it."""
+        return length <= len(self.seals) and (self.seals[length - 1] if length else "") == newest
+
+    def _seal(self) -> None:
+        self.seals = [*self.seals, self._next_seal(self.seals)]
+
+    def _next_seal(self, before: Sequence[str]) -> str:
+        held = [before[-1] if before else "", self.attempt, self.skipped_windows, self.returned_to]
+        return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
     @classmethod
     def from_json(cls, raw: Any) -> RunLedger:
         """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is none."""
-        lists = [raw.get(key) for key in _LISTS] if isinstance(raw, dict) else [None]
+        raw = {"seals": [], **raw} if isinstance(raw, dict) else {}
+        lists = [raw.get(key) for key in (*_LISTS, "seals")]
         if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(cls)}:
             raise ValueError("its keys are not those of this version")
+        if not all(isinstance(each, str) for each in raw["seals"]):
+            raise ValueError("its seals are not text")
         if raw["lowered"] not in _PRECISIONS:
             raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
-        counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered")]
+        counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered", "seals")]
         if not all(_is_count(value) for value in [*raw["skipped_windows"], *raw["returned_to"], *counts]):
             raise ValueError("a value is not a whole number from 0 to 2^63")
-        return cls(**raw)
+        ledger = cls(**raw)
+        if ledger.seals and ledger.seals[-1] != ledger._next_seal(ledger.seals[:-1]):
+            raise ValueError("its newest seal is not that of its contents: it was changed, or put together of two")
+        return ledger
 
     def take_over(self, other: RunLedger) -> None:
         """Be what `other` is, in place: responder and state hold this one."""
@@ -86,11 +126,14 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def state_bytes(model: nn.Module, moments: int) -> int:
-    """About how many bytes the TrainState of `model` takes, with so many fp32 moments for each trained parameter."""
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    return (weights + 4 * moments * trained) * 51 // 50 + (4 << 20)
+def state_bytes(model: nn.Module, optimizer: int) -> int:
+    """About how many bytes the TrainState of `model` takes. optimizer: bytes of its optimizer's state.
+
+    Frozen weights that come from a folder (`frozen_from`) are not part of it.
+    """
+    kept = [param for param in model.parameters() if param.requires_grad or not getattr(model, "frozen_from", "")]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*kept, *model.buffers()))
+    return (weights + optimizer) * 51 // 50 + (4 << 20)
 
 
 def seed_everything(seed: int) -> None:
@@ -283,6 +326,7 @@ class TrainState:
             "step": self.step,
             "closer_look": [self.dense_sampling.first, self.dense_sampling.last],
             "budgets": budgets,
+            "sealed": self.ledger.sealed(),
             "switches": [list(switch) for switch in self.switches],
             "limits": {str(step): limits.as_json() for step, limits in self.limits.items()},
             "parts": {},
@@ -316,10 +360,18 @@ class TrainState:
         self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], parts: Iterable[str] | None = None
     ) -> None:
         """`load_state_dict`, to run the steps after it again: they spend their budgets again, so those are taken from
-        the state, unless a rollback came in between: what it wrote stands.
+        the state, unless a rollback came in between: what it wrote stands. Raises CheckpointError as that does, and if
+        the ledger is not the one that this state was saved beside, or came of it: other windows would be trained on.
         """
         self.load_state_dict(tensors, meta, parts)
         ledger, budgets = self.ledger, meta["budgets"]
+        if not ledger.follows(*meta.get("sealed", (0, ""))):
+            why = (
+                f"it was saved in attempt {budgets['attempt']}; the ledger is of attempt {ledger.attempt}, or another's"
+            )
+            fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
+            what = "what rollbacks decided before this checkpoint is missing: windows to pass over, budgets spent"
+            raise CheckpointError(Problem(what, f"checkpoint of step {meta['step']} and incidents.json", why, fix))
         if budgets["attempt"] == ledger.attempt:
             ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
             ledger.lowered = budgets["lowered"]

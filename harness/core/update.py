@@ -8,10 +8,12 @@ read a step. Fused kernels write parameters without bumping `Parameter._version`
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +27,16 @@ from harness.core.protocols import NO_LIMITS, PrecisionBackend
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's kernel reads the skip flag itself, so that a step needs no host read."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Whether the optimizer's kernel reads the skip flag itself, so that a step needs no host read.
+
+    One whose step asks GradScaler itself for the flag would never see ours.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _asks_a_scaler(type(optimizer))
+
+
+@cache
+def _asks_a_scaler(kind: type[torch.optim.Optimizer]) -> bool:
+    return "grad_scaler" in inspect.signature(kind.step).parameters
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

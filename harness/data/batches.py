@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from harness.core.errors import ConfigError, DataError, Problem
-from harness.core.facts import Window
+from harness.core.facts import IGNORED, Window
 from harness.core.protocols import Batch
-from harness.data.tokens import TokenData, TokenFile
+from harness.data.corpus import Tokens
+from harness.data.tokens import TokenData
 
 Words = npt.NDArray[np.uint64]
 
@@ -106,18 +107,28 @@ def check_world(global_batch: int, micro_batch: int, world_size: int) -> None:
 
 
 class TokenBatches:
-    """Samples of `context` tokens and their successors, cut side by side from a snapshot; holds no state.
+    """Samples of `context` tokens and their successors, cut side by side from a run's tokens; holds no state.
 
     Sample n is tokens [n * context, (n + 1) * context] of the split: inputs are all but the last, targets all but the
-    first. Raises DataError if the snapshot is shorter than one sample.
+    first. packed: a sample has `segments` too, and a target that belongs to another document than its input is IGNORED.
+    Raises DataError if a split is shorter than one sample, or nothing says where documents begin.
     """
 
     def __init__(
-        self, data: TokenData, seed: int, context: int, global_batch: int, micro_batch: int, val_samples: int
+        self,
+        data: TokenData,
+        seed: int,
+        context: int,
+        global_batch: int,
+        micro_batch: int,
+        val_samples: int,
+        packed: bool = False,
     ) -> None:
         self.tokens_per_sample = context
-        self.masked, self.unit = False, "nats per byte"
-        self.name = f"bytes of {data.info['source']}"
+        self.masked = packed
+        self.vocab, self.ids = data.vocab, data.ids
+        self.name = f"{'tokens' if 'ids' in data.info else 'bytes'} of {data.info['source']}"
+        self.unit = "nats per token" if "ids" in data.info else "nats per byte"
         self.n_samples = (len(data.train) - 1) // context
         self._available = (len(data.val) - 1) // context
         self._data = data
@@ -125,6 +136,7 @@ class TokenBatches:
         self._global_batch = global_batch
         self._micro_batch = micro_batch
         self._val_samples = min(val_samples, self._available)
+        self._splits = {split: _Split(data, split, packed) for split in ("train", "val")}
         if self.n_samples < 1 or self._available < 1:
             raise DataError(
                 Problem("too short for one sample", self.name, fix=f"give more text, or lower data.context ({context})")
@@ -138,48 +150,114 @@ class TokenBatches:
         """This rank's `inputs` and `targets`, each int64 [micro_batch, context] on the CPU: micro-batches `rank`,
         `rank + world_size`, ... of the window, so that the window's samples do not depend on the number of ranks.
 
-        Raises ConfigError if they do not divide evenly, DataError if the snapshot cannot be read any longer.
+        A sample that is not what it was when the run began is all -1, which no check of a batch lets pass. Raises
+        ConfigError if they do not divide evenly, DataError if a snapshot cannot be read any longer.
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
-        return [self._batch(self._data.train, row) for row in rows[rank::world_size]]
+        return [self.batch("train", row) for row in rows[rank::world_size]]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """This rank's validation batches, `inputs` and `targets` int64 [size, context], the same at every call.
 
         All batches of all ranks have one size, at most micro_batch, and every rank has equally many, so that a mean
         of means weighs every token alike; the few samples that this leaves over are dropped. The samples are spread
-        evenly over the split. With fewer samples than ranks, every rank evaluates all of them.
+        evenly over the split. With fewer samples than ranks, every rank evaluates all of them. Raises DataError if one
+        is not what it was when the run began: what is validated on never changes.
         """
-        if self._val_samples < world_size:
-            rank, world_size = 0, 1
-        per_rank = self._val_samples // world_size
-        batches = -(-per_rank // self._micro_batch)
-        size = per_rank // batches
-        count = size * batches * world_size
-        samples = np.arange(count, dtype=np.int64) * self._available // count
-        return [self._batch(self._data.val, row) for row in samples.reshape(-1, size)[rank::world_size]]
+        rows = validation_rows(self._val_samples, self._available, self._micro_batch, rank, world_size)
+        return [self.batch("val", row) for row in rows]
+
+    @property
+    def available(self) -> int:
+        """Validation samples that there are."""
+        return self._available
 
     def facts(self) -> dict[str, Any]:
-        """What this run trains on, JSON-able, for the journal; sizes in bytes."""
+        """What this run trains on, JSON-able, for the journal; sizes in bytes, or in tokens."""
         info = self._data.info
-        return {
+        facts: dict[str, Any] = {
             "source": info["source"],
+            "kind": info.get("kind", "text"),
             "files": len({file["name"] for file in info["files"]}),
-            "train_bytes": info["train"]["bytes"],
-            "val_bytes": info["val"]["bytes"],
+            "train_tokens": len(self._data.train),
+            "val_tokens": len(self._data.val),
             "train_samples": self.n_samples,
             "val_samples": self._val_samples,
+            "vocab": self.vocab,
             "sha256": info["sha256"],
-            "unigram_bits_per_byte": info["unigram_bits_per_byte"],
             "skipped": _readable(info["skipped"]),
         }
+        if "ids" in info:
+            return facts | {"unigram_nats": info["unigram_nats"], "tokenizer": info["tokenizer"]}
+        return facts | {
+            "train_bytes": info["train"]["bytes"],
+            "val_bytes": info["val"]["bytes"],
+            "unigram_bits_per_byte": info["unigram_bits_per_byte"],
+        }
 
-    def _batch(self, tokens: TokenFile | npt.NDArray[np.uint8], samples: npt.NDArray[np.int64]) -> Batch:
-        context = self.tokens_per_sample
-        rows = tokens[samples[:, None] * context + np.arange(context + 1)]
-        batch = torch.from_numpy(rows.astype(np.int64))
-        return {"inputs": batch[:, :-1].contiguous(), "targets": batch[:, 1:].contiguous()}
+    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
+        """`samples` of a split as a batch. Raises DataError as `micro_batches` and `validation` do."""
+        context, source = self.tokens_per_sample, self._splits[split]
+        rows, damage = source.read(samples[:, None] * context + np.arange(context + 1))
+        if damage and split == "val":
+            where = "the validation split"
+            problems = [Problem(f"sample {samples[row]} differs", where, text) for row, text in damage.items()]
+            raise DataError(problems)
+        batch = torch.from_numpy(rows)
+        made = {"inputs": batch[:, :-1].contiguous(), "targets": batch[:, 1:].contiguous()}
+        if self.masked:
+            begins = torch.from_numpy(source.begins(rows, samples * context))
+            made["segments"] = begins[:, :-1].to(torch.int64).cumsum(1)
+            made["targets"].masked_fill_(begins[:, 1:], IGNORED)
+        for row in damage:
+            made["inputs"][row] = made["targets"][row] = -1
+        return made
+
+
+class _Split:
+    """A split's tokens, and where its documents begin."""
+
+    def __init__(self, data: TokenData, split: str, packed: bool) -> None:
+        self.tokens = data.train if split == "train" else data.val
+        if not packed:
+            return
+        info = data.info
+        self._starts = data.starts(split)
+        indexed = "ids" not in info or all(file["index"] for file in info["files"])
+        self._separator: int | None = None if indexed else info["separator"]
+        if not indexed and self._separator is None:
+            why = "the files have no index of their documents, and no token id is known to end one"
+            fix = "set data.separator to that id, give data.tokenizer, or set data.packing=none"
+            raise DataError(Problem("documents cannot be told apart", f"data.path: {info['source']}", why, fix))
+
+    def read(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+        """As `corpus.Tokens.read`."""
+        return (
+            self.tokens.read(places) if isinstance(self.tokens, Tokens) else (self.tokens[places].astype(np.int64), {})
+        )
+
+    def begins(self, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """bool [rows, width]: whether a document begins with that token; False for the first of a row."""
+        found = np.zeros(rows.shape, dtype=np.bool_)
+        for row, place in enumerate(places.tolist()):
+            first, last = np.searchsorted(self._starts, [place + 1, place + rows.shape[1]])
+            found[row, self._starts[first:last] - place] = True
+        if self._separator is not None:
+            found[:, 1:] |= rows[:, :-1] == self._separator
+        return found
+
+
+def validation_rows(wanted: int, available: int, micro_batch: int, rank: int, world_size: int) -> npt.NDArray[np.int64]:
+    """int64 [batches, size]: a rank's validation samples, `wanted` of `available` in all; see `TokenBatches`."""
+    if wanted < world_size:
+        rank, world_size = 0, 1
+    per_rank = wanted // world_size
+    batches = -(-per_rank // micro_batch)
+    size = per_rank // batches
+    count = size * batches * world_size
+    samples = np.arange(count, dtype=np.int64) * available // count
+    return samples.reshape(-1, size)[rank::world_size]
 
 
 def _readable(skipped: Iterable[dict[str, str]]) -> list[str]:

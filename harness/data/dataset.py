@@ -34,10 +34,10 @@ from harness.core.health import LABELS, Fault, Flawed
 from harness.core.protocols import Batch
 from harness.core.state import random_numbers_apart
 from harness.core.target import call_target
-from harness.data.batches import check_world, sample_numbers
+from harness.data.batches import check_world, sample_numbers, validation_rows
 from harness.data.samples import Form, OddSampleError, first_form
 
-RECORD = "dataset.json"
+RECORD = "target.json"
 """In the run's folder `data`: the fingerprint of its data set."""
 PROBED = 8
 """Samples of each split whose hashes are the fingerprint, evenly spread."""
@@ -117,6 +117,7 @@ class DatasetBatches:
     """
 
     masked = True  # the mean is one over labels that count, or over samples
+    ids, vocab = 0, 256  # nothing is known of token ids
 
     def __init__(self, config: DataConfig, seed: int, global_batch: int, micro_batch: int) -> None:
         """Opens the target and reads a few samples, twice. Raises ConfigError or DataError naming what is wrong."""
@@ -131,7 +132,13 @@ class DatasetBatches:
         text = next((form for form in self._form.fields.values() if form.length is not None), None)
         counted = first if first is not None and first.shape else text
         self.tokens_per_sample = 1 if counted is None else max(1, int(np.prod(counted.shape)))
-        self.fingerprint = {"train_samples": self.n_samples, "val_samples": self._val.size, "sha256": hashes}
+        whole = hashlib.sha256(repr((self.n_samples, self._val.size, hashes)).encode()).hexdigest()
+        self.fingerprint = {
+            "train_samples": self.n_samples,
+            "val_samples": self._val.size,
+            "looked_at": hashes,
+            "sha256": whole,
+        }
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""
@@ -154,15 +161,8 @@ class DatasetBatches:
         """This rank's validation batches, the same at every call: samples spread evenly over the split, as many batches
         of as many samples on every rank. With fewer samples than ranks, every rank evaluates all of them.
         """
-        if self._val_samples < world_size:
-            rank, world_size = 0, 1
-        per_rank = self._val_samples // world_size
-        batches = -(-per_rank // self._micro_batch)
-        size = per_rank // batches
-        count = size * batches * world_size
-        rows = (np.arange(count, dtype=np.int64) * self._val.size // count).reshape(-1, size)
-        epoch = np.full(size, _VALIDATION_EPOCH)
-        return [self._batch(self._val, row, epoch) for row in rows[rank::world_size]]
+        rows = validation_rows(self._val_samples, self._val.size, self._micro_batch, rank, world_size)
+        return [self._batch(self._val, row, np.full(len(row), _VALIDATION_EPOCH)) for row in rows]
 
     def facts(self) -> dict[str, Any]:
         """What this run trains on, JSON-able, for the journal."""
@@ -312,15 +312,15 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
     """Raises DataError if the run began with other data."""
     try:
         before = read_json(path)
-        hashes: Mapping[str, str] = before["sha256"]
+        hashes: Mapping[str, str] = before["looked_at"]
         sizes = {key: (before[key], record[key]) for key in ("train_samples", "val_samples")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "restore the file from another copy of this run, or start a new run with another --name"
         raise DataError(Problem(f"cannot be read: {error}", str(path), fix=fix)) from error
     why = [f"{key} were {was}, and are {now}" for key, (was, now) in sizes.items() if was != now]
-    changed = [label for label, sha256 in record["sha256"].items() if hashes.get(label) != sha256]
+    changed = [label for label, sha256 in record["looked_at"].items() if hashes.get(label) != sha256]
     if changed and not why:
-        why = [f"of {len(record['sha256'])} samples looked at, {some(changed, 3)} changed"]
+        why = [f"of {len(hashes)} samples looked at, {some(changed, 3)} changed"]
     if why:
         fix = (
             "give the data set that the run began with, or start a new run: "

@@ -75,7 +75,7 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(_unreadable(path, error)) from error
     if folder:
-        return read_files(str(path), root, _walk(root), bad)
+        return read_files(str(path), root, walk(root), bad)
     text = read_files(str(path), root.parent, [root])
     return Text(text.source, text.documents)
 
@@ -117,7 +117,7 @@ def read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "
     )
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def walk(root: Path) -> Iterator[Path]:
     """Files and links below `root`, hidden ones left out; at last the folders that cannot be listed."""
     closed: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=lambda error: closed.append(Path(error.filename))):

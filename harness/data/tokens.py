@@ -1,18 +1,21 @@
-"""The snapshot: the run's text as bytes on disk, hashed, so that a resume anywhere sees the same tokens.
+"""What a run trains on: described in `data/corpus.json`, hashed, so that a resume anywhere sees the same tokens.
 
-A token is a byte, so the vocabulary has 256 entries and the losses of any two texts compare in bits per byte. The
-run keeps `data/train.bin` and `data/val.bin` (uint8) and `data/corpus.json`, which is written last: without it there
-is no snapshot. Each file is read where it lies on disk.
+Text without a tokenizer is copied into the run, a snapshot: a token is a byte, so the vocabulary has 256 entries and
+the losses of any two texts compare in bits per byte. It is `data/train.bin` and `data/val.bin` (uint8). Rows, and text
+with a tokenizer, are made into token ids in `data/tokens/`. Files of token ids stay where they are (`corpus`).
+corpus.json is written last: without it there is no data. Each file is read where it lies on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
+import shutil
 import stat
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,13 @@ import numpy.typing as npt
 from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
 from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json
-from harness.data.text import Document, Text, read_text, split_documents, standard_library
+from harness.data import corpus, registry
+from harness.data.corpus import Tokens
+from harness.data.prepare import Preparation, prepare_dataset
+from harness.data.prepared import open_prepared
+from harness.data.shards import Shards, is_validation, read_files, read_shard, validation_beside
+from harness.data.text import MAX_BYTES, Document, Text, read_text, split_documents, standard_library
+from harness.data.tokenizer import load_encoder, tokenizer_file
 
 _CHUNK = 1 << 22
 FIX = "restore the data folder from another copy of this run, or start a new run with another --name"
@@ -94,19 +103,19 @@ _LISTED = {"files": "split", "skipped": "reason"}
 
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """A run's tokens. train, val: uint8, one token per byte, read from the snapshot when they are wanted.
+    """A run's tokens, read when they are wanted. train, val: of a snapshot uint8, one token per byte.
 
-    info: the contents of `corpus.json`: source, files (name, split, bytes), skipped files, sha256 of each split and
-    of both in a row, unigram_bits_per_byte.
+    info: the contents of `corpus.json`. Of a snapshot: source, files (name, split, bytes), skipped files, sha256 of
+    each split and of both in a row, unigram_bits_per_byte. Of a corpus: see `corpus.write_corpus`.
     """
 
-    train: TokenFile | npt.NDArray[np.uint8]
-    val: TokenFile | npt.NDArray[np.uint8]
+    train: TokenFile | Tokens | npt.NDArray[np.uint8]
+    val: TokenFile | Tokens | npt.NDArray[np.uint8]
     info: Mapping[str, Any]
 
     @property
     def sha256(self) -> str:
-        """Hash of the training bytes followed by the validation bytes."""
+        """Of a snapshot: hash of the training bytes followed by the validation bytes. Of a corpus: of what it is."""
         return self.info["sha256"]
 
     @property
@@ -114,22 +123,50 @@ class TokenData:
         """Entropy of the whole text's byte distribution, in bits: what a model that only counts bytes reaches."""
         return self.info["unigram_bits_per_byte"]
 
+    @property
+    def vocab(self) -> int:
+        """How many ids a model must know: a multiple of corpus.PADDED_TO."""
+        return self.info.get("vocab", VOCAB)
 
-def prepare(config: DataConfig, run_dir: Path, global_batch: int = 1) -> TokenData:
-    """The run's tokens: its snapshot if it has one, else one made now from `config.path` or the standard library.
+    @property
+    def ids(self) -> int:
+        """How many ids there may be, from 0: of the tokenizer, else the largest of both splits + 1."""
+        return self.info.get("ids", VOCAB)
 
-    An existing snapshot is checked against its hashes and used even if the source has changed since. With several
-    ranks: rank 0 calls this first, the others after a barrier. Raises DataError for unusable text (see `read_text`),
-    a damaged snapshot, a folder that cannot be written, or text too short for `global_batch` training samples and one
-    validation sample.
+    def starts(self, split: str) -> npt.NDArray[np.int64]:
+        """Places of a split's tokens where a document is known to begin, sorted."""
+        tokens = self.train if split == "train" else self.val
+        if isinstance(tokens, Tokens):
+            return tokens.starts
+        sizes = [file["bytes"] + len(_SEPARATOR) for file in self.info["files"] if file["split"] == split]
+        return np.concatenate([[0], np.cumsum(np.array(sizes, dtype=np.int64))])[: max(1, len(sizes))]
+
+
+def prepare(
+    config: DataConfig,
+    run_dir: Path,
+    global_batch: int = 1,
+    lead: bool = True,
+    reading: Callable[[str | None], None] = lambda path: None,
+) -> TokenData:
+    """The run's tokens: those it began with, else what `config.path` (or the standard library) has now.
+
+    What the run began with is checked against its hashes, and a snapshot used even if the source has changed since.
+    With several ranks: rank 0 calls this first, the others after a barrier, without `lead`: they make and check
+    nothing. reading: see `blocks.CheckedFile`. Raises DataError for data that cannot be used (naming all that is
+    wrong), or has changed; a folder that cannot be written; or less than `global_batch` training samples and one
+    validation sample; ConfigError for a tokenizer that cannot be read, or a library that is missing.
     """
-    folder = run_dir / "data"
+    return prepare_in(config, run_dir / "data", global_batch, lead, reading)
+
+
+def prepare_in(
+    config: DataConfig, folder: Path, global_batch: int, lead: bool, reading: Callable[[str | None], None]
+) -> TokenData:
+    """As `prepare`, in a folder of the run's data."""
     if not (folder / "corpus.json").exists():
-        text = read_text(Path(config.path), config.bad) if config.path else standard_library()
-        train, val = split_documents(text.documents, config.val_fraction)
-        _check_length(text.source, _size(train), _size(val), config, global_batch)
         try:
-            _write(folder, text, train, val)
+            _make(config, folder, global_batch)
         except OSError as error:
             raise DataError(
                 Problem(
@@ -138,9 +175,108 @@ def prepare(config: DataConfig, run_dir: Path, global_batch: int = 1) -> TokenDa
                     fix="make the run folder writable, or free some space",
                 )
             ) from error
-    data = _open(folder)
+    info = _read_info(folder)
+    snapshot = info.get("format") == _FORMAT
+    data = _open(folder) if snapshot else _open_corpus(folder, info, config, lead, reading)
     _check_length(data.info["source"], len(data.train), len(data.val), config, global_batch)
     return data
+
+
+def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
+    """Write corpus.json, after what it describes. Raises OSError, DataError, ConfigError."""
+    path = _home(config.path) if config.path else None
+    kind = config.format if config.format != "auto" else registry.look(path) if path else "text"
+    if kind == "text" and not config.tokenizer:
+        text = read_text(path, config.bad) if path else standard_library()
+        train, val = split_documents(text.documents, config.val_fraction)
+        _check_length(text.source, _size(train), _size(val), config, global_batch)
+        _write(folder, text, train, val)
+        return
+    if path is None:
+        fix = "give your own: data.path=<file or folder>"
+        raise DataError(Problem("a tokenizer needs a text of yours", "data.tokenizer", fix=fix))
+    if not path.exists():
+        raise DataError(Problem("no such file or folder", f"data.path: {path}", fix="check the path"))
+    if kind == "tokens":
+        info = _token_files(config, path, folder)
+    elif kind == "prepared":
+        info = open_prepared(path, folder, _hold_out(config), config.tokenizer)
+    else:
+        wanted = Preparation(
+            str(path), kind, config.text_key, config.bad, config.tokenizer, val_fraction=config.val_fraction
+        )
+        prepare_dataset(wanted, folder / "tokens", most=MAX_BYTES, anew=True)
+        info = open_prepared(folder / "tokens", folder, _hold_out(config), None)
+    tokenizer = config.tokenizer or (str(path) if kind == "prepared" and (path / "tokenizer.json").is_file() else None)
+    if tokenizer:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(tokenizer_file(Path(tokenizer)), folder / "tokenizer.json")
+    corpus.save_corpus(folder, info)
+
+
+def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]:
+    vocabulary = load_encoder(config.tokenizer).vocabulary if config.tokenizer else None
+    separator = config.separator if config.separator is not None else vocabulary.separator if vocabulary else None
+    left_out: list[tuple[str, str]] = []
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix.lower() == ".bin" and not each.is_symlink())
+        val = [each for each in files if is_validation(each.name)]
+        train = [each for each in files if each not in val]
+        ours = {each.with_suffix(".idx") for each in files}
+        others = [each for each in sorted(path.iterdir()) if each not in files and each not in ours]
+        left_out = [(each.name, "not a .bin") for each in others if not each.name.startswith(".")]
+    else:
+        path = path.with_suffix(".bin") if path.suffix.lower() == ".idx" else path
+        beside = validation_beside(path)
+        train, val = [path], [beside] if beside else []
+    if not train:
+        raise DataError(Problem("has no training files", f"data.path: {path}", fix="name one without val in its name"))
+    shards = read_files(train, val, lambda file: read_shard(file, config.dtype))
+    shards = Shards(shards.train, shards.val, tuple(left_out))
+    return corpus.write_corpus(folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config))
+
+
+def _hold_out(config: DataConfig) -> Callable[[int], int]:
+    return lambda tokens: corpus.hold_out(tokens, config.val_fraction, config.context + 1)
+
+
+def _read_info(folder: Path) -> Mapping[str, Any]:
+    try:
+        info = read_json(folder / "corpus.json", MAX_LARGE)
+        if not isinstance(info, dict):
+            raise TypeError("it is no mapping")
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(_undescribed(folder, error)) from error
+    return info
+
+
+def _open_corpus(
+    folder: Path, info: Any, config: DataConfig, lead: bool, reading: Callable[[str | None], None]
+) -> TokenData:
+    try:
+        info = corpus.parse_corpus(info)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise DataError(_undescribed(folder, error)) from error
+    if lead:
+        checked = corpus.check_corpus(folder, info)
+        if checked != info:
+            info = checked
+            with contextlib.suppress(OSError):  # what is not written down is hashed again at the next start
+                corpus.save_corpus(folder, info)
+    splits = corpus.open_corpus(folder, info, config.packing == "documents", reading)
+    return TokenData(splits["train"], splits["val"], info)
+
+
+def _home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # ~ of a user who does not exist
+        return Path(path)
+
+
+def _undescribed(folder: Path, error: Exception) -> Problem:
+    why = f"it cannot be read as the snapshot's description: {type(error).__name__}: {error}"
+    return _damaged(folder / "corpus.json", why[:300])
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
@@ -194,8 +330,7 @@ def _open(folder: Path) -> TokenData:
         info = read_json(folder / "corpus.json", MAX_LARGE)
         expected = _expected(info)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        why = f"it cannot be read as the snapshot's description: {type(error).__name__}: {error}"
-        raise DataError(_damaged(folder / "corpus.json", why[:300])) from error
+        raise DataError(_undescribed(folder, error)) from error
     splits: dict[str, TokenFile] = {}
     problems: list[Problem] = []
     overall = hashlib.sha256()
@@ -254,7 +389,7 @@ def _check_length(source: str, train: int, val: int, config: DataConfig, global_
             "too short to train on",
             f"data.path: {source}" if config.path else source,
             why=(
-                f"training has {train} bytes and needs {need_train} (train.global_batch {global_batch} x data.context "
+                f"training has {train} tokens and needs {need_train} (train.global_batch {global_batch} x data.context "
                 f"{config.context} + 1); validation has {val} and needs {need_val}"
             ),
             fix="give more text, or lower data.context or train.global_batch",

@@ -36,11 +36,11 @@ from harness.engines.process_group import ProcessGroup, join, leave, limit_every
 from harness.engines.torch_engine import (
     ModelPart,
     OptimizerPart,
-    named_state,
+    kept_state,
     optimizer_meta,
     require_same,
+    require_same_meta,
     require_same_optimizer,
-    require_tied,
 )
 
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -56,20 +56,20 @@ class ZeroModelPart:
         """As `ModelPart.state_dict`; parameters in fp32, whatever DeepSpeed computes in."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        tensors, tied = named_state(self.model)
+        tensors, meta = kept_state(self.model)
         full: TensorDict = {}
         for name, tensor in tensors.items():
             master = None if tensor.dtype == torch.float32 else safe_get_full_fp32_param(tensor)
             full[name] = tensor.detach() if master is None else master
-        return full, {"tied": tied}
+        return full, meta
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """As `ModelPart.load_state_dict`, into the parameters and DeepSpeed's partitions of their masters."""
         from deepspeed.utils import safe_set_full_fp32_param
 
-        here, tied = named_state(self.model)
-        require_tied(tied, meta)
+        here, own = kept_state(self.model)
+        require_same_meta(own, meta)
         shapes = {
             name: torch.empty_like(tensor, dtype=torch.float32, device="meta")
             if hasattr(tensor, "_hp_mapping")
@@ -170,6 +170,7 @@ class DeepSpeedEngine(ProcessGroup):
     name = "deepspeed"
     owns_loss_scale: ClassVar = True
     snapshots: ClassVar = False  # ZeRO would have to gather its partitions for every copy
+    any_optimizer: ClassVar = False  # its flat partitions have no matrices, and its gathers no tensor subclasses
     on_paper: ClassVar = False
 
     @classmethod

@@ -5,6 +5,8 @@ Model and optimizer are parts of the TrainState, by parameter name; every engine
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
@@ -13,7 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from harness.core.collectives import Fingerprint
 from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem, some
 from harness.core.protocols import Meta, Stateful, TensorDict
@@ -40,6 +44,25 @@ def named_state(model: nn.Module) -> tuple[TensorDict, dict[str, str]]:
             first[id(tensor)] = name
             tensors[name] = tensor
     return tensors, tied
+
+
+def kept_state(model: nn.Module, known: Meta | None = None) -> tuple[TensorDict, Meta]:
+    """What a checkpoint holds of `model`: `named_state`, and {"tied": {alias: key}}.
+
+    A model whose frozen weights come from a folder says so by an attribute `frozen_from`: they stay there, and the meta
+    data has their fingerprint, {"frozen": {"from": folder, "count": n, "sha256": of their hashes}}. known: that of an
+    earlier call, which spares reading all of them.
+    """
+    tensors, tied = named_state(model)
+    folder = getattr(model, "frozen_from", "")
+    frozen = {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
+    if not folder or not frozen:
+        return tensors, {"tied": tied}
+    if known is None:
+        hashes = Fingerprint(next(iter(frozen.values())).device).of(frozen.values()).tolist()
+        sha256 = hashlib.sha256(json.dumps(list(zip(frozen, hashes, strict=True))).encode()).hexdigest()
+        known = {"from": str(folder), "count": len(frozen), "sha256": sha256}
+    return {name: each for name, each in tensors.items() if name not in frozen}, {"tied": tied, "frozen": known}
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -83,17 +106,24 @@ class ModelPart:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._frozen: Meta | None = None
+
+    def _kept(self) -> tuple[TensorDict, Meta]:
+        tensors, meta = kept_state(self.model, self._frozen)
+        self._frozen = meta.get("frozen")
+        return tensors, meta
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """tensors: by state_dict key, tied ones once; meta: {"tied": {alias: key}}."""
-        tensors, tied = named_state(self.model)
-        return {name: tensor.detach() for name, tensor in tensors.items()}, {"tied": tied}
+        """As `kept_state`: tensors by state_dict key, tied ones once."""
+        tensors, meta = self._kept()
+        return {name: tensor.detach() for name, tensor in tensors.items()}, meta
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Copy in place (identity is kept). Raises CheckpointError if names, shapes, dtypes or ties differ."""
-        here, tied = named_state(self.model)
-        require_tied(tied, meta)
+        """Copy in place (identity is kept). Raises CheckpointError if names, shapes, dtypes or ties differ, or if the
+        frozen weights that it leaves out are others."""
+        here, own = self._kept()
+        require_same_meta(own, meta)
         require_same("model", tensors, here)
         for name, tensor in here.items():
             if 0 in tensor.stride() and tensor.numel() > 1:  # an expanded buffer has no memory of its own to copy into
@@ -102,17 +132,20 @@ class ModelPart:
                 tensor.copy_(tensors[name])
 
 
-def require_tied(here: Mapping[str, str], meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the checkpoint's ties are not those of the run."""
-    saved = dict(meta.get("tied", {}))
-    if saved != dict(here):
-        raise CheckpointError(
-            Problem(
-                f"tied parameters differ: {saved or 'none'} in the checkpoint, {dict(here) or 'none'} in the run",
-                "model",
-                fix="resume with the model that wrote the checkpoint",
-            )
-        )
+def require_same_meta(here: Meta, meta: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the checkpoint's ties, or the frozen weights that it leaves out, are not the run's."""
+    saved, tied = dict(meta.get("tied", {})), here["tied"]
+    problems: list[Problem] = []
+    if saved != tied:
+        what = f"tied parameters differ: {saved or 'none'} in the checkpoint, {tied or 'none'} in the run"
+        problems.append(Problem(what, "model", fix="resume with the model that wrote the checkpoint"))
+    theirs, ours = meta.get("frozen"), here.get("frozen")
+    if theirs and ours and theirs["sha256"] != ours["sha256"]:
+        what = f"the frozen weights of {ours['from']} are not those that the checkpoint was trained beside"
+        fix = "put the folder back as it was when the run began"
+        problems.append(Problem(what, "model", f"those were {theirs['count']} of {theirs['from']}", fix))
+    if problems:
+        raise CheckpointError(problems)
 
 
 def optimizer_meta(optimizer: torch.optim.Optimizer) -> Meta:
@@ -129,29 +162,67 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, meta: Mapping[str, 
         )
 
 
-class OptimizerPart:
-    """Optimizer state by parameter name, and the count of applied updates. Tensors are the live ones."""
+_INNER = "/"
+"""Between a state's key and the name of a tensor that a tensor subclass, such as torchao's quantised moments, is made
+of: files of checkpoints hold plain tensors."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, applied: Tensor) -> None:
+
+def _inner(value: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that `value` is made of, by name: "" for one that is plain itself."""
+    if not is_traceable_wrapper_subclass(value):
+        return {"": value}
+    names, _ = value.__tensor_flatten__()
+    return {_INNER + name: getattr(value, name) for name in names}
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer may count in its groups and attributes, beside its state: plain values by `<group>.<name>`, and
+    by `.<name>` for its own.
+    """
+    found = {f".{name}": value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {f"{number}.{name}": value for name, value in group.items() if name != "lr"}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+class OptimizerPart:
+    """Optimizer state by parameter name, and the count of applied updates. Tensors are the live ones.
+
+    initial: the optimizer's `_settings` when it was new; those that it has changed since are part of its state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        applied: Tensor,
+        initial: Mapping[str, Any] | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.applied = applied
+        self._initial = _settings(optimizer) if initial is None else dict(initial)
 
     def _owned(self) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
         names = {id(param): name for name, param in self.model.named_parameters()}
         return {names[id(param)]: (param, group) for group in self.optimizer.param_groups for param in group["params"]}
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """tensors: `<parameter>.<state key>` and `applied`; meta: its class, and state that is no tensor."""
+        """tensors: `<parameter>.<state key>` and `applied`; meta: its class, and state that is no tensor.
+
+        A tensor subclass is there as the tensors that it is made of, `<parameter>.<state key>/<name>`.
+        """
         tensors: TensorDict = {"applied": self.applied}
         plain: dict[str, Any] = {}
         for name, (param, _) in self._owned().items():
             for key, value in self.optimizer.state[param].items():
                 if isinstance(value, Tensor):
-                    tensors[f"{name}.{key}"] = value
+                    tensors |= {f"{name}.{key}{inner}": tensor for inner, tensor in _inner(value).items()}
                 else:
                     plain[f"{name}.{key}"] = value
-        return tensors, {**optimizer_meta(self.optimizer), "plain": plain}
+        counted = {key: now for key, now in _settings(self.optimizer).items() if self._initial.get(key) != now}
+        moved = {"counted": counted} if counted else {}
+        return tensors, {**optimizer_meta(self.optimizer), "plain": plain, **moved}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -175,25 +246,41 @@ class OptimizerPart:
             raise CheckpointError(Problem(what, "optimizer", fix="resume with the same model"))
         state_of = self.optimizer.state
         live = {
-            f"{n}.{k}": state_of[p][k]
-            for n, (p, _) in owned.items()
-            for k, v in incoming[n].items()
-            if isinstance(v, Tensor) and isinstance(state_of[p].get(k), Tensor)
+            f"{name}.{key}{inner}": tensor
+            for name, (param, _) in owned.items()
+            for key, now in state_of[param].items()
+            if isinstance(now, Tensor)
+            for inner, tensor in _inner(now).items()
         }
-        require_same("optimizer", {full: tensors[full] for full in live}, live)
+        known = live.keys() & tensors.keys()
+        require_same("optimizer", {full: tensors[full] for full in known}, {full: live[full] for full in known})
+        if odd := {full for full in live.keys() ^ tensors.keys() if _INNER in full.rpartition(".")[2]}:
+            fix = "resume with the train.optimizer, the optimizer_args and the library that wrote it"
+            raise CheckpointError(Problem(f"quantised on one side only: {_named(odd)}", "optimizer", fix=fix))
         for name, (param, group) in owned.items():
             state = state_of[param]
-            for key in state.keys() - incoming[name].keys():
+            for key in state.keys() - {key.partition(_INNER)[0] for key in incoming[name]}:
                 del state[key]
             for key, value in incoming[name].items():
                 if f"{name}.{key}" in live:
-                    state[key].copy_(value)
+                    live[f"{name}.{key}"].copy_(value)
                 elif isinstance(value, Tensor):
                     on_host = key == SCALAR_STATE and not (group.get("fused") or group.get("capturable"))
                     state[key] = value.detach().clone().to("cpu" if on_host else param.device)
                 else:
                     state[key] = value
         self.applied.copy_(tensors["applied"])
+        self._count(meta.get("counted", {}))
+
+    def _count(self, counted: Mapping[str, Any]) -> None:
+        """Set what an optimizer counts in its groups and attributes: to what it was, or to its beginning."""
+        for place, now in _settings(self.optimizer).items():
+            wanted = counted.get(place, self._initial.get(place, now))
+            number, _, name = place.partition(".")
+            if wanted != now and number:
+                self.optimizer.param_groups[int(number)][name] = wanted
+            elif wanted != now:
+                setattr(self.optimizer, name, wanted)
 
 
 # torch renamed the argument, and warns of the old name.
@@ -211,6 +298,7 @@ class TorchEngine(ProcessGroup):
 
     owns_loss_scale: ClassVar = False
     snapshots: ClassVar = True
+    any_optimizer: ClassVar = True
     on_paper: ClassVar = True
 
     @classmethod
@@ -262,7 +350,10 @@ class TorchEngine(ProcessGroup):
         self._loss_scale = loss_scale
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
-        self._lr_on_device = takes_found_inf(optimizer)
+        # torchao's take no other rate than a tensor either.
+        self._lr_on_device = all(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups)
+        self._lr_on_device |= takes_found_inf(optimizer)
+        self._initial = _settings(optimizer)
         if self._lr_on_device:
             for group in optimizer.param_groups:
                 group["lr"] = self._lr
@@ -312,7 +403,8 @@ class TorchEngine(ProcessGroup):
 
     def parts(self) -> dict[str, Stateful]:
         """`model` and `optimizer`; the loss scale is a part of its own."""
-        return {"model": ModelPart(self._model), "optimizer": OptimizerPart(self._model, self.optimizer, self._applied)}
+        optimizer = OptimizerPart(self._model, self.optimizer, self._applied, self._initial)
+        return {"model": ModelPart(self._model), "optimizer": optimizer}
 
     def close(self) -> None:
         """Leave the process group; safe to call twice.

@@ -14,17 +14,24 @@ from torch import nn
 from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.target import call_target
+from harness.models import huggingface
 from harness.models.task import Task
 
-__all__ = ["Task", "build_model"]
+__all__ = ["Task", "build_model", "check_vocab"]
 
 
 def build_model(config: ModelConfig) -> nn.Module:
     """Import the target and call it. Raises ConfigError if it is missing, fails, or returns no Module."""
     where = f"model.target {config.target!r}"
+    if config.target.startswith(huggingface.PREFIX):
+        return _checked(huggingface.build(config.target.removeprefix(huggingface.PREFIX), config.args), where)
     model = call_target("model", config.target, config.args, "models")
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem(f"returned a {type(model).__name__}, not an nn.Module", where, fix="return a Module"))
+    return _checked(model, where)
+
+
+def _checked(model: nn.Module, where: str) -> nn.Module:
     odd = [
         f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.dtype != torch.float32
     ]
@@ -34,4 +41,14 @@ def build_model(config: ModelConfig) -> nn.Module:
         raise ConfigError(Problem(what, where, why, "return model.float()"))
     if next(model.parameters(), None) is None:
         raise ConfigError(Problem("returned a model without parameters", where, fix="return a trainable Module"))
+    huggingface.check(model, where)
     return model
+
+
+def check_vocab(model: nn.Module, ids: int, target: str) -> None:
+    """Raises ConfigError if a model that tells its `vocab_size` cannot take `ids` different token ids."""
+    known = getattr(model, "vocab_size", None)
+    if isinstance(known, int) and known < ids:
+        why = f"the data has token ids up to {ids - 1}"
+        fix = f"build it with at least {ids}, or give data of its own tokenizer"
+        raise ConfigError(Problem(f"its vocab_size {known} is too small", f"model.target {target!r}", why, fix))

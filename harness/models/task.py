@@ -26,6 +26,7 @@ from harness.core.facts import IGNORED
 from harness.core.health import LABELS, count_targets, one_sample
 from harness.core.protocols import Batch
 from harness.core.state import random_numbers_apart
+from harness.models import huggingface
 
 NO_UNIT = "loss"
 """The unit of a loss that is nothing in particular."""
@@ -66,13 +67,17 @@ class Task:
 
     def __init__(self, model: nn.Module, target: str, unit: str = NO_UNIT) -> None:
         self.target, self.unit = target, unit
-        self.vocab_size, self.classes = _whole(model, "vocab_size"), _whole(model, "num_classes")
+        self._causal_lm = huggingface.causal_lm(model)
+        self.vocab_size = _whole(self._causal_lm or model, "vocab_size")
+        self.classes = _whole(model, "num_classes")
         self._shifts = False
         self._parameters = list(inspect.signature(model.forward).parameters.values())
         self._calls: dict[tuple[str, ...], _Call] = {}
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Mean loss over the targets that have one, float 0-d. Raises ConfigError if the model's output is no such."""
+        if self._causal_lm is not None and "targets" in batch:
+            return self._causal_lm.loss(module, batch)
         return self._loss(self._output(module, batch), batch)
 
     def count(self, batch: Batch) -> int:
@@ -81,6 +86,8 @@ class Task:
 
     def judged(self, module: nn.Module, batch: Batch) -> Judged:
         """What a validation wants to know of a batch; raises as `loss`."""
+        if self._causal_lm is not None and "targets" in batch:
+            return Judged(self._causal_lm.loss(module, batch), None)
         output = self._output(module, batch)
         loss, logits = self._loss(output, batch), _parts(output)[1]
         labels = _labels(batch)
@@ -100,12 +107,16 @@ class Task:
             return ""  # its parameters are made by the first forward, which is the run's
         device = next(model.parameters()).device
         one = {name: values.to(device) for name, values in one_sample(batch, 0).items()}
-        own = not self._call(one).labels
+        causal = self._causal_lm is not None and "targets" in one
+        own = not causal and not self._call(one).labels
         was_training = model.training
         kept = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count their forwards
         model.eval()
         try:
             with torch.no_grad(), random_numbers_apart(), _autocast(device, half):
+                if causal:  # whose own loss was looked at when it was built
+                    self.loss(model, one)
+                    return ""
                 output = self._output(model, one)
                 if not own:  # a label that is out of range is for the run to name
                     one[self._call(one).labels] = torch.zeros_like(one[self._call(one).labels])
@@ -282,7 +293,7 @@ def _autocast(device: torch.device, half: torch.dtype | None) -> torch.autocast:
     return torch.autocast(device.type, dtype=half, enabled=half is not None)
 
 
-def _whole(model: nn.Module, name: str) -> int | None:
+def _whole(model: object, name: str) -> int | None:
     value = getattr(model, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

@@ -12,6 +12,7 @@ seen from the module: `fusible_norms`, from a Linear to the norm whose output is
 from a Linear to the one that takes silu(first half of its output) * second half. Nothing is guessed.
 
 A Linear that is replaced by one of another class gives it its own Parameters: ties, optimizers and hooks survive.
+transformers' Conv1D (GPT-2) is a Linear here, whose weight is [in, out]; not every backend computes from that.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, wraps
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,22 +38,21 @@ from harness.precision.recipe import LayersConfig, Recipe, Rung
 class LayerFilter:
     """A recipe's `layers` section on one model.
 
-    multiple: what sizes must be multiples of. where: the section, for messages. problems: patterns that match no
-    Linear and blocks that are not there; with any of them the answers of `kept_out` mean nothing.
+    multiple: what sizes must be multiples of. where: the section, for messages. refuses: backend that does not take
+    weights [in, out]; empty if it does. problems: patterns that match no Linear and blocks that are not there; with
+    any of them the answers of `kept_out` mean nothing.
     """
 
-    def __init__(self, model: nn.Module, layers: LayersConfig, multiple: int, where: str) -> None:
-        self._layers, self._multiple = layers, multiple
+    def __init__(self, model: nn.Module, layers: LayersConfig, multiple: int, where: str, refuses: str = "") -> None:
+        self._layers, self._multiple, self._refuses = layers, multiple, refuses
         self._names = names_of(model)
         self._owners = _owners_of_parameters(model)
-        self._linears = [
-            name for module, names in self._names.items() if isinstance(module, nn.Linear) for name in names
-        ]
+        self._linears = [name for module, names in self._names.items() if is_linear(module) for name in names]
         self.problems = self._unmatched(where)
         self._skipped = self._skipped_blocks(model, where)
 
     def kept_out(self, linear: nn.Linear) -> str:
-        """Why `linear`, a module of the model, stays out of FP8; empty if it does not."""
+        """Why `linear`, a Linear of the model, stays out of FP8; empty if it does not."""
         layers, names = self._layers, self._names[linear]
         excluded = _first_match([*layers.exclude, *layers.exclude_if_present], names)
         if excluded:
@@ -66,9 +66,13 @@ class LayerFilter:
             return "its weight is computed, not a Parameter (weight_norm)"
         if is_lazy(linear.weight):
             return "has no size before its first forward"
-        if type(linear) is not nn.Linear:
+        if is_conv1d(linear) and self._refuses:
+            return f"{type(linear).__name__}: {self._refuses} does not compute from a weight [in, out]"
+        if type(linear) is not nn.Linear and not _is_conv1d_itself(type(linear)):
             return f"{type(linear).__name__} is a Linear of its own kind"
-        size = (linear.out_features, linear.in_features)
+        if any(part in _ADAPTERS for name in names for part in name.split(".")):
+            return "a low-rank adapter (LoRA): too small to gain, and all that is trained"
+        size = features(linear)
         if any(value % self._multiple for value in size):
             return f"sizes {size[0]}x{size[1]} are not multiples of {self._multiple}"
         if min(size) < layers.min_features:
@@ -107,6 +111,32 @@ class LayerFilter:
         for block in blocks[max(0, total - last) :]:
             skipped[block] = f"in the last {last} of {total} blocks (skip_last_blocks)"
         return skipped
+
+
+# Attributes of peft's layers that hold the two factors of an adapter.
+_ADAPTERS = ("lora_A", "lora_B")
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a Linear, or a Conv1D."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, y = x W + b with W [in, out], or of a class derived from it."""
+    return any(_is_conv1d_itself(kind) for kind in type(module).__mro__)
+
+
+def _is_conv1d_itself(kind: type) -> bool:
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def features(linear: nn.Linear) -> tuple[int, int]:
+    """(out, in) of what `is_linear` is true of."""
+    if is_conv1d(linear):
+        into, out = linear.weight.shape
+        return out, into
+    return linear.out_features, linear.in_features
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -149,7 +179,7 @@ def _owners_of_parameters(model: nn.Module) -> dict[Tensor, str]:
     return {
         parameter: name
         for name, module in model.named_modules()
-        if not isinstance(module, nn.Linear)
+        if not is_linear(module)
         for parameter in module.parameters(recurse=False)
     }
 
@@ -375,7 +405,7 @@ def _unfit_mlp(first: Any, second: Any) -> str:
     return ""
 
 
-L = TypeVar("L", bound=nn.Linear)
+L = TypeVar("L", bound=nn.Module)
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -390,7 +420,7 @@ def swap_linears(model: nn.Module, names: Sequence[str], make: Callable[[nn.Line
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}" if parent_name else child_name
-            if name in wanted and isinstance(child, nn.Linear):
+            if name in wanted and is_linear(child):
                 replacements[child] = swapped[name] = make(child)
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):
@@ -406,7 +436,7 @@ def twin(linear: nn.Linear, to: type[L]) -> L:
     return made
 
 
-def pickled_as_linear(module: nn.Linear, own: Collection[str]) -> tuple[Any, ...]:
-    """`__reduce_ex__` of a converted layer: a plain Linear without its `own` attributes: FP8 state belongs to a run."""
+def pickled_as_linear(module: nn.Module, own: Collection[str], plain: type[nn.Module] = nn.Linear) -> tuple[Any, ...]:
+    """`__reduce_ex__` of a converted layer: a `plain` one without its `own` attributes: FP8 state belongs to a run."""
     state = {name: value for name, value in module.__dict__.items() if name not in own}
-    return object.__new__, (nn.Linear,), state
+    return object.__new__, (plain,), state

@@ -195,13 +195,12 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     that matches nothing, with the near match, and blocks to skip that are not there; NoFp8LayerError, which is one,
     if `rung` is one of FP8 and no layer can run in it.
     """
-    from torch import nn
-
-    from harness.precision.layers import LayerFilter, enclosing, find_kept, names_of, plan_fusion
+    from harness.precision.layers import LayerFilter, enclosing, features, find_kept, is_linear, names_of, plan_fusion
 
     section = f"recipe {recipe.name}: layers"
     fp8 = rung.precision == "fp8"
-    layers = LayerFilter(model, recipe.layers, recipe.fp8_multiple(rung.backend), section) if fp8 else None
+    refuses = "" if BACKENDS[rung.backend].transposed else rung.backend
+    layers = LayerFilter(model, recipe.layers, recipe.fp8_multiple(rung.backend), section, refuses) if fp8 else None
     kept, problems = find_kept(model, recipe.layers.keep_fp32, f"{section}.keep_fp32")
     problems += layers.problems if layers else []
     if problems:
@@ -210,7 +209,7 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     names = names_of(model)
     for module, (name, *others) in names.items():
         kind = type(module).__name__
-        shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else ()
+        shape = features(module) if is_linear(module) else ()
         around = enclosing(kept, names, module)
         if module in kept:
             rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"kept in fp32 ({kept[module]})", shape))
@@ -218,15 +217,15 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
             continue
         elif around:
             rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"inside {around}, which is kept in fp32", shape))
-        elif not isinstance(module, nn.Linear):
-            why = "not a Linear: fp32 weights, autocast decides per op"
-            rows.append(LayerPlan(name, kind, "fp32", PLAIN, why))
+        elif not is_linear(module):
+            rows.append(LayerPlan(name, kind, "fp32", PLAIN, _no_linear(module)))
         elif layers is None:
             rows.append(LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape))
         elif reason := layers.kept_out(module):
             rows.append(LayerPlan(name, kind, "bf16", PLAIN, reason, shape))
         else:
             also = f", also known as {', '.join(others)}" if others else ""
+            also += "" if module.weight.requires_grad else ", frozen: no weight gradient"
             rows.append(LayerPlan(name, kind, "fp8", rung.backend, f"converted{also}", shape))
     if fp8:
         require_fp8(rows, recipe)
@@ -237,6 +236,16 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
         rows, note = plan_fusion(model, rows, recipe, rung, kept)
         notes = (*notes, note)
     return Plan(recipe.name, recipe.sha256(), tier.name, recipe.name, rung, tuple(rungs), tuple(rows), notes, keep)
+
+
+def _no_linear(module: nn.Module) -> str:
+    """Why a module with parameters that is no Linear has no FP8 layer."""
+    experts = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+    if experts and not hasattr(module, "kernel_size"):  # a convolution over one dimension has three, too
+        what = f"3-D weights (of {experts[0].shape[0]} experts): no backend has FP8 layers for those"
+    else:
+        what = "not a Linear"
+    return f"{what}: fp32 weights, autocast decides per op"
 
 
 def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:

@@ -28,7 +28,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import Limits, StepFacts, jsonable
 from harness.core.files import read_json, step_name, write_json
-from harness.core.schema import Strict
+from harness.core.schema import Strict, validate
 from harness.core.state import RunLedger
 from harness.tracking.history import RunHistory
 
@@ -227,6 +227,7 @@ class Branches:
         self.ledger = load_ledger(folder)
         self.rollbacks = history.rollbacks
         self.rows = {(row.step, row.attempt): row for row in history.rows if "train/loss" in row.values}
+        self.changed = [event for event in history.events if event["code"] == "run.changed"]
         started = [event["step"] for event in history.events if event["code"] == "run.started_from"]
         self.started_from: int | None = started[-1] if started else None
 
@@ -254,10 +255,13 @@ class Branches:
             if each.attempt < attempt:
                 back = [*(min(earlier, each.to_step) for earlier in back), each.to_step]
         skipped = [window for window in now.skipped_windows if window not in later]
-        return RunLedger(attempt=attempt, skipped_windows=skipped, returned_to=back)
+        return RunLedger(attempt=attempt, skipped_windows=skipped, returned_to=back, seals=list(now.seals))
 
     def config_of(self, step: int, config: RunConfig) -> RunConfig:
-        """The config under which `step` ran: the learning rate's schedule depends on train.steps."""
+        """The config under which `step` ran: a resume may have changed it since."""
+        later = [event for event in self.changed if event["step"] >= step]
+        if later:  # the earliest of them has the config of before
+            config = validate(RunConfig, later[0]["config"], f"{self.folder}: run.changed")
         row = self.rows.get((step, self.attempt_of(step)))
         steps = row.total if row and row.total is not None else config.train.steps
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

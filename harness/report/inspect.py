@@ -72,7 +72,7 @@ def _moved(event: Mapping[str, Any]) -> str:
 
 def _slot_table(history: RunHistory, slots: Sequence[str], console: Console) -> Table:
     step, histories = _checkpoint_histories(history.run_dir / "checkpoints")
-    source = f"checkpoint of step {step}" if histories else "journal"
+    source = f"checkpoint of step {step}" if histories else "the last steps"
     bars = BARS if (console.encoding or "").lower().startswith("utf") else ASCII_BARS
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title=f"amax history: {source}, newest right")
     table.add_column("slot", no_wrap=True)
@@ -80,27 +80,14 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Console) -> 
     for heading, width in (("amax", 8), ("scale", 9), ("satur.", 6), ("underfl.", 8), ("SQNR dB", 7)):
         table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     table.add_column("amax history", no_wrap=True, overflow="crop")
+    newest, tails = history.newest(slots, SPARK)
     for slot in slots:
-        last = [_newest(history, f"fp8_{column}/{slot}") for column in COLUMNS]
+        last = [next(iter(newest[f"fp8_{column}/{slot}"].values()), None) for column in COLUMNS]
         amaxes = histories.get(bare(slot))
-        values = amaxes.tolist() if amaxes is not None else _tail(history, f"fp8_amax/{slot}")
+        values = amaxes.tolist() if amaxes is not None else tails[slot]
         figures = [_figure(value, form) for value, form in zip(last, ("3g", "4g", "3f", "2%", "1f"), strict=True)]
         table.add_row(slot, *figures, sparkline(values[-SPARK:], bars))
     return table
-
-
-def _newest(history: RunHistory, name: str) -> float | None:
-    """The last value that was measured: underflow and SQNR are sampled, NaN in between."""
-    series = history.series.get(name, {})
-    for step in sorted(series, reverse=True):
-        if not math.isnan(series[step]):
-            return series[step]
-    return None
-
-
-def _tail(history: RunHistory, name: str) -> list[float]:
-    series = history.series.get(name, {})
-    return [series[step] for step in sorted(series)[-SPARK:]]
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -21,6 +22,7 @@ from harness.report import RunFolder
 from harness.report.summary import account
 from harness.tracking.console import fold, rung_lines
 from harness.tracking.history import BYTES, RunHistory, Series, bare, split_slot
+from harness.tracking.slot_file import PARQUET, write_parquet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +40,13 @@ code, td { font-variant-numeric: tabular-nums; } pre { white-space: pre-wrap; } 
 
 
 def command(run: RunFolder) -> int:
-    for path in write(run):
+    made = write(run)
+    try:
+        table = write_parquet(run)
+    except ImportError as error:
+        print(f"no {PARQUET}: {error}; pip install pyarrow", file=sys.stderr)
+        table = None
+    for path in (*made, *([] if table is None else [table])):
         print(path)
     return 0
 
@@ -175,8 +183,8 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
         return False
     from matplotlib.colors import Normalize
 
-    steps, ratios = history.matrix("fp8_saturation", slots)
-    edges, ratios = _columns(steps, ratios)
+    steps, ratios = history.matrix("fp8_saturation", slots, MAX_COLUMNS)
+    edges = _edges(steps)
     height = float(np.clip(0.095 * len(slots) + 1.8, 3.6, 17.0))
     figure, axes = _figure(11.0, height)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -251,18 +259,10 @@ def _limits(axes: Axes, train: Series, unigram: float | None) -> None:
         axes.set_ylim(top=1.15 * usual)
 
 
-def _columns(
-    steps: npt.NDArray[np.int64], ratios: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Cell edges in steps, and the ratios, neighbouring steps joined by their maximum where there are too many."""
-    join = math.ceil(len(steps) / MAX_COLUMNS)
-    if join > 1:
-        pad = -len(steps) % join
-        ratios = np.pad(ratios, ((0, 0), (0, pad)), constant_values=np.nan)
-        ratios = np.fmax.reduce(ratios.reshape(len(ratios), -1, join), axis=2)
-        steps = steps[::join]
+def _edges(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Where the columns that begin at `steps` begin and end."""
     width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
-    return np.append(steps, steps[-1] + width).astype(np.float64), ratios
+    return np.append(steps, steps[-1] + width).astype(np.float64)
 
 
 def _spans(names: Iterable[str]) -> list[tuple[str, int, int]]:

@@ -55,10 +55,14 @@ def fp8_proof(history: RunHistory) -> str:
     if not expected:
         dynamic = [layer for layer in history.plan.get("layers", ()) if layer["precision"] == "fp8"]
         return "none: dynamic scaling keeps no amax" if dynamic else ""
-    logged = [names.get(slot, slot) for slot in sorted(expected)]
-    silent = [slot for slot in logged if not any(v > 0 for v in history.series.get(f"fp8_amax/{slot}", {}).values())]
+    silent = [names.get(slot, slot) for slot in history.silent(sorted(expected))]
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
-    return f"{text}; none seen by: {some(silent, MAX_NAMED)}" if silent else text
+    frozen = {bare(row["module"]) for row in history.plan.get("layers", ()) if "frozen" in row["reason"]}
+    ends = {slot for slot in silent if slot.endswith(".grad_output") and bare(slot.rpartition(".")[0]) in frozen}
+    others = [slot for slot in silent if slot not in ends]
+    text += f"; none seen by: {some(others, MAX_NAMED)}" if others else ""
+    text += f"; no gradient goes back to {some(sorted(ends), MAX_NAMED)}" if ends else ""
+    return f"{text}: frozen, and nothing before is trained" if ends else text
 
 
 def counts(history: RunHistory) -> dict[str, int]:

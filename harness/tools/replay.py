@@ -79,9 +79,8 @@ def rebuild(
     folder: Path, scratch: Path, worker: Worker, config: RunConfig, recipe_name: str, ledger: RunLedger, ranks: int
 ) -> Rerun:
     """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
-    from harness.build import build_data, build_plan, build_run, build_task, open_store, open_telemetry
+    from harness.build import build_data, build_plan, build_run, build_task, open_store, open_telemetry, surroundings
     from harness.precision.recipe import load_recipe
-    from harness.replay.flight import FlightRecorder
     from harness.replay.investigate import Rerun
     from harness.run_folder import read_plan
     from harness.tracking.console import Console
@@ -89,7 +88,7 @@ def rebuild(
     scratch = Path(tempfile.mkdtemp(dir=scratch))
     recipe = load_recipe(recipe_name)
     plan, model = build_plan(config, recipe, worker, read_plan(folder))
-    record = "corpus.json" if config.data.target is None else "dataset.json"
+    record = "corpus.json" if config.data.target is None else "target.json"
     if not (folder / "data" / record).is_file():
         fix = "restore the data folder from another copy of this run"
         raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
@@ -105,6 +104,5 @@ def rebuild(
     store = open_store(scratch, worker)
     task, _ = build_task(config, plan, model, data)
     run = build_run(config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store, task)
-    assert isinstance(run.flight, FlightRecorder)
-    surroundings, run.flight = run.flight.surroundings, None
-    return Rerun(run, model, ranks, plan.resolved, surroundings)
+    run.keep_flight = None
+    return Rerun(run, model, ranks, plan.resolved, surroundings(config, worker, run.engine))

@@ -22,7 +22,9 @@ ConfigName = Annotated[str, typer.Option(help="run config, name or path")]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asked for, validated. resume: "auto", "never" or the path of a checkpoint."""
+    """What the command line asked for, validated. resume: "auto", "never" or the path of a checkpoint. accepted: keys
+    that a resume may change.
+    """
 
     config: RunConfig
     recipe: Recipe
@@ -31,6 +33,7 @@ class Request:
     resume: str
     strict: bool
     launcher: str
+    accepted: tuple[str, ...] = ()
 
 
 def command(
@@ -40,15 +43,23 @@ def command(
     name: Annotated[str | None, typer.Option(help="run name [default: <config>-<recipe>]")] = None,
     resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint to start from")] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")] = False,
+    accept_changed: Annotated[
+        str, typer.Option(metavar="KEY,...", help="config keys (or recipe) that this resume may change")
+    ] = "",
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> int:
     """Train on this rank; its exit code."""
     stop_while_starting()
     resolved, policy = read_policies(config, overrides, recipe)
+    accepted = tuple(key.strip() for key in accept_changed.split(",") if key.strip())
+    if accepted:
+        from harness.run_folder import check_accepted
+
+        check_accepted(accepted, resolved.model_dump(mode="json"))
     from harness.tools.train import train
 
     launcher = _launcher(local_rank is not None)
-    return train(Request(resolved, policy, config, name, resume, strict, launcher))
+    return train(Request(resolved, policy, config, name, resume, strict, launcher, accepted))
 
 
 def read_policies(config: str, overrides: list[str] | None, recipe: str | None) -> tuple[RunConfig, Recipe]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -26,18 +26,27 @@ from harness.build import (
 )
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.store import Store, lacks_room
-from harness.core.errors import CheckpointError, ExitCode, MachineError, Problem
+from harness.core.config import RunConfig, load_config
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
-from harness.optim import MOMENTS
+from harness.engines.torch_engine import OptimizerPart
+from harness.models import check_vocab
+from harness.optim import Schedule, lr_jump, optimizer_bytes
 from harness.precision.plan import Plan
 from harness.run import Run
 from harness.run_folder import (
     RUNS,
+    Resumed,
     RunLock,
+    adopt_vocab,
     base_name,
+    bound,
+    check_bound,
     check_resumable,
     choose_folder,
+    fit_vocab,
+    flat,
     forget_outcome,
     forget_run,
     is_checkpoint_name,
@@ -66,15 +75,23 @@ def train(request: Request) -> int:
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
     with _Locked(folder, lead):
         resuming = (folder / "config.yaml").exists()
+        resumed = None
+        if resuming or source:
+            config = adopt_vocab(folder if resuming or source is None else source.parent.parent, config)
         if resuming:
-            check_resumable(folder, config, request.recipe.sha256())
+            resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
         if is_finished(folder, config.train.steps):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
         earlier = worker.group.broadcast(read_plan(origin) if lead and origin else None)
+        if lead and not resuming:
+            forget_run(folder)  # an earlier start may have been killed before it was a run
+        data = build_data(config, folder, worker)
+        config = fit_vocab(config, data.ids, data.vocab)
         plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
+        check_vocab(model, data.ids, config.model.target)
         if request.strict and not plan.rungs[0].taken:
             raise MachineError(
                 Problem(
@@ -84,12 +101,9 @@ def train(request: Request) -> int:
                     fix="run on another machine, or drop --strict to take the next rung",
                 )
             )
-        size = state_bytes(model, MOMENTS[config.train.optimizer])
+        size = state_bytes(model, optimizer_bytes(model, config.train))
         if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
-        if lead and not resuming:
-            forget_run(folder)  # an earlier start may have been killed before it was a run
-        data = build_data(config, folder, worker)
         task, doubt = build_task(config, plan, model, data)
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
@@ -97,8 +111,9 @@ def train(request: Request) -> int:
         if lead:
             if source and not resuming:
                 write_source(folder, source)
-            write_config(folder, config)
-            write_plan(folder, plan.as_dict())
+            if not resuming:
+                write_config(folder, config)
+                write_plan(folder, plan.as_dict())
             forget_outcome(folder)
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
@@ -109,19 +124,25 @@ def train(request: Request) -> int:
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
         with telemetry:
+            _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
             facts = {**data.facts(), "unit": task.unit}
             console.unit, console.counted = task.unit, facts.get("counted", "tokens")
-            telemetry.begin(_tags(plan, worker), _flat(config.model_dump(mode="json")), facts)
+            telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), facts)
             if doubt:
                 telemetry.tell(start or 0, "loss.unit", doubt)
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store, task)
+            run.recovery.bound = bound(config, request.recipe.sha256(), facts)
             try:
                 try:
-                    _restore(run, source, start)
+                    _restore(run, source, start, request.accepted)
                 except CheckpointError:
                     if lead and not resuming:
                         forget_run(folder)
                     raise
+                _tell_changes(run, resumed, source)
+                if lead and resuming:  # what does not load changes nothing
+                    write_config(folder, config)
+                    write_plan(folder, plan.as_dict())
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, plan, outcome)
@@ -196,7 +217,17 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
 
 
-def _restore(run: Run, source: Path | None, start: int | None) -> None:
+def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:
+    """Refuse a ledger that is older than what the journal has. Raises CheckpointError on every rank."""
+    lost = worker.group.broadcast(journaled if journaled > attempt else 0)
+    if lost:
+        why = f"the journal has steps of attempt {lost}; incidents.json knows of {attempt}"
+        fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
+        what = "what rollbacks decided is missing: windows to pass over, budgets spent"
+        raise CheckpointError(Problem(what, str(folder / "incidents.json"), why, fix))
+
+
+def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequence[str]) -> None:
     """Load the newest valid checkpoint of this run, or the one that --resume PATH named."""
     telemetry = run.telemetry
     for problem in run.recovery.store.quarantined:
@@ -208,16 +239,47 @@ def _restore(run: Run, source: Path | None, start: int | None) -> None:
         theirs = source.parent.parent
         if same_data_order(run.folder, theirs):
             ledger = run.state.ledger
-            ledger.skipped_windows = list(load_ledger(theirs).skipped_windows)
+            ledger.inherit(load_ledger(theirs).skipped_windows)
             if run.engine.rank == 0:
                 run.recovery.keep_ledger(ledger)
         telemetry.event(step, "run.started_from", path=str(source))
         telemetry.screen.event(f"started from {source}")
         run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
-        run.recovery.load(start)
+        check_bound(start, run.recovery.load(start).get("bound"), run.recovery.bound, accepted)
         telemetry.event(start, "run.resumed")
         telemetry.screen.event(f"resumed at step {start}")
+
+
+def _tell_changes(run: Run, resumed: Resumed | None, source: Path | None) -> None:
+    """What this resume changes, and where the learning rate goes by that, before the first update.
+
+    source: the checkpoint of another run that this one starts from.
+    """
+    saved = resumed.saved if resumed is not None else _config_of(source)
+    if resumed is not None and resumed.changes:
+        opened = [change.key for change in resumed.changes if change.key in resumed.accepted]
+        run.telemetry.tell(
+            run.state.step,
+            "run.changed",
+            "; ".join(map(str, resumed.changes)),
+            changes=[[change.key, change.old, change.new] for change in resumed.changes],
+            accepted=opened,
+            config=resumed.saved.model_dump(mode="json"),
+        )
+    if saved is None or Schedule.of(saved.train) == Schedule.of(run.config.train):
+        return
+    applied = int(cast(OptimizerPart, run.state.parts["optimizer"]).applied)
+    if jump := lr_jump(saved.train, run.config.train, applied, run.guard.judge.lr_factor):
+        run.telemetry.tell(run.state.step, "train.lr_jump", jump.text, last=jump.last, next=jump.next)
+
+
+def _config_of(source: Path | None) -> RunConfig | None:
+    """The config of the run that the checkpoint `source` is of; None if it cannot be known."""
+    try:
+        return None if source is None else load_config(str(source.resolve().parent.parent / "config.yaml"))
+    except ConfigError:
+        return None
 
 
 def _drive(run: Run) -> Outcome:
@@ -269,13 +331,3 @@ def _git_commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -6,8 +6,9 @@ attempt replaced are told apart here.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,9 @@ import numpy.typing as npt
 
 from harness.core.facts import ROLES
 from harness.core.files import MAX_LARGE, read_mapping
+from harness.core.metrics import SLOT_ROWS
 from harness.tracking.journal import JOURNAL, read_rows, require_run
+from harness.tracking.slot_file import SlotSteps
 
 SWITCHED = "precision.switched"
 BYTES = "nats per byte"
@@ -157,10 +160,18 @@ class RunHistory:
         values = self.series.get(name)
         return values[max(values)] if values else None
 
+    @cached_property
+    def slot_steps(self) -> SlotSteps | None:
+        """Every step's FP8 figures; None in a run from before they were kept: its journal has some of them."""
+        return SlotSteps.of(self.run_dir)
+
     def slots(self, metric: str = "fp8_amax") -> list[str]:
-        """Slots with `<metric>/<slot>` series, layer by layer in the plan's order, roles in the order of a step."""
+        """Slots with `<metric>/<slot>` figures, layer by layer in the plan's order, roles in the order of a step."""
         prefix = f"{metric}/"
-        names = [name.removeprefix(prefix) for name in self.series if name.startswith(prefix)]
+        if self.slot_steps is not None:
+            names = list(self.slot_steps.names)
+        else:
+            names = [name.removeprefix(prefix) for name in self.series if name.startswith(prefix)]
         order = {bare(layer["module"]): place for place, layer in enumerate(self.plan.get("layers", ()))}
         return sorted(names, key=lambda name: _slot_key(name, order))
 
@@ -185,15 +196,48 @@ class RunHistory:
             spans += [(layer, event["step"], None) for layer in map(bare, event["demote"])]
         return spans
 
-    def matrix(self, metric: str, slots: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """(steps [n], values [slots, n]) of `<metric>/<slot>`; NaN where a slot has no value at a step."""
+    def silent(self, slots: Iterable[str]) -> list[str]:
+        """Those of `slots` (bare names) whose amax never was over 0."""
+        if self.slot_steps is None:
+            prefix = "fp8_amax/"
+            named = {bare(name.removeprefix(prefix)): name for name in self.series if name.startswith(prefix)}
+            heard = {slot for slot, name in named.items() if any(value > 0 for value in self.series[name].values())}
+        else:
+            heard = {bare(slot) for slot in self.slot_steps.heard()}
+        return [slot for slot in slots if slot not in heard]
+
+    def newest(self, slots: Sequence[str], count: int) -> tuple[dict[str, Series], dict[str, list[float]]]:
+        """({`fp8_<figure>/<slot>`: its last measured value at its step}, {slot: its last `count` amaxes})."""
+        if self.slot_steps is not None:
+            return self.slot_steps.newest(slots, count)
+        names = [f"{metric.key}/{slot}" for metric in SLOT_ROWS.values() for slot in slots]
+        last: dict[str, Series] = {}
+        for name in names:
+            measured = {step: value for step, value in self.series.get(name, {}).items() if not math.isnan(value)}
+            last[name] = {max(measured): measured[max(measured)]} if measured else {}
+        amaxes = {slot: self.series.get(f"fp8_amax/{slot}", {}) for slot in slots}
+        return last, {slot: [values[step] for step in sorted(values)[-count:]] for slot, values in amaxes.items()}
+
+    def matrix(
+        self, metric: str, slots: Sequence[str], columns: int | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """(steps [n], values [slots, n]) of `<metric>/<slot>`; NaN where a slot has no value at a step.
+
+        columns: neighbouring steps are joined by their largest value where there are more.
+        """
+        if self.slot_steps is not None:
+            figure = {each.key: name for name, each in SLOT_ROWS.items()}[metric]
+            return self.slot_steps.joined(figure, slots, columns)
         series = [self.series.get(f"{metric}/{slot}", {}) for slot in slots]
         steps = sorted(set().union(*series))
         places = {step: place for place, step in enumerate(steps)}
         values = np.full((len(slots), len(steps)), np.nan)
         for row, points in enumerate(series):
             values[row, [places[step] for step in points]] = list(points.values())
-        return np.array(steps, dtype=np.int64), values
+        each = 1 if columns is None else max(1, -(-len(steps) // columns))
+        values = np.pad(values, ((0, 0), (0, -len(steps) % each)), constant_values=np.nan)
+        joined = np.fmax.reduce(values.reshape(len(slots), -1, each), axis=2) if steps else values
+        return np.array(steps[::each], dtype=np.int64), joined
 
 
 def bare(name: str) -> str:

@@ -56,7 +56,7 @@ def test_what_the_compiler_cannot_fuse_is_three_operators_a_layer() -> None:
         assert sorted(called) == [f"fp8_{phase}.default"] * 4 + ["fp8_scales.default"] * 4
 
 
-def test_torchaos_amaxes_are_found_where_its_own_are_and_noted_without_a_copy() -> None:
+def test_torchaos_amaxes_are_noted_without_a_copy() -> None:
     found = compiled("torchao:fp8")
     assert found["layers"] == 4
     assert found["noted in place"] == 8

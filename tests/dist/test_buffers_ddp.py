@@ -19,7 +19,7 @@ from harness.core.config import TrainConfig
 from harness.core.state import TrainState
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import Schedule, build_optimizer
 from tests.support.ranks import run_ranks, train
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def make() -> TorchEngine:
     torch.manual_seed(0)
     model = Net()
     optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    return TorchEngine(model, optimizer, WarmupCosine(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
+    return TorchEngine(model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
 
 
 def state(engine: TorchEngine) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from harness.core.errors import CheckpointError
 from harness.core.state import TrainState
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import Schedule, build_optimizer
 from harness.tracking.journal import Journal
 from tests.support.ranks import run_ranks
 
@@ -48,7 +48,7 @@ def rank_main(folder: Path) -> None:
     join(read_launch(), CPU, timeout_seconds=60)
     model = nn.Linear(3, 3)
     optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    engine = TorchEngine(model, optimizer, WarmupCosine(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
+    engine = TorchEngine(model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
     store = Store(folder / f"disk-{engine.rank}")
     mine = recovery(store, engine)
     budgets = {"attempt": 1, "skips": 0, "switches": 0, "lowered": ""}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import Schedule, build_optimizer
 from tests.support.ranks import group_threads, run_ranks, train
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def make(seed: int) -> TorchEngine:
     torch.manual_seed(seed)
     model = Net()
     optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    return TorchEngine(model, optimizer, WarmupCosine(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
+    return TorchEngine(model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
 
 
 def weights(engine: TorchEngine) -> dict[str, Tensor]:

@@ -23,11 +23,11 @@ from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import Schedule, build_optimizer
 from tests.support.ranks import MICRO, SAMPLES, run_ranks, train
 
 CPU = torch.device("cpu")
-SCHEDULE = WarmupCosine(0.02, 2, 20, 0.1)
+SCHEDULE = Schedule(0.02, 2, 20, 0.1)
 SCENARIOS = [(0, "adamw", "fp32"), (1, "adamw", "fp32"), (2, "adamw", "fp32"), (1, "sgd", "fp32"), (1, "adamw", "bf16")]
 IDS = [f"zero{stage}-{optimizer}-{precision}" for stage, optimizer, precision in SCENARIOS]
 

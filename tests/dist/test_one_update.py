@@ -30,7 +30,7 @@ from harness.engines.torch_engine import ModelPart, OptimizerPart
 from harness.loop import train
 from harness.models import Task, build_model
 from harness.models.gpt import GPT, build
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import Schedule, build_optimizer
 from harness.precision.recipe import Recipe, load_recipe
 from harness.run import seed_step
 from harness.tracking.console import Console
@@ -170,7 +170,7 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
     precision = Precision(policy(name))
     model = precision.prepare(build_model(config.model))
     optimizer = build_optimizer(model, config.train, CPU)
-    schedule = WarmupCosine(config.train.lr, config.train.warmup_steps, STEPS, config.train.min_lr_ratio)
+    schedule = Schedule(config.train.lr, config.train.warmup_steps, STEPS, config.train.min_lr_ratio)
     task = Task(model, config.model.target)
     wrapped = DistributedDataParallel(model) if ranks > 1 else None
     lr, applied = torch.zeros(()), Applied()

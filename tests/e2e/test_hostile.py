@@ -141,7 +141,7 @@ def test_remains_without_a_config_are_never_taken_over(tmp_path: Path) -> None:
     assert "remains of a run" in done.stdout
 
 
-def test_a_resume_path_that_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_resume_path_that_is_no_checkpoint_is_refused_before_any_write(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "--resume", "runs/other/checkpoints/step-²")
     assert done.returncode == 2
     assert "is no checkpoint" in done.stdout
@@ -151,7 +151,7 @@ def test_a_resume_path_that_is_no_checkpoint_is_refused_before_anything_is_writt
 @pytest.mark.slow
 @pytest.mark.faults(1)
 @pytest.mark.parametrize("named", [True, False])
-def test_a_kill_before_the_first_save_keeps_where_the_run_was_to_start_from(tmp_path: Path, named: bool) -> None:
+def test_a_kill_before_the_first_save_keeps_the_checkpoint_to_start_from(tmp_path: Path, named: bool) -> None:
     some = ("train.steps=6", "checkpoint.every=3")
     assert train(tmp_path, "--name", "a", *some).returncode == 0
     source = ("--resume", "runs/a/checkpoints/step-00000003")

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 from pathlib import Path
 
+import pandas
 import pytest
 
 from tests.support.runs import harness, metrics, start, train, wait_for_step
@@ -67,12 +68,18 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
     (best,) = query(tmp_path, "select metric_value from logged_model_metrics where metric_name = 'checkpoint/val_loss'")
     assert best == (metrics(run, "val/loss")[-1][1],)
     artifacts = {path.name for path in (tmp_path / "mlruns").rglob("*") if path.is_file()}
-    assert {"config.yaml", "plan.json", "outcome.json", "fp8_saturation.png", "report.html"} <= artifacts
+    kept = {"config.yaml", "plan.json", "outcome.json", "fp8_saturation.png", "report.html", "fp8_telemetry.parquet"}
+    assert kept <= artifacts
+    (table,) = (tmp_path / "mlruns").rglob("fp8_telemetry.parquet")
+    figures = pandas.read_parquet(table)
+    assert sorted(figures.step) == [step for step in range(1, 25) for _ in SLOTS], "each once, also around the kill"
+    one = figures[figures.layer.astype(str).str.cat(figures.role.astype(str), ".") == SLOTS[5]]
+    assert list(zip(one.step, one.amax, strict=True)) == series(tmp_path, f"fp8_amax/{SLOTS[5]}")
 
 
 @pytest.mark.slow
 @pytest.mark.faults(18)
-def test_a_tracking_server_that_refuses_costs_nothing_and_can_be_synced_later(tmp_path: Path) -> None:
+def test_a_refusing_tracking_server_costs_nothing_and_is_synced_later(tmp_path: Path) -> None:
     short = ("--name", "r", "train.steps=6", "tracking.mlflow=true", "tracking.drain_seconds=1")
     done = train(tmp_path, *short, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
     assert done.returncode == 0, done.stdout

@@ -139,7 +139,7 @@ def losses_after(folder: Path, *arguments: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.dist
-def test_a_batch_that_ranks_cannot_share_is_refused_with_a_value_that_works(tmp_path: Path) -> None:
+def test_a_batch_that_ranks_cannot_share_is_refused_with_one_that_works(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, 2, "--name", "r", "train.global_batch=2")
     assert done.returncode == 2
     assert "train.micro_batch=1" in done.stdout

@@ -164,11 +164,9 @@ def test_steps_without_a_record(backward_run: Path, monkeypatch: pytest.MonkeyPa
     assert not (backward_run / "flight" / "step-00000400").exists()
 
 
-class NoRoom:
+def no_room(facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
     """A flight recorder on a full disk."""
-
-    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
-        raise OSError(28, "No space left on device")
+    raise OSError(28, "No space left on device")
 
 
 def test_a_record_that_cannot_be_kept_is_an_event_and_ends_nothing(
@@ -179,7 +177,7 @@ def test_a_record_that_cannot_be_kept_is_an_event_and_ends_nothing(
     worker = join_worker(config, "python")
     again = rebuild(backward_run, tmp_path, worker, config, config.recipe, RunLedger(), 1)
     again.start(5, Store(backward_run / "checkpoints", readonly=True))
-    again.run.flight = NoRoom()
+    again.run.keep_flight = no_room
     facts = [again.advance() for _ in range(4)]
     again.close()
     assert [each.applied for each in facts] == [True, True, False, True], "the fault fired, and training went on"

@@ -9,10 +9,21 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from tests.support import warm
-from tests.support.runs import command, environment, events, metrics, start, train, wait_for_checkpoint, wait_for_step
+from tests.support.runs import (
+    command,
+    environment,
+    events,
+    harness,
+    metrics,
+    start,
+    train,
+    wait_for_checkpoint,
+    wait_for_step,
+)
 
 STEPS = 40
 ARGUMENTS = ("--name", "r", f"train.steps={STEPS}", "checkpoint.every=7")
@@ -84,6 +95,8 @@ def test_a_longer_run_resumes_and_other_changes_are_refused_by_name(tmp_path: Pa
     assert refused.returncode == 2
     for key in ("train.lr", "data.context", "recipe"):
         assert f"runs/r: {key}" in refused.stdout
+    for key in ("train.lr", "data.context", "recipe"):
+        assert f"or --accept-changed {key}" in refused.stdout
     assert "train.steps" not in refused.stdout
     longer = train(tmp_path, "--name", "r", "train.steps=8", "checkpoint.every=2")
     assert longer.returncode == 0, longer.stdout
@@ -92,6 +105,84 @@ def test_a_longer_run_resumes_and_other_changes_are_refused_by_name(tmp_path: Pa
     again = train(tmp_path, "--name", "r", "train.steps=8", "checkpoint.every=2")
     assert again.returncode == 0
     assert "has finished" in again.stdout
+
+
+def test_the_jump_of_the_rate_is_told_before_it_happens(tmp_path: Path) -> None:
+    assert train(tmp_path, "--name", "r", "train.steps=12").returncode == 0
+    longer = train(tmp_path, "--name", "r", "train.steps=40")
+    assert longer.returncode == 0, longer.stdout
+    run = tmp_path / "runs" / "r"
+    rates = dict(metrics(run, "train/lr"))
+    (jump,) = events(run, "train.lr_jump")
+    assert (jump["last"], jump["next"]) == (rates[12], rates[13])
+    assert rates[13] > 3 * rates[12]
+    assert "train.steps 12 -> 40" in jump["text"]
+    told, first = longer.stdout.index("train.lr_jump"), longer.stdout.index("step   13/40")
+    assert told < first
+    (changed,) = events(run, "run.changed")
+    assert changed["changes"] == [["train.steps", 12, 40]]
+    assert changed["accepted"] == []
+
+
+def test_a_rate_that_only_moves_on_is_no_jump(tmp_path: Path) -> None:
+    wsd = ("--name", "r", "train.schedule=wsd")
+    assert train(tmp_path, *wsd, "train.steps=5", "train.decay_share=0").returncode == 0
+    assert train(tmp_path, *wsd, "train.steps=8", "train.decay_share=0").returncode == 0
+    assert events(tmp_path / "runs" / "r", "train.lr_jump") == []
+    rates = [rate for _, rate in metrics(tmp_path / "runs" / "r", "train/lr")]
+    assert rates[4:] == rates[4:5] * 4
+
+
+def test_accepted_changes_are_made_written_down_and_replayed(tmp_path: Path) -> None:
+    line = ("--name", "r", "checkpoint.every=3")
+    assert train(tmp_path, *line, "train.steps=6").returncode == 0
+    run = tmp_path / "runs" / "r"
+    before = yaml.safe_load((run / "config.yaml").read_text())
+    other = (*line, "train.steps=9", "train.lr=5e-5", "guard.spike_sigma=20")
+    refused = train(tmp_path, *other, "--accept-changed", "train.lr")
+    assert refused.returncode == 2
+    assert "runs/r: guard.spike_sigma" in refused.stdout
+    assert "runs/r: train.lr" not in refused.stdout
+    unknown = train(tmp_path, *other, "--accept-changed", "train.rl")
+    assert unknown.returncode == 2
+    assert "--accept-changed train.rl: no such key" in unknown.stdout
+    assert yaml.safe_load((run / "config.yaml").read_text()) == before
+    done = train(tmp_path, *other, "--accept-changed", "train.lr,guard.spike_sigma")
+    assert done.returncode == 0, done.stdout
+    assert "resumed at step 6" in done.stdout
+    (changed,) = events(run, "run.changed")
+    assert changed["changes"] == [["guard.spike_sigma", 12.0, 20.0], ["train.lr", 3e-3, 5e-5], ["train.steps", 6, 9]]
+    assert changed["accepted"] == ["guard.spike_sigma", "train.lr"]
+    assert changed["config"] == before
+    assert len(events(run, "train.lr_jump")) == 1
+    after = yaml.safe_load((run / "config.yaml").read_text())
+    assert (after["train"]["lr"], after["guard"]["spike_sigma"]) == (5e-5, 20.0)
+    again = train(tmp_path, *other, "train.steps=10")
+    assert again.returncode == 0, "what was accepted is the run's config now"
+    for step in (5, 8):  # one of either config
+        replayed = harness(tmp_path, "replay", "runs/r", "--step", str(step))
+        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+        assert "bit for bit" in replayed.stdout, replayed.stdout
+
+
+def test_what_does_not_load_or_cannot_be_accepted_changes_nothing(tmp_path: Path) -> None:
+    line = ("--name", "r", "checkpoint.every=3")
+    assert train(tmp_path, *line, "train.steps=3").returncode == 0
+    run = tmp_path / "runs" / "r"
+    kept = [(run / name).read_bytes() for name in ("config.yaml", "plan.json")]
+    for override, told in (
+        ("model.args={dim: 32, layers: 2, heads: 2, kv_heads: 2, ffn: 176, tied: true}", "in the checkpoint"),
+        ("train.optimizer=sgd", "is of another kind"),
+        ("data.val_fraction=0.2", "the data that it began with"),
+    ):
+        key = override.partition("=")[0]
+        key = "model.args.dim" if key == "model.args" else key
+        refused = train(tmp_path, *line, "train.steps=6", override, "--accept-changed", key)
+        assert refused.returncode == 2, refused.stdout
+        assert told in refused.stdout
+        assert [(run / name).read_bytes() for name in ("config.yaml", "plan.json")] == kept
+    assert events(run, "run.changed") == []
+    assert train(tmp_path, *line, "train.steps=6").returncode == 0
 
 
 @pytest.mark.faults(4)

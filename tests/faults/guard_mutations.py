@@ -71,7 +71,7 @@ GUARD = (
     Mutation(
         13,
         "a rollback passes over the windows that did it",
-        "ledger.skipped_windows = sorted({*ledger.skipped_windows, *bad})",
+        "self.skipped_windows = sorted({*self.skipped_windows, *bad})",
         "bad = []",
         "tests/faults/test_ladder.py -k from_memory",
     ),

@@ -41,4 +41,5 @@ MATRIX = (
     Row(24, "hostile pickle, YAML, header, path, link", "never executed; refused with path and key, in bounded time"),
     Row(25, "resume on another world size, recipe, tier, torch", "global data order kept; else a clear refusal"),
     Row(26, "the clock jumps", "order by step; durations from a clock that does not jump"),
+    Row(27, "the run's own files lost, swapped, older", "refused by name: never another run in silence"),
 )

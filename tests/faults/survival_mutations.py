@@ -75,4 +75,32 @@ SURVIVAL: tuple[Mutation, ...] = (
         "if False:",
         "tests/dist/test_different_folders.py",
     ),
+    Mutation(
+        27,
+        "a checkpoint knows the ledger it was saved beside",
+        'if not ledger.follows(*meta.get("sealed", (0, ""))):',
+        "if False:",
+        "tests/faults/test_other_files.py -k runs_own",
+    ),
+    Mutation(
+        27,
+        "a ledger older than the journal is found",
+        "lost = worker.group.broadcast(journaled if journaled > attempt else 0)",
+        "lost = 0",
+        "tests/faults/test_other_files.py -k runs_own",
+    ),
+    Mutation(
+        27,
+        "a changed ledger is found by its seal",
+        "if ledger.seals and ledger.seals[-1] != ledger._next_seal(ledger.seals[:-1]):",
+        "if False:",
+        "tests/faults/test_other_files.py -k runs_own",
+    ),
+    Mutation(
+        27,
+        "a checkpoint is bound to its config and data",
+        "if refused := [each for each in problems if each.where not in accepted]:",
+        "if refused := []:",
+        "tests/faults/test_other_files.py -k held_to",
+    ),
 )

@@ -181,7 +181,7 @@ def assert_resumed_at(step: int, ended: Ended, run: Path, undisturbed: Path) -> 
         for name in FILES
     ],
 )
-def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_resumes(
+def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(
     driver: Driver, job: tuple[str, ...], run: Path, undisturbed: Path, damage: Damage, name: str
 ) -> None:
     damage(checkpoint(run, 15) / name, checkpoint(run, 10))

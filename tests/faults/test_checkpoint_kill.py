@@ -97,7 +97,7 @@ def test_a_save_killed_at_any_call_leaves_the_checkpoints_before_it(
 
 @pytest.mark.faults(3)
 @pytest.mark.parametrize("mode", ["full", "once"])
-def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing_behind(
+def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing(
     sweeps: dict[str, Any], figure: Callable[..., None], mode: str
 ) -> None:
     results = swept(sweeps, figure, "save", mode, at_least=12)
@@ -181,7 +181,7 @@ def test_random_kills_of_a_process_that_saves_and_prunes(
 
 
 @pytest.mark.faults(3)
-def test_a_save_over_the_file_size_limit_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_save_over_the_file_size_limit_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     result = drive(None, tmp_path, "limit:")["limit:"]
     assert result["exit"] == REFUSED
     assert result["before"] == ["step-00000010"]

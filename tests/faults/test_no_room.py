@@ -14,7 +14,7 @@ pytestmark = pytest.mark.faults(5)
 LIMIT = 5_000_000
 
 
-def test_a_run_that_could_not_save_is_refused_before_any_work_and_can_be_started_later(tmp_path: Path) -> None:
+def test_a_run_that_could_not_save_is_refused_first_and_can_start_later(tmp_path: Path) -> None:
     arguments = ("--name", "r", "train.steps=2")
     refused = warm.run(command(*arguments)[1:], tmp_path, environment(), file_limit=LIMIT)
     assert refused.returncode == 2, refused.stdout

@@ -123,7 +123,7 @@ def test_fp8_scaled_otherwise_is_refused(
 
 
 @pytest.mark.faults(25)
-def test_a_checkpoint_of_a_model_of_other_sizes_is_refused_with_both_shapes(
+def test_a_checkpoint_of_other_sizes_is_refused_with_both_shapes(
     driver: Driver, text: Path, tmp_path: Path, run_of: Callable[[str], Path]
 ) -> None:
     source = checkpoint(run_of("fp32"), 8)

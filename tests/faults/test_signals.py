@@ -247,7 +247,7 @@ def test_the_launch_scripts_end_with_75(tmp_path: Path, kind: str, fault: str) -
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_step_or_save_that_takes_longer_than_torchruns_patience_is_finished(tmp_path: Path) -> None:
+def test_a_step_or_save_longer_than_torchruns_patience_is_finished(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLEEPY)
     job = script(tmp_path, "torchrun", "model.target=mine:sleepy", "model.args={}", ranks=1)
     wait_until((tmp_path / "asleep").exists, "the long step", START_SECONDS)

@@ -129,7 +129,7 @@ def test_evaluation_leaves_no_trace(pair: Pair, fp8_gpu: torch.device) -> None:
 
 
 @pytest.mark.parametrize("roll", ["step", "micro_batch"])
-def test_histories_roll_as_the_recipe_says_and_the_window_shows_the_largest(fp8_gpu: torch.device, roll: str) -> None:
+def test_histories_roll_as_the_recipe_says_the_window_shows_the_largest(fp8_gpu: torch.device, roll: str) -> None:
     backend, model = make(fp8_gpu, amax_history_len=LENGTH, roll=roll)
     inputs = [batch(fp8_gpu, scale) for scale in (4.0, 1.0)]
     backend.begin_window(sample=False)

@@ -221,7 +221,7 @@ def test_a_deep_copy_follows_and_records_nothing(fp8_gpu: torch.device, kind: st
         assert torch.equal(twin(x), model(x)), "BF16, as the original"
 
 
-def test_a_copy_made_before_the_first_step_shares_the_state_and_adds_nothing(fp8_gpu: torch.device) -> None:
+def test_a_copy_before_the_first_step_shares_the_state_and_adds_nothing(fp8_gpu: torch.device) -> None:
     backend, model = make(fp8_gpu)
     twin = copy.deepcopy(model)
     before = len(reduced_by_te())

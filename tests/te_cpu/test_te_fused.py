@@ -244,7 +244,7 @@ def test_a_deep_copy_computes_the_same_and_a_pickle_is_plain() -> None:
     torch.testing.assert_close(read(x), plain_again)
 
 
-def test_the_search_for_values_that_are_not_finite_sees_what_the_norms_give() -> None:
+def test_the_search_for_non_finite_values_sees_what_the_norms_give() -> None:
     trainer = training()
     with watch(trainer.model) as origin:
         plain(trainer, 0)

@@ -124,9 +124,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_meanwhile_is_seen_by_what_comes_after_and_by_nothing_before(
-    name: str, calls: list[int]
-) -> None:
+def test_what_is_written_meanwhile_is_seen_only_by_what_comes_after(name: str, calls: list[int]) -> None:
     outs = []
     trained = after_a_window()
     del calls[:]
@@ -191,7 +189,7 @@ def test_what_lies_between_may_be_in_the_loss_too(name: str, calls: list[int]) -
         assert (ours - theirs).norm() <= CLOSE * theirs.norm()
 
 
-def test_what_is_written_after_the_second_layer_is_not_in_what_is_looked_at_then(calls: list[int]) -> None:
+def test_what_is_written_after_the_second_layer_is_not_looked_at_then(calls: list[int]) -> None:
     def late(parts: dict[str, Any]) -> Tensor:
         parts["normed"].zero_()
         parts["up"].zero_()
@@ -239,7 +237,7 @@ def test_a_gradient_that_would_be_lost_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", ["gate_up", "down", "norm"])
-def test_a_backward_hook_on_a_part_is_called_and_all_that_it_touches_runs_apart(layer: str, calls: list[int]) -> None:
+def test_a_backward_hook_on_a_part_is_called_and_runs_its_parts_unfused(layer: str, calls: list[int]) -> None:
     seen: list[Any] = []
 
     def make() -> FeedForward:

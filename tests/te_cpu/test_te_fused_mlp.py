@@ -101,7 +101,7 @@ def test_every_output_gradient_and_amax_is_the_oracles(kind: type[Any], bias: bo
     assert slots(trainer, "amax")["down.input"] == pytest.approx(amax["down.input"], rel=1e-5)
 
 
-def test_it_differs_from_norm_and_first_layer_fused_by_the_roundings_that_are_named(calls: list[int]) -> None:
+def test_it_differs_from_norm_and_first_layer_by_the_named_roundings(calls: list[int]) -> None:
     amaxes, outs = [], []
     for make in (FeedForward, without_mlp(FeedForward)):
         trainer = after_a_window(make)
@@ -137,7 +137,7 @@ def test_outputs_and_all_gradients_are_those_of_all_apart(
         assert (ours - theirs).norm() <= CLOSE * theirs.norm() > 0
 
 
-def test_a_sampled_step_is_the_same_bit_for_bit_as_without_the_mlp_and_the_next_is_not(calls: list[int]) -> None:
+def test_a_sampled_step_has_the_bits_of_the_unfused_mlp_the_next_has_not(calls: list[int]) -> None:
     logs = [trained(make=make, steps=2).log for make in (tiny, without_mlp(tiny))]
     assert not logs[0][0]["sqnr_db"].isnan().any()
     assert disagreements(logs[0][:1], logs[1][:1]) == []
@@ -242,7 +242,7 @@ def dropped_last(trainer: Trainer, number: int) -> None:
 @pytest.mark.every_version
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("dropped", [dropped_first, dropped_last])
-def test_what_te_checkpoint_keeps_for_a_loss_that_was_dropped_is_not_used_for_another(
+def test_what_te_checkpoint_keeps_for_a_dropped_loss_is_not_used_again(
     dropped: Window, fuse: bool, calls: list[int]
 ) -> None:
     def make() -> nn.Module:
@@ -271,7 +271,7 @@ def test_a_deep_copy_is_fused_by_itself_and_leaves_no_trace(calls: list[int]) ->
     assert all(equal(before[name], after[name]) for name in before)
 
 
-def test_a_checkpoint_goes_on_fused_bit_for_bit_and_apart_within_the_roundings(calls: list[int]) -> None:
+def test_a_checkpoint_resumes_fused_bit_for_bit_and_unfused_nearly(calls: list[int]) -> None:
     saved = trained(steps=3)
     state = copy.deepcopy((saved.model.state_dict(), saved.precision.state_dict(), saved.optimizer.state_dict()))
     losses: list[float] = []

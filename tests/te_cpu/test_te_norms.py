@@ -81,7 +81,7 @@ def test_a_quantised_norm_casts_values_that_were_not_rounded_before(kind: str) -
     assert torch.equal(rounded, whole.bfloat16())
 
 
-def test_swiglu_and_its_gradient_are_torchs_and_its_cast_is_of_values_that_were_not_rounded_before() -> None:
+def test_swiglu_and_its_gradient_are_torchs_and_are_rounded_once() -> None:
     extension: Any = import_module("transformer_engine_torch")
     x, _, _, grad = parts(torch.bfloat16)
     wide = x.double().requires_grad_()

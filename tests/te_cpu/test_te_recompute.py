@@ -173,7 +173,7 @@ def test_one_te_checkpoint_within_another_changes_nothing(reentrant: bool) -> No
         (Nested, plain),
     ],
 )
-def test_backward_in_a_thread_of_its_own_as_autograds_on_a_card_changes_nothing(
+def test_backward_in_a_thread_of_its_own_as_on_a_card_changes_nothing(
     make: Callable[[bool], nn.Module], window: Window, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = trained(TE, window)
@@ -261,7 +261,7 @@ def test_te_checkpoint_refuses_a_forward_in_a_thread_beside_the_training(reentra
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_one_te_checkpoint_within_another_is_refused_where_scales_have_moved_since(reentrant: bool) -> None:
+def test_a_te_checkpoint_within_another_is_refused_once_scales_moved(reentrant: bool) -> None:
     trainer = Trainer(TE, lambda: Nested(reentrant))
     with pytest.raises(MisuseError, match=r"(?s)layer a: .*te\.checkpoint within either.*scales that have moved since"):
         last_first(trainer, 0)

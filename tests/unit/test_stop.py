@@ -68,7 +68,7 @@ except cli.typer.Exit as end: sys.exit(end.exit_code)
     assert done.stderr.splitlines() == ["SIGINT: stopped before training began; the same command starts it again"]
 
 
-def test_after_the_end_signals_mean_what_they_meant_or_end_it_with_its_code() -> None:
+def test_after_the_end_signals_mean_what_they_meant_or_keep_its_code() -> None:
     start = "stop_while_starting(); s = StopRequest(); s.install(); "
     assert run(start + "s.uninstall(); send('SIGTERM')").returncode == -signal.SIGTERM
     ended = run(start + f"print('said'); s.uninstall(75); send('SIGTERM'); time.sleep({LIMIT})")

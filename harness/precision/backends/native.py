@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,11 @@ Needs = tuple[bool, bool, bool]
 _OF_THE_LAYER = {"slot_buffers", "slot", "block", "handle", "follows", "_compiled_call_impl"}
 
 
-class NativeLinear(nn.Linear):
-    """A Linear whose GEMMs run in FP8 inside a precision context, plain outside of it.
+class NativeLayer(nn.Module):
+    """A Linear whose GEMMs run in FP8 inside a precision context, plain outside of it. Comes before the class of what
+    it replaces, `plain`, whose Parameters it shares.
 
-    Shares its Parameters with the Linear it replaces. slot: number of its first slot (input, weight, grad_output).
+    slot: number of its first slot (input, weight, grad_output).
     handle: int64 0-d on the CPU, how a compiled graph finds the layer; neither parameter nor buffer.
 
     A deep copy (an EMA of the weights, a teacher) has Parameters of its own and follows the original: inside a
@@ -50,11 +52,18 @@ class NativeLinear(nn.Linear):
     compiled block is not compiled.
     """
 
+    plain: ClassVar[type[nn.Module]]
+    weight: Tensor
+    bias: Tensor | None
     slot_buffers: SlotBuffers
     slot: int
     block: Block
     handle: Tensor
     follows: bool = False
+
+    def matrix(self) -> Tensor:
+        """The weight as [out, in]."""
+        return self.weight
 
     def attach(self, buffers: SlotBuffers, slot: int, block: Block) -> None:
         """Take slots `slot` to `slot + 2` of `buffers`."""
@@ -65,21 +74,22 @@ class NativeLinear(nn.Linear):
         """In BF16 now, keeping a shadow amax so that the layer can return to FP8 with a warm scale."""
         return self.slot in self.slot_buffers.demoted
 
-    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input: Tensor) -> Tensor:
         if not self.slot_buffers.active or not input.is_floating_point():  # F.linear says what is wrong with integers
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, self.matrix(), self.bias)
         record = torch.is_grad_enabled() and not self.follows
+        weight = self.matrix()
         if torch.compiler.is_compiling():
-            out = self._compiled(input.reshape(-1, input.shape[-1]), record)
-            out = out.reshape(*input.shape[:-1], self.out_features)
+            out = self._compiled(input.reshape(-1, input.shape[-1]), weight, record)
+            out = out.reshape(*input.shape[:-1], weight.shape[0])
         else:
-            out: Any = _Matmul.apply(input, self.weight, self.bias, self, record)
+            out: Any = _Matmul.apply(input, weight, self.bias, self, record)
         # Where a model turns autocast off it goes on in its own dtype, as after Transformer Engine's Linear.
         return out if torch.is_autocast_enabled(input.device.type) else out.to(input.dtype)
 
-    def _compiled(self, rows: Tensor, record: bool) -> Tensor:
+    def _compiled(self, rows: Tensor, weight: Tensor, record: bool) -> Tensor:
         """Traced: every attribute read here is a guard, which two blocks or two windows may share or not."""
-        given = (self.weight, self.bias, self.handle, record)
+        given = (weight, self.bias, self.handle, record)
         if self.slot_buffers.traced is None:
             return linear_operator(rows.to(torch.bfloat16), *given)[0]
         linear, switching = self.slot_buffers.traced
@@ -87,7 +97,7 @@ class NativeLinear(nn.Linear):
             return switching(rows.to(torch.bfloat16), *given)
         return linear(rows, *given, self.slot_buffers.gradient)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLinear:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
         made = memo[id(self)] = type(self).__new__(type(self))
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_LAYER}
         made.__dict__.update(copy.deepcopy(state, memo))
@@ -96,9 +106,9 @@ class NativeLinear(nn.Linear):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self) is not NativeLinear:  # parametrised: torch refuses, and says why
+        if "plain" not in vars(type(self)):  # parametrised: torch refuses, and says why
             return super().__reduce_ex__(protocol)
-        return pickled_as_linear(self, _OF_THE_LAYER)
+        return pickled_as_linear(self, _OF_THE_LAYER, self.plain)
 
     def quantized_weight(self, weight: Tensor, record: bool, rights: bool = True) -> Operand:
         """`weight` as an operand under the current scale, quantised once per optimizer step.
@@ -165,9 +175,25 @@ class NativeLinear(nn.Linear):
             self.slot_buffers.weights.pop(self.slot, None)
 
 
+class NativeLinear(NativeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """In place of a Linear."""
+
+    plain = nn.Linear
+
+
+@cache
+def _in_place_of(kind: type[nn.Module]) -> type[NativeLayer]:
+    """The class for layers of class `kind`: one for each, so that equal blocks share their compiled code."""
+    if kind is nn.Linear:
+        return NativeLinear
+    # A transposed view: what it costs is a copy when it is cast.
+    body = {"plain": kind, "matrix": lambda self: self.weight.t(), "__module__": __name__}
+    return type(f"Native{kind.__name__}", (NativeLayer, kind), body)
+
+
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLinear, record: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLayer, record: bool) -> Tensor:
         ctx.layer, ctx.record, ctx.shape = layer, record, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         with operands_as_they_are(x.device.type):
@@ -204,7 +230,7 @@ def _linear(
     rows: bfloat16 [m, k]. The quantised weight stays with the layer: it serves several calls, and the compiler may
     reuse the memory of whatever an operator returns.
     """
-    layer: NativeLinear = layer_of(handle)
+    layer: NativeLayer = layer_of(handle)
     with operands_as_they_are(rows.device.type):
         out, left, _ = layer.multiply(rows, weight, bias, record)
     assert isinstance(left, Carrier)
@@ -227,7 +253,7 @@ def _linear_backward(
 
     The quantised weight is the one of forward unless scales were rolled in between, which leaves an equally good one.
     """
-    layer: NativeLinear = layer_of(handle)
+    layer: NativeLayer = layer_of(handle)
     with operands_as_they_are(grad.device.type):
         if layer.demoted:
             operands = Carrier(left), plain_operand(weight)
@@ -282,8 +308,8 @@ class NativeBackend:
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         on_units = has_fp8_units(device) if fp8_units is None else fp8_units
         self.slot_buffers = _buffers_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
-        self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, NativeLinear))
-        self._blocks = Blocks(model, NativeLinear)
+        self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, _in_place_of(type(linear))))
+        self._blocks = Blocks(model, NativeLayer)
         for index, module in enumerate(self.modules.values()):
             module.attach(self.slot_buffers, 3 * index, self._blocks.of(module))
         self.slot_names = self.slot_buffers.names

@@ -31,11 +31,12 @@ class Backend:
 
     place: "module:name" of what makes it of (plan, recipe, model, device), converting the model in place; on an fp16
     rung of the keyword loss_scale, too. computes: the rule of each precision that it computes in. library: module of
-    the library that it stands on, as in `MachineFacts.libraries`. scalings: values of fp8.scaling
-    that it goes by; none: it has a rule of its own, or no scales. multiples: of features of an FP8 layer by
-    fp8.scaling, if not 16. keeps_amax: its FP8 layers' amaxes last from step to step, and so prove that FP8 ran. fuses:
-    values of fp8.scaling under which it has fused blocks. not_compiled: why torch.compile cannot have it, empty if it
-    can. stand_in: backend that is estimated in its place, for kernels that do not run on fake tensors.
+    the library that it stands on, as in `MachineFacts.libraries`. scalings: values of fp8.scaling that it goes by;
+    none: it has a rule of its own, or no scales. multiples: of features of an FP8 layer by fp8.scaling, if not 16.
+    keeps_amax: its FP8 layers' amaxes last from step to step, and so prove that FP8 ran. fuses: values of fp8.scaling
+    under which it has fused blocks. not_compiled: why torch.compile cannot have it, empty if it can. transposed: it
+    computes from weights [in, out] (Conv1D), too. stand_in: backend that is estimated in its place, for kernels that
+    do not run on fake tensors.
     """
 
     place: str
@@ -46,6 +47,7 @@ class Backend:
     keeps_amax: bool = False
     fuses: tuple[str, ...] = ()
     not_compiled: str = ""
+    transposed: bool = False
     stand_in: str = ""
 
     def load(self) -> Callable[..., Any]:
@@ -167,6 +169,7 @@ BACKENDS: dict[str, Backend] = {
         computes={"fp8": _native_fp8},
         scalings=("delayed",),
         keeps_amax=True,
+        transposed=True,
     ),
     "torchao": Backend(
         place="harness.precision.backends.torchao:TorchaoBackend",

@@ -20,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.config import ScalingType
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import GemmInputRole
 
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
@@ -121,15 +124,18 @@ class WatchedLinear(Float8Linear):
         return _with_bias(_product(x, weight, self.linear_mm_config, self.config), bias)
 
     def gradients(
-        self, grad: Tensor, x: Tensor, weight: Tensor, record: bool, bias: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of x [..., k], weight [n, k] and, if `bias`, bias [n], bfloat16. grad: bfloat16 [..., n]."""
+        self, grad: Tensor, x: Tensor, weight: Tensor, record: bool, bias: bool, frozen: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of x [..., k], weight [n, k] unless `frozen` and, if `bias`, bias [n], bfloat16. grad: bfloat16 [..., n]."""
         if record:
             self.watch.observe(self.slot + 2, grad)
         rows = grad.reshape(-1, grad.shape[-1])
         grad_bias = rows.sum(0) if bias else None
         if self.demoted:
-            return grad @ weight.to(grad.dtype), rows.t() @ x.reshape(-1, x.shape[-1]), grad_bias
+            grad_weight = None if frozen else rows.t() @ x.reshape(-1, x.shape[-1])
+            return grad @ weight.to(grad.dtype), grad_weight, grad_bias
+        if frozen:
+            return _input_gradient(grad, weight, self.linear_mm_config, self.config), None, grad_bias
         return *_gradients(grad, x, weight, self.linear_mm_config, self.config), grad_bias
 
 
@@ -152,6 +158,27 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, gemms: Any, config: Any)
     return grad_x, turned.t()
 
 
+def _input_gradient(grad: Tensor, weight: Tensor, gemms: Any, config: Any) -> Tensor:
+    """The first of `_gradients` alone: torchao's backward multiplies for a frozen weight, too."""
+
+    def cast(x: Tensor, how: Any, role: GemmInputRole) -> Tensor:
+        if how.scaling_type is ScalingType.DISABLED:
+            return x
+        return hp_tensor_to_float8_dynamic(
+            x,
+            how.target_dtype,
+            gemms,
+            gemm_input_role=role,
+            scaling_granularity=how.scaling_granularity,
+            axiswise_dim=get_maybe_axiswise_dim(-1, how.scaling_granularity),
+            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+        )
+
+    rows = cast(grad.reshape(-1, grad.shape[-1]), config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT)
+    right = cast(weight.t(), config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT)
+    return torch.mm(rows, right.t()).reshape(*grad.shape[:-1], weight.shape[1])
+
+
 def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
     """out + bias, and no view: what follows may work in place on it."""
     return torch.ops.aten._unsafe_view.default(out, out.shape) if bias is None else out + bias.to(out.dtype)
@@ -169,7 +196,8 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *ctx.layer.gradients(grad, *ctx.saved_tensors, ctx.record, ctx.needs_input_grad[2]), None, None
+        _, weight, bias, *_ = ctx.needs_input_grad
+        return *ctx.layer.gradients(grad, *ctx.saved_tensors, ctx.record, bias, frozen=not weight), None, None
 
 
 @torch._dynamo.allow_in_graph
@@ -249,6 +277,7 @@ def _switching_backward(
     """Gradients of x, weight and bias, bfloat16; the last of shape [0] unless `bias`."""
     with _as_outside():
         grad_x, grad_weight, grad_bias = layer_of(handle).gradients(grad, x, weight, record, bias)
+    assert grad_weight is not None
     return grad_x, grad_weight.contiguous(), grad.new_empty(0) if grad_bias is None else grad_bias
 
 

@@ -54,7 +54,7 @@ def test_runs_take_turns_among_the_recorded_ones() -> None:
     assert found.found == 3
 
 
-def test_every_injected_storm_is_noticed_and_a_deaf_controller_notices_none() -> None:
+def test_every_storm_is_noticed_and_a_deaf_controller_notices_none() -> None:
     assert storms([clean_trace()], POLICY, runs=30, seed=0).found == 30
     assert storms([clean_trace()], FallbackConfig(enabled=False), runs=5, seed=0).found == 0
 
@@ -64,7 +64,7 @@ def test_a_finding_outside_the_storm_is_none_of_it() -> None:
     assert storms([restless], POLICY, runs=3, seed=0).found == 0
 
 
-def test_the_study_tells_what_ran_what_the_controller_says_of_it_and_what_was_made_of_it(
+def test_the_study_tells_what_ran_and_what_the_controller_made_of_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     switched = replace(clean_trace(), switches=2)  # it ran under another controller than the present one
@@ -88,7 +88,7 @@ def test_sustained_is_the_value_that_enough_of_a_window_reach() -> None:
     assert sustained(series[:3], hits=2, window=8) == 1
 
 
-def test_a_limit_just_beyond_sustained_keeps_the_layer_and_one_just_under_it_does_not() -> None:
+def test_a_limit_beyond_what_is_sustained_keeps_the_layer_one_under_not() -> None:
     rng = np.random.default_rng(0)
     trace = clean_trace()
     trace.values[2] = rng.uniform(0.2, 1.2, trace.values[2].shape)

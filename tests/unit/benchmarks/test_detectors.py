@@ -62,7 +62,7 @@ def test_synthetic_clean_runs_have_no_skip_and_no_alarm(found: dict[str, Any]) -
     assert all(row["n"] >= 4_000 for row in found["false_skips"])
 
 
-def test_the_published_figures_are_of_the_present_defaults_and_meet_the_targets() -> None:
+def test_the_published_figures_have_the_present_defaults_and_targets() -> None:
     record = json.loads((RESULTS / "detectors_cpu.json").read_text())
     assert record["guard"] == {name: getattr(GuardConfig(), name) for name in record["guard"]}
     assert all(row["upper_95_per_100000"] < 1 for row in record["false_skips"])
@@ -92,7 +92,7 @@ def test_the_gate_skips_in_the_step_itself() -> None:
 
 
 @pytest.mark.parametrize("block", [5, 60])
-def test_a_synthetic_run_begins_as_recorded_and_goes_on_along_the_trend_with_the_runs_own_residuals(block: int) -> None:
+def test_a_synthetic_run_goes_on_along_the_trend_with_the_runs_residuals(block: int) -> None:
     trace = read_traces(TRACES)[0]
     loss, norm = (np.array(values) for values in synthetic(trace, 1000, block, np.random.default_rng(0)))
     assert len(loss) == len(norm) == 1000

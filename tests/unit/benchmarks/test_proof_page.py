@@ -168,7 +168,7 @@ def test_what_rows_kept_is_stored_beside_the_results_as_it_was(tmp_path: Path) -
     assert json.loads(files[2].read_text()) == golden
 
 
-def test_records_of_transformer_engine_that_were_sent_agree_with_the_native_backend() -> None:
+def test_records_of_transformer_engine_agree_with_the_native_backend() -> None:
     files = sorted(RESULTS.glob("proof_*_te_golden.json"))
     if not files:
         pytest.skip("no card has sent one yet")

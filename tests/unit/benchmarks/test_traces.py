@@ -29,7 +29,7 @@ def test_a_synthetic_run_samples_at_the_steps_at_which_a_real_one_does(seed: int
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_it_begins_like_the_recorded_run_and_goes_on_in_whole_blocks_of_the_rest(seed: int) -> None:
+def test_it_begins_as_recorded_and_goes_on_in_whole_blocks_of_the_rest(seed: int) -> None:
     order = resample(RECORDED, 500, START, BLOCK, CADENCE, np.random.default_rng(seed))
     assert order[:START].tolist() == list(range(START))
     rest = RECORDED - START

@@ -109,7 +109,7 @@ def test_what_transformer_engine_needs_for_each_scaling(
     assert ("MXFP8" in reason) is (tier is Tier.BLACKWELL)
 
 
-def test_the_weakest_card_decides_and_other_backends_go_by_rules_of_their_own() -> None:
+def test_the_weakest_card_decides_other_backends_go_by_their_own_rules() -> None:
     mixed = replace(machine(Tier.ADA), devices=(Device("big", (9, 0), 2**34), Device("small", (8, 9), 2**34)))
     able, reason = can_run("transformer_engine", "fp8", mixed, Tier.ADA, "block")
     assert not able

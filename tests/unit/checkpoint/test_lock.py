@@ -24,7 +24,7 @@ time.sleep(60)
 """
 
 
-def test_the_second_process_is_refused_and_told_who_the_owner_is_until_the_owner_dies(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_the_owner_until_that_dies(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True) as holder:
         try:

@@ -50,7 +50,7 @@ def test_steps_before_it_do_not_count() -> None:
     assert snapshots.good is None
 
 
-def test_one_that_is_earning_its_mark_is_not_replaced_but_one_that_lost_it_is() -> None:
+def test_one_that_earns_its_mark_is_not_replaced_but_one_that_lost_it_is() -> None:
     snapshots = Snapshots(healthy_steps=3)
     snapshots.take(5, state(1.0), {})
     snapshots.observe(5, True)

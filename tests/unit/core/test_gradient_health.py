@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from harness.core.config import TrainConfig
 from harness.core.health import grad_health, grad_norm, l2_norm
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import Schedule, build_optimizer
 from harness.precision.convert import LossScale
 from harness.precision.recipe import LossScaleConfig
 from tests.support.updates import finish
@@ -162,7 +162,7 @@ def fp16_gradients(loss_factor: float, loss_scale: float) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def test_what_fp16_rounds_away_are_zeros_in_fp32_gradients_and_a_scale_saves_it() -> None:
+def test_what_fp16_rounds_away_are_zeros_in_fp32_and_a_scale_saves_it() -> None:
     params = fp16_gradients(1e-5, 1.0)
     assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in params)
     lost = grad_health(params, scaled=True).zeros.item()
@@ -172,15 +172,13 @@ def test_what_fp16_rounds_away_are_zeros_in_fp32_gradients_and_a_scale_saves_it(
 
 
 @pytest.mark.parametrize(("scale", "measure"), [(65536.0, True), (65536.0, False), (None, True)])
-def test_the_engine_measures_what_it_is_asked_to_while_the_gradients_are_scaled(
-    scale: float | None, measure: bool
-) -> None:
+def test_the_engine_measures_what_it_is_asked_of_scaled_gradients(scale: float | None, measure: bool) -> None:
     model = nn.Linear(3, 2, bias=False)
     device = torch.device("cpu")
     engine = TorchEngine(
         model,
         build_optimizer(model, TrainConfig(), device),
-        WarmupCosine(lr=0.01, warmup_steps=0, total_steps=10, min_lr_ratio=0.1),
+        Schedule(lr=0.01, warmup_steps=0, total_steps=10, min_lr_ratio=0.1),
         1.0,
         loss_scale=None if scale is None else LossScale(LossScaleConfig(init=scale), device),
         device=device,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 from harness.core.errors import CheckpointError
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import Schedule, build_optimizer
 from tests.support.updates import finish
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ BUILDERS = {
 def make(optimizer: str = "adamw", seed: int = 0, **model: Any) -> TorchEngine:
     torch.manual_seed(seed)
     net = Net(**model)
-    return TorchEngine(net, BUILDERS[optimizer](net), WarmupCosine(0.1, 2, 20, 0.1), 1.0, device=CPU)
+    return TorchEngine(net, BUILDERS[optimizer](net), Schedule(0.1, 2, 20, 0.1), 1.0, device=CPU)
 
 
 def train(engine: TorchEngine, steps: range) -> None:

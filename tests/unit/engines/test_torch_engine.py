@@ -15,11 +15,11 @@ from harness.core.config import TrainConfig
 from harness.core.facts import Limits
 from harness.core.protocols import NO_LIMITS
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import WarmupCosine, build_optimizer
+from harness.optim import Schedule, build_optimizer
 from tests.support.updates import finish
 
 CPU = torch.device("cpu")
-SCHEDULE = WarmupCosine(lr=0.02, warmup_steps=2, total_steps=10, min_lr_ratio=0.1)
+SCHEDULE = Schedule(lr=0.02, warmup_steps=2, total_steps=10, min_lr_ratio=0.1)
 MAX_NORM = 0.3
 
 

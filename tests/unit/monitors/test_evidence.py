@@ -81,7 +81,7 @@ def test_the_trend_is_in_the_evidence_whatever_demoted() -> None:
     assert amax == [2.0**step for step in range(4, 13)]
 
 
-def test_the_one_furthest_beyond_its_limit_leaves_first_whatever_the_statistic() -> None:
+def test_the_one_furthest_beyond_its_limit_leaves_first() -> None:
     policy = FallbackConfig(max_demoted_share=0.17, over_budget="stay")  # one layer of six
     controller = FallbackController(policy, LAYERS)
     # 20 dB under the limit is a factor of 10 in amplitude; 8.0 * 9 is one of 9; 0.05 * 8 one of 8.

@@ -165,7 +165,7 @@ def test_a_role_that_is_never_reported_does_not_keep_a_layer_away() -> None:
     assert [(switch.demote, switch.promote) for _, switch in switches] == [((LAYERS[0],), ()), ((), (LAYERS[0],))]
 
 
-def test_underflow_demotes_on_sampled_steps_and_keeps_a_layer_away_while_it_lasts() -> None:
+def test_underflow_on_sampled_steps_demotes_and_keeps_a_layer_away() -> None:
     slot = f"{LAYERS[1]}.input"
 
     def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:

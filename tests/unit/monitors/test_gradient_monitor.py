@@ -152,7 +152,7 @@ def test_a_norm_over_its_limit_is_told_as_skipped(make_facts: MakeFacts) -> None
     json.dumps(verdict.evidence, allow_nan=False)
 
 
-def test_skips_for_the_norm_and_for_nan_are_one_row_and_the_rollback_names_the_key(make_facts: MakeFacts) -> None:
+def test_skips_for_norm_and_nan_are_one_row_and_the_rollback_names_the_key(make_facts: MakeFacts) -> None:
     monitor = fed(make_facts, [1.0] * 40)
     over = {"grad_norm": 50.0, "applied": False, "limits": Limits(norm=5.0)}
     steps = [

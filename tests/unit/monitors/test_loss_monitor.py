@@ -85,7 +85,7 @@ def test_a_loss_over_its_limit_is_told_as_skipped_and_enters_nothing(make_facts:
     json.dumps(verdict.evidence, allow_nan=False)
 
 
-def test_skipped_and_applied_spikes_are_one_row_and_the_rollback_names_the_key(make_facts: MakeFacts) -> None:
+def test_skipped_and_applied_spikes_are_one_row_the_rollback_names_the_key(make_facts: MakeFacts) -> None:
     monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=3)
     for step in range(40):
         monitor.observe(make_facts(step, loss=2.0))
@@ -118,7 +118,7 @@ def test_before_sixteen_losses_nothing_is_judged(make_facts: MakeFacts) -> None:
     assert codes == ["loss.ok"] * 16 + ["loss.spike"]
 
 
-def test_spikes_in_a_row_roll_back_past_their_windows_and_a_good_step_ends_the_row(make_facts: MakeFacts) -> None:
+def test_spikes_in_a_row_roll_back_past_their_windows_until_a_good_step(make_facts: MakeFacts) -> None:
     monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=3)
     losses = [2.0] * 20 + [30.0, 30.0, 2.0, 30.0, 40.0, 50.0]
     verdicts = [monitor.observe(make_facts(i, loss=loss)) for i, loss in enumerate(losses)]

@@ -21,7 +21,7 @@ def told(verdicts: list[Verdict]) -> list[int]:
     return [verdict.step for verdict in verdicts if verdict.text]
 
 
-def test_tenfold_growth_within_a_hundred_steps_is_told_once_and_unhealthy_until_it_settles(
+def test_tenfold_growth_in_100_steps_is_told_once_unhealthy_until_settled(
     make_facts: MakeFacts,
 ) -> None:
     norms = {1 + 10 * k: 7.0 for k in range(10)} | {101 + 10 * k: 71.0 for k in range(30)}
@@ -45,7 +45,7 @@ def test_weights_that_start_at_zero_have_no_growth_to_measure(make_facts: MakeFa
     assert told(observe(make_facts, {1: 0.0, 11: 0.0, 21: 3.0, 31: 4.0}, 40)) == []
 
 
-def test_weights_that_are_not_finite_are_rolled_back_without_blaming_the_data(make_facts: MakeFacts) -> None:
+def test_non_finite_weights_are_rolled_back_without_blaming_the_data(make_facts: MakeFacts) -> None:
     verdicts = observe(make_facts, {1: 7.0, 11: 7.1, 21: math.inf, 31: 7.0}, 40)
     assert told(verdicts) == [21]
     assert verdicts[20].proposal == Rollback("the weights are not finite")

@@ -128,7 +128,7 @@ def test_windows_come_back_from_checkpoints_of_both_kinds(given: dict[str, Any],
     assert stored(fresh) == meta
 
 
-def test_the_window_of_an_unknown_monitor_is_refused_by_name_and_nothing_is_loaded() -> None:
+def test_an_unknown_monitors_window_is_refused_by_name_nothing_is_loaded() -> None:
     meta = stored(MonitorsPart(driven(context(**FP8))))
     fresh = MonitorsPart(build_monitors(context(**FP8)))
     before = stored(fresh)
@@ -139,7 +139,7 @@ def test_the_window_of_an_unknown_monitor_is_refused_by_name_and_nothing_is_load
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [(FP8, {}), (FP16, {}), (FP16, FP8), ({}, FP16)])
-def test_a_resume_with_another_recipe_takes_the_windows_of_what_still_watches(
+def test_a_resume_with_another_recipe_takes_windows_of_what_still_watches(
     wrote: dict[str, Any], reads: dict[str, Any]
 ) -> None:
     meta = stored(MonitorsPart(driven(context(**wrote))))
@@ -170,7 +170,7 @@ def verdict_of(key: str, facts: StepFacts) -> Verdict:
         ("loss", {}, "loss.ok", False, None),
     ],
 )
-def test_a_verdict_says_whether_it_is_a_skip_and_whether_its_step_is_suspect(
+def test_a_verdict_says_whether_it_is_a_skip_and_its_step_suspect(
     make_facts: MakeFacts, key: str, fields: dict[str, Any], code: str, skip: bool, suspect: bool | None
 ) -> None:
     verdict = verdict_of(key, make_facts(41, **fields))

@@ -54,7 +54,7 @@ def test_only_what_is_done_is_spent() -> None:
     assert asdict(ledger) == asdict(RunLedger(rollbacks=1, skips=1, switches=2))
 
 
-def test_rollbacks_of_one_step_merge_and_known_bad_windows_are_not_named_again() -> None:
+def test_rollbacks_of_one_step_merge_without_windows_known_as_bad() -> None:
     responder = Responder(guard(), RunLedger(skipped_windows=[4]))
     action = responder.decide([verdict(Rollback("spike", (9, 4))), verdict(Rollback("nan", (8, 9)))])
     assert action == Rollback("spike; nan", (8, 9))
@@ -115,7 +115,7 @@ def test_switches_over_the_budget_are_refused_demotions_last_and_told_once() -> 
     assert ledger.switches == 3
 
 
-def test_the_whole_run_falls_once_without_costing_a_budget_and_before_any_layer() -> None:
+def test_the_whole_run_falls_once_before_any_layer_and_costs_no_budget() -> None:
     ledger = RunLedger()
     responder = Responder(guard(max_switches=0), ledger)
     fall = Switch((), (), "too many", "bf16")
@@ -161,7 +161,7 @@ def test_one_unhealthy_verdict_makes_the_step_unhealthy() -> None:
         (False, [False], HALT, True),
     ],
 )
-def test_a_step_is_worth_a_record_if_it_was_skipped_for_no_usual_reason_or_somebody_says_so(
+def test_a_step_is_recorded_if_skipped_unusually_or_somebody_says_so(
     make_facts: MakeFacts, applied: bool, said: list[bool | None], action: Action, expected: bool
 ) -> None:
     verdicts = [Verdict("test.said", 7, suspect=each) for each in said]

@@ -60,7 +60,7 @@ def skipping(make_facts: MakeFacts, monitor: ScalerMonitor, skips: list[bool], *
     return [verdict for verdict in verdicts if verdict.text]
 
 
-def test_the_search_at_the_start_is_no_overflow_and_neither_is_a_scaler_at_rest(make_facts: MakeFacts) -> None:
+def test_neither_the_search_at_the_start_nor_a_scaler_at_rest_is_overflow(make_facts: MakeFacts) -> None:
     search = [True] * 60 + [False] * 2000
     at_rest = [False] * 5 + [step % 100 == 0 for step in range(5000)]
     assert skipping(make_facts, ScalerMonitor(), search) == []

@@ -30,7 +30,7 @@ def test_a_scaler_that_finds_its_range_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_the_third_failure_in_a_row_under_a_small_scale_lowers_the_run_once(precision: str) -> None:
+def test_the_third_failure_in_a_row_at_a_small_scale_lowers_the_run_once(precision: str) -> None:
     trace = [facts(step, False, 1024 / 2**step) for step in range(12)]
     ((step, switch),) = proposals(WholeRunFallback(3, precision), trace)
     assert (step, switch.whole_run_to, switch.demote, switch.promote) == (3, precision, (), ())

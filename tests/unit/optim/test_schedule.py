@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from harness.optim import WarmupCosine
+from harness.core.config import TrainConfig
+from harness.optim import Schedule
 
-SCHEDULE = WarmupCosine(lr=3e-3, warmup_steps=7, total_steps=50, min_lr_ratio=0.1)
+SCHEDULE = Schedule(lr=3e-3, warmup_steps=7, total_steps=50, min_lr_ratio=0.1)
 
 
 def closed_form(n: int) -> float:
@@ -40,7 +41,40 @@ def test_tensor_and_int_give_the_same_bits() -> None:
 
 
 def test_no_warmup_and_nothing_but_warmup() -> None:
-    assert WarmupCosine(1.0, 0, 10, 0.0)(0) == 1.0
-    assert WarmupCosine(1.0, 0, 10, 0.0)(10) == 0.0
-    assert WarmupCosine(1.0, 10, 10, 0.5)(9) == 1.0
-    assert WarmupCosine(1.0, 20, 10, 0.5)(9) == 0.5
+    assert Schedule(1.0, 0, 10, 0.0)(0) == 1.0
+    assert Schedule(1.0, 0, 10, 0.0)(10) == 0.0
+    assert Schedule(1.0, 10, 10, 0.5)(9) == 1.0
+    assert Schedule(1.0, 20, 10, 0.5)(9) == 0.5
+
+
+def straight(n: int, first: int) -> float:
+    return 3e-3 * (1 - 0.9 * min(1.0, max(0, n - first) / (50 - first)))
+
+
+@pytest.mark.parametrize("n", [0, 6, 7, 8, 30, 39, 40, 41, 49, 50, 1000])
+def test_the_other_kinds_have_their_closed_forms(n: int) -> None:
+    def rate(kind: str, share: float = 0.2) -> float:
+        return Schedule(3e-3, 7, 50, 0.1, kind, share)(n)
+
+    if n < 7:
+        expected = dict.fromkeys(("linear", "wsd", "constant"), 3e-3 * (n + 1) / 7)
+    else:
+        expected = {"linear": straight(n, 7), "wsd": straight(n, 40), "constant": 3e-3}
+    for kind, value in expected.items():
+        assert rate(kind) == pytest.approx(value, rel=1e-6), kind
+    assert rate("wsd", 1.0) == rate("linear"), "the decay begins after the warm-up"
+
+
+def test_more_steps_do_not_move_what_wsd_has_done() -> None:
+    short, long = (Schedule(1.0, 5, total, 0.1, "wsd") for total in (100, 200))
+    assert [short(n) for n in range(80)] == [long(n) for n in range(80)]
+    cosine = [Schedule(1.0, 5, total, 0.1)(60) for total in (100, 200)]
+    assert cosine[1] > 1.5 * cosine[0]
+
+
+def test_a_schedule_is_the_runs_own() -> None:
+    train = TrainConfig.model_validate(
+        {"lr": 0.5, "warmup_steps": 3, "steps": 40, "min_lr_ratio": 0.2, "schedule": "wsd", "decay_share": 0.5}
+    )
+    assert Schedule.of(train) == Schedule(0.5, 3, 40, 0.2, "wsd", 0.5)
+    assert Schedule.of(TrainConfig()).kind == "cosine"

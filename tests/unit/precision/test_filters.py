@@ -84,7 +84,7 @@ def test_every_linear_is_converted_or_named(name: str) -> None:
     assert all(row.precision == "fp32" and "not a Linear" in row.reason for row in embeddings)
 
 
-def test_a_linear_with_two_names_has_one_row_that_gives_both_and_goes_by_either() -> None:
+def test_a_linear_with_two_names_has_one_row_and_goes_by_either() -> None:
     (row,) = plan_for(one_linear_twice()).layers
     assert (row.module, row.reason) == ("encoder.0", "converted, also known as decoder.proj")
     with pytest.raises(ConfigError, match=r"encoder\.0: excluded by name \(decoder\.\*\)"):

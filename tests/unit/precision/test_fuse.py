@@ -32,7 +32,7 @@ def tiny() -> nn.Module:
     return build(vocab=64, dim=32, layers=2, heads=2, ffn=64)
 
 
-def test_the_shipped_model_declares_its_norms_and_the_plan_says_what_came_of_it() -> None:
+def test_the_shipped_model_declares_its_norms_and_the_plan_tells() -> None:
     plan = plan_for(tiny())
     assert plan.fused_norms() == {
         "blocks.0.attn.qkv": "blocks.0.attn_norm",
@@ -177,7 +177,7 @@ def test_an_mlp_that_does_not_fit_is_named_with_the_reason(model: nn.Module, lay
     assert "0 of" in plan.notes[-1]
 
 
-def test_an_mlp_that_fits_is_one_block_and_a_second_that_is_not_fp8_leaves_the_pair() -> None:
+def test_an_mlp_that_fits_is_one_block_unless_its_second_is_not_fp8() -> None:
     assert plan_for(OddMlp()).fused_mlps() == {"second": "first"}
     rows = {row["module"]: row for row in plan_for(OddMlp()).as_dict()["layers"]}
     assert rows["second"]["first"] == "first"

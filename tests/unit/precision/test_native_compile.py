@@ -53,7 +53,7 @@ def test_a_linear_has_the_bits_of_eager_under_the_default_compiler(bias: bool, d
         assert_same_bits(mine, theirs)
 
 
-def test_twelve_blocks_share_their_graphs_and_twelve_switches_recompile_nothing() -> None:
+def test_twelve_blocks_share_graphs_and_their_switches_recompile_nothing() -> None:
     """On FP8 units a block has two: one that shows the casts, and one for windows with a demotion or statistics."""
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -95,7 +95,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
     assert_same_bits(run(True), run(False))
 
 
-def test_activations_recomputed_inside_of_a_compiled_block_and_changed_in_place() -> None:
+def test_activations_recomputed_in_a_compiled_block_and_changed_in_place() -> None:
     def run(compiled: bool) -> State:
         torch.manual_seed(0)
         model = Residual()

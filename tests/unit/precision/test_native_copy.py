@@ -22,7 +22,7 @@ def converted() -> tuple[nn.Sequential, NativeBackend, Tensor]:
     return model, backend, x
 
 
-def test_a_copy_has_weights_of_its_own_and_computes_as_the_original_with_live_scales() -> None:
+def test_a_copy_has_its_own_weights_and_computes_with_live_scales() -> None:
     model, backend, x = converted()
     twin = copy.deepcopy(model)
     assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
@@ -55,7 +55,7 @@ def test_gradients_flow_through_a_copy_and_leave_no_trace() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_copy_of_a_compiled_model_is_not_compiled_and_both_find_their_own_weights() -> None:
+def test_a_copy_of_a_compiled_model_is_not_compiled_and_has_its_weights() -> None:
     model, backend, x = converted()
     model.compile(backend="aot_eager", fullgraph=True)
     twin = copy.deepcopy(model)

@@ -27,7 +27,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("fp8_units", [False, True])
 @pytest.mark.parametrize("roll", ["step", "micro_batch"])
-def test_a_window_of_the_slot_buffers_takes_as_many_operations_for_4_layers_as_for_40(
+def test_a_window_of_slot_buffers_costs_as_much_for_4_layers_as_for_40(
     sample: bool, fp8_units: bool, roll: str
 ) -> None:
     counts: list[Counter[str]] = []

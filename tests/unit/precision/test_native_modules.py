@@ -69,7 +69,7 @@ def test_tied_weights_have_scales_of_their_own_and_sum_their_gradients() -> None
     assert tied_backend.slot_buffers.scale[0] != tied_backend.slot_buffers.scale[3], "inputs of the two layers differ"
 
 
-def test_a_linear_called_several_times_a_step_sees_the_largest_of_its_tensors() -> None:
+def test_a_linear_called_several_times_sees_the_largest_of_its_tensors() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -148,7 +148,7 @@ def test_amaxes_are_those_of_all_ranks(roll: str) -> None:
     assert scales.tensors()["history"][-1].tolist() == [2.0, 4.0, 6.0] * LAYERS
 
 
-def test_micro_batches_show_the_largest_and_the_saturation_of_each_under_its_own_scale() -> None:
+def test_micro_batches_show_the_largest_saturation_under_its_own_scale() -> None:
     scales, layers = make()
     stats = window(scales, layers, *([[amax] * 3] * LAYERS for amax in (4.0, 16.0, 1.0)))
     assert stats[0].tolist() == [16.0] * 9
@@ -233,7 +233,7 @@ def test_the_last_amaxes_are_the_state() -> None:
     assert amax.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_under_block_scaling_the_fallback_demotes_for_an_infinite_amax_and_promotes_again() -> None:
+def test_block_scaling_demotes_for_an_infinite_amax_and_promotes_again() -> None:
     """NaN for the scale says nothing; NaN for the saturation would keep a layer out of FP8 for good."""
     names = ("a.input", "a.weight", "a.grad_output", "b.input", "b.weight", "b.grad_output")
     policy = FallbackConfig(**{"hits": 1, "window": 2, "dwell_steps": 2, "warmup_steps": 1, "max_demoted_share": 1.0})

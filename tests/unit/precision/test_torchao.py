@@ -65,7 +65,7 @@ def step(backend: PrecisionBackend, model: nn.Module, x: torch.Tensor, target: t
     return loss.detach()
 
 
-def test_only_planned_layers_are_converted_and_parameters_keep_their_identity(recipe: Recipe) -> None:
+def test_only_planned_layers_are_converted_parameters_keep_identity(recipe: Recipe) -> None:
     model = Mlp()
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     backend = backend_for(model, recipe)
@@ -197,3 +197,19 @@ def test_state_round_trip_and_refusal_of_another_models_state(recipe: Recipe) ->
 def test_torchao_is_imported_only_when_its_rung_is_taken() -> None:
     code = "import sys; import harness.precision.convert, harness.build; sys.exit('torchao' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_frozen_weights_leave_other_gradients_their_bits(dynamic: str, recipe: Recipe) -> None:
+    recipe = recipe.model_copy(update={"fp8": recipe.fp8.model_copy(update={"dynamic": dynamic})})
+    found = []
+    for frozen in (False, True):
+        model = Mlp()
+        model.down.weight.requires_grad_(not frozen)
+        torch.manual_seed(1)
+        x = torch.randn(64, 32).requires_grad_()
+        backend = backend_for(model, recipe)
+        step(backend, model, x, torch.randn(64, 32))
+        assert (model.down.weight.grad is None) is frozen
+        found.append((x.grad, model.up.weight.grad, model.up.bias.grad, backend.amax()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -105,7 +105,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
     assert_same_bits(run(True), run(False))
 
 
-def test_activations_recomputed_inside_of_a_compiled_block_and_changed_in_place() -> None:
+def test_activations_recomputed_in_a_compiled_block_and_changed_in_place() -> None:
     def run(compiled: bool) -> State:
         torch.manual_seed(0)
         model = Residual()

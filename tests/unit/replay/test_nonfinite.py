@@ -54,7 +54,7 @@ class Parent(nn.Module):
         return self.second(self.first(x).log())
 
 
-def test_a_parent_is_named_for_what_it_computes_itself_and_its_child_is_told_as_the_receiver() -> None:
+def test_a_parent_is_named_for_what_it_computes_its_child_as_receiver() -> None:
     found = named(run(nn.Sequential(nn.Linear(4, 4), Parent())))
     assert (found.module, found.kind, found.direction, found.tensor) == ("1", "Parent", "forward", "output")
     assert found.into == "1.second"

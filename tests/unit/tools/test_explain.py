@@ -101,7 +101,7 @@ def test_a_near_miss_is_told(typed: str, meant: str) -> None:
         explain(typed, Console(file=io.StringIO()))
 
 
-def test_the_command_starts_without_torch_and_refuses_what_it_does_not_know() -> None:
+def test_the_command_starts_without_torch_and_refuses_the_unknown() -> None:
     done = command("nonfinite.skip")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nonfinite.skip\n")

@@ -66,7 +66,7 @@ def test_the_best_checkpoint_is_a_query(client: MlflowClient) -> None:
     assert best.model_type == "checkpoint"
 
 
-def test_what_is_sent_twice_stands_once_and_another_attempt_takes_its_place(client: MlflowClient) -> None:
+def test_what_is_sent_twice_stands_once_another_attempt_replaces_it(client: MlflowClient) -> None:
     experiment = client.create_experiment("twice")
     rows = [saved(5, 3.0), row(5, "good"), saved(10, 2.0)]
     send(client, experiment, rows)

@@ -139,7 +139,7 @@ def test_a_replay_that_differs_is_written_and_named(tmp_path: Path, changed: flo
     assert len([row for row in rows if row["kind"] == "metrics" and row["step"] == 6]) == 2, "train and val, once each"
 
 
-def test_what_happened_to_a_process_stands_each_time_and_what_a_step_did_once(tmp_path: Path) -> None:
+def test_events_of_a_process_stand_each_time_those_of_a_step_once(tmp_path: Path) -> None:
     path = tmp_path / "j"
     for resume_step in (None, 5):
         with Journal(path, resume_step=resume_step) as journal:
@@ -150,7 +150,7 @@ def test_what_happened_to_a_process_stands_each_time_and_what_a_step_did_once(tm
     assert codes_of(path) == ["nonfinite.skip", *["checkpoint.failed", "run.failed"] * 2]
 
 
-def test_events_of_a_step_that_comes_out_different_stand_beside_the_old_ones(tmp_path: Path) -> None:
+def test_events_of_a_step_that_comes_out_different_stand_beside_the_old(tmp_path: Path) -> None:
     path = tmp_path / "j"
     for resume_step, loss in ((None, 1.0), (4, 2.0)):
         with Journal(path, resume_step=resume_step) as journal:

@@ -205,7 +205,7 @@ def trainer(run_dir: Path, first: int, last: int, end: str) -> tuple[int, int]:
     return done.returncode, int(done.stdout)
 
 
-def test_a_killed_trainer_is_delivered_and_its_resume_goes_on_in_the_same_run(folder: Path) -> None:
+def test_a_killed_trainer_is_delivered_and_resumes_in_the_same_run(folder: Path) -> None:
     run_dir = folder / "runs" / "r1"
     assert trainer(run_dir, 0, 30, "kill")[0] == -signal.SIGKILL
     wait_for(lambda: (folder / "mlflow.db").exists() and (run_dir / POSITION).exists() and delivered(run_dir))
@@ -218,7 +218,7 @@ def test_a_killed_trainer_is_delivered_and_its_resume_goes_on_in_the_same_run(fo
     assert dict(query(folder, "select key, value from tags"))["first"] == "20", "tags are not"
 
 
-def test_a_run_that_the_shipper_of_a_killed_one_delivered_to_its_end_has_ended(folder: Path) -> None:
+def test_a_run_that_a_shipper_of_a_killed_one_delivered_to_its_end_ended(folder: Path) -> None:
     """The second shipper waits for the first one's lock, and finds that there is nothing left to deliver."""
     run_dir = folder / "runs" / "r1"
     assert trainer(run_dir, 0, 10, "kill")[0] == -signal.SIGKILL

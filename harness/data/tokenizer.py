@@ -1,0 +1,113 @@
+"""From text to token ids: bytes as they are, or a `tokenizer.json` of the tokenizers library."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.errors import ConfigError, Problem
+from harness.core.files import MAX_LARGE, read_bounded, read_mapping
+from harness.data.corpus import Vocabulary
+
+WHERE = "data.tokenizer"
+_FILE = "tokenizer.json"
+# What ends a document where no tokenizer_config.json says it: GPT-2 and its kin, Llama 2, Llama 3, Gemma.
+_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
+
+
+class Encoder(Protocol):
+    """Makes token ids of texts. vocabulary: of the ids that it may make."""
+
+    vocabulary: Vocabulary
+
+    def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
+        """Ids of each text, int64 [tokens], without the separator. bytes are UTF-8."""
+        ...
+
+
+class Bytes:
+    """A token is a byte; documents are parted by a line end, as in the byte text of a run."""
+
+    vocabulary = Vocabulary(256, separator=10)
+
+    def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
+        """The UTF-8 bytes of each text."""
+        raw = [text.encode() if isinstance(text, str) else text for text in texts]
+        return [np.frombuffer(each, dtype=np.uint8).astype(np.int64) for each in raw]
+
+
+class Tokenizer:
+    """What a `tokenizer.json` describes; nothing is added to a text, cut off or padded."""
+
+    def __init__(self, path: Path) -> None:
+        """path: the file, or a folder that has it (as Hugging Face writes one). Raises ConfigError."""
+        file = tokenizer_file(path)
+        library = _library()
+        try:
+            content = read_bounded(file, MAX_LARGE)
+            self._tokenizer: Any = library.Tokenizer.from_buffer(content)
+        except OSError as error:
+            raise _problem(path, f"cannot be read: {error.strerror}") from error
+        except Exception as error:  # the library raises plain Exceptions
+            raise _problem(path, f"is no tokenizer: {error}", fix="write it again with save_pretrained") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise _problem(path, "has no tokens")
+        self.vocabulary = Vocabulary(max(ids.values()) + 1, _end(file, ids), hashlib.sha256(content).hexdigest())
+
+    def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
+        """Ids of each text. Special tokens that stand in a text are taken for themselves."""
+        # Processes share the work already, and a library with threads of its own cannot be forked.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        plain = [text if isinstance(text, str) else text.decode() for text in texts]
+        made = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
+        return [np.asarray(each.ids, dtype=np.int64) for each in made]
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The tokenizer.json that `path` means. Raises ConfigError if there is none."""
+    try:
+        path = path.expanduser()
+        file = path / _FILE if path.is_dir() else path
+        there = file.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _problem(path, f"cannot be read: {error}") from error
+    if not there:
+        fix = "give a tokenizer.json, or a folder that has one (AutoTokenizer.from_pretrained(...).save_pretrained)"
+        raise _problem(path, f"has no {_FILE}" if path.is_dir() else "no such file", fix=fix)
+    return file
+
+
+def load_encoder(path: str | None) -> Encoder:
+    """The tokenizer at `path`; bytes for None. Raises ConfigError."""
+    return Tokenizer(Path(path)) if path else Bytes()
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError as error:
+        fix = "pip install 'hopper-harness[hf]'"
+        raise ConfigError(Problem("needs the tokenizers library, which is not installed", WHERE, fix=fix)) from error
+
+
+def _end(file: Path, ids: dict[str, int]) -> int | None:
+    """The id that ends a document: what tokenizer_config.json says, else a usual name."""
+    named = read_mapping(file.with_name("tokenizer_config.json"), MAX_LARGE).get("eos_token")
+    token = named.get("content") if isinstance(named, dict) else named
+    if isinstance(token, str) and token in ids:
+        return ids[token]
+    return next((ids[name] for name in _ENDS if name in ids), None)
+
+
+def _problem(path: Path, what: str, fix: str = "") -> ConfigError:
+    return ConfigError(Problem(what, f"{WHERE}: {path}", fix=fix))

@@ -1,0 +1,428 @@
+"""Hugging Face causal language models: `model.target: hf:FOLDER`, their loss, packed samples, and LoRA by peft.
+
+FOLDER is a local folder with config.json and safetensors (sharded too), or with config.json alone: then the weights are
+fresh. The network is never asked, code that comes with a model is never run, pickles are never read. Weights in bf16 or
+fp16 become fp32: the optimizer's masters, from which every lower precision is cast.
+
+What transformers leaves to its caller is done here, for every model of it, whoever built it: a loss over targets that
+are shifted already, positions and attention that respect the documents of a packed sample, auxiliary losses of experts.
+Whether a model really is causal, and really keeps documents apart, is tried on a few tokens before anything trains.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from harness.core.errors import ConfigError, Problem, near_match, some
+from harness.core.facts import IGNORED
+from harness.core.files import MAX_LARGE, read_json
+from harness.core.schema import Strict, validate
+
+PREFIX = "hf:"
+_EXTRA = {"transformers": "hf", "peft": "peft"}
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+# What a change of one token moves by less than this share of the largest logit is rounding.
+_ROUNDING = 1e-5
+# Attribute of a model that was tried: see `CausalLM.unpackable`.
+_UNPACKABLE = "unpackable_because"
+# Two sums of the same cross-entropies.
+_SAME_LOSS = 1e-3
+# A document's logits alone and beside others: other shapes, so other roundings, TF32's among them.
+_SHIFTED = 2e-2
+
+
+class LoraConfig(Strict):
+    """Low-rank adapters (arXiv 2106.09685) beside frozen weights."""
+
+    r: Annotated[int, Field(gt=0)] = Field(default=8, description="rank of the adapters")
+    alpha: float = Field(default=16.0, gt=0, description="adapters are multiplied by alpha / r")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of the adapters' inputs that is dropped")
+    targets: list[str] | None = Field(
+        default=None, description="ends of the names of the layers that get one; null: every Linear but the head"
+    )
+
+
+class Arguments(Strict):
+    """`model.args` of a target hf:FOLDER."""
+
+    weights: Literal["auto", "fresh"] = Field(
+        default="auto", description="auto: those of the folder, if it has any; fresh: new ones, from train.seed"
+    )
+    config: dict[str, Any] = Field(default_factory=dict, description="keys of config.json with other values")
+    attention: str | None = Field(default=None, description="attn_implementation; null: what transformers chooses")
+    gradient_checkpointing: bool = Field(default=False, description="compute each block again in backward")
+    aux_loss: bool = Field(default=True, description="train with the routers' auxiliary loss, where there is one")
+    ignore: list[str] = Field(
+        default_factory=list, description="patterns of weights of the folder that the model may leave out"
+    )
+    lora: LoraConfig | None = Field(default=None, description="train adapters, and leave the weights as they are")
+
+
+def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
+    """The causal LM in `folder`, in float32 and in training mode. args: see `Arguments`.
+
+    Raises ConfigError naming everything that is wrong with the folder or the arguments, and where an extra is missing.
+    """
+    options = validate(Arguments, dict(args), "model.args")
+    where = f"model.target {PREFIX}{folder}"
+    path = Path(folder).expanduser()
+    path = path.parent if path.name == "config.json" else path
+    if not (path / "config.json").is_file():
+        why = "only local folders are read" if not path.is_dir() else "it has no config.json"
+        fix = "give a folder with config.json and *.safetensors; fetch one from the hub with `hf download --local-dir`"
+        raise ConfigError(Problem("is no folder of a Hugging Face model", where, why, fix))
+    transformers = library("transformers", where)
+    if problems := [*_config_problems(path, where), *_weight_problems(path, options)]:
+        raise ConfigError(problems)
+    with _quiet(transformers):
+        config = _read_config(transformers, path, options, where)
+        model = _load(transformers, path, config, options, where)
+    model.config.use_cache = False
+    if options.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            what = f"{type(model).__name__} cannot compute its blocks again in backward"
+            raise ConfigError(Problem(what, "model.args.gradient_checkpointing", fix="leave it out"))
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if options.lora is not None:
+        model = _with_adapters(model, options.lora, where)
+        if options.weights == "auto" and _stored(path):
+            model.frozen_from = str(path.resolve())  # checkpoints leave there what is there
+    # transformers returns models for evaluation: without dropout, and with gradient checkpointing switched off.
+    return model.train()
+
+
+def library(name: str, where: str) -> Any:
+    """The module `name` of an extra. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        fix = f"pip install 'hopper-harness[{_EXTRA[name]}]'"
+        raise ConfigError(Problem(f"needs {name}, which cannot be imported: {error}", where, fix=fix)) from error
+
+
+def tokenizer_of(target: str) -> Path | None:
+    """The tokenizer.json that came with the model of `model.target`; None if there is none."""
+    if not target.startswith(PREFIX):
+        return None
+    path = Path(target.removeprefix(PREFIX)).expanduser()
+    found = (path.parent if path.name == "config.json" else path) / "tokenizer.json"
+    return found if found.is_file() else None
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without progress bars and reports: what matters of them is told by our own errors."""
+    logging = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _config_problems(path: Path, where: str) -> list[Problem]:
+    file = path / "config.json"
+    try:
+        config = read_json(file)
+    except (OSError, ValueError) as error:
+        return [Problem(f"cannot be read: {error}", str(file), fix="put the model's own config.json there")]
+    if not isinstance(config, dict):
+        return [Problem("holds no mapping", str(file), fix="put the model's own config.json there")]
+    problems: list[Problem] = []
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        why = "training starts from weights in bf16 or more: the recipe decides what is computed in less"
+        problems.append(Problem(f"the weights are stored quantised ({method})", where, why, "take the full weights"))
+    if "auto_map" in config and str(config.get("model_type", "")) not in _known_types():
+        why = "code that comes with a model is never run"
+        problems.append(Problem(f"needs code of its own: {config['auto_map']}", where, why, "take another model"))
+    return problems
+
+
+def _known_types() -> Any:
+    return importlib.import_module("transformers").CONFIG_MAPPING
+
+
+def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
+    """What is wrong with the files of the weights: every one is opened, which compares its header with its size."""
+    if options.weights == "fresh":
+        return []
+    from safetensors import SafetensorError, safe_open
+
+    if (path / _INDEX).is_file():
+        try:
+            names = sorted(set(read_json(path / _INDEX, MAX_LARGE)["weight_map"].values()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return [Problem(f"cannot be read: {error}", str(path / _INDEX), fix="copy the folder again")]
+    else:
+        names = [_WEIGHTS] if (path / _WEIGHTS).is_file() else []
+    others = sorted(each.name for each in path.iterdir() if each.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
+    if not names and others:
+        why = "only safetensors are read: pickles run code, and other formats are quantised"
+        fix = "save the model again with save_pretrained; for fresh weights: model.args.weights=fresh"
+        return [Problem(f"has no {_WEIGHTS}, but {some(others, 3)}", str(path), why, fix)]
+    problems: list[Problem] = []
+    for name in map(str, names):
+        file = path / name
+        if file.parent != path:
+            problems.append(Problem(f"the index names a file of another folder: {name}", str(path / _INDEX)))
+            continue
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            what = "is missing" if not file.is_file() else f"is damaged: {' '.join(str(error).split())}"
+            problems.append(Problem(what, str(file), fix="copy it again"))
+    return problems
+
+
+def _read_config(transformers: Any, path: Path, options: Arguments, where: str) -> Any:
+    try:
+        config, unused = transformers.AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **options.config
+        )
+    except Exception as error:  # whatever a model's own check of its sizes raises
+        fix = "put the model's own config.json there; model.args.config may have changed what it must not"
+        raise ConfigError(Problem(_short(error), f"{where}: config.json", fix=fix)) from error
+    if wrong := [key for key in options.config if key in unused]:
+        known = list(config.to_dict())
+        raise ConfigError(
+            [Problem(f'no key "{key}" in it', f"{where}: config.json", fix=near_match(key, known)) for key in wrong]
+        )
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = f"{config.model_type} has no causal language model"
+        raise ConfigError(
+            Problem(what, where, fix="take a decoder that predicts the next token, such as llama or gpt2")
+        )
+    text = config.get_text_config()
+    if hasattr(text, "output_router_logits") and getattr(text, "router_aux_loss_coef", 0):
+        text.output_router_logits = options.aux_loss
+    return config
+
+
+def _load(transformers: Any, path: Path, config: Any, options: Arguments, where: str) -> Any:
+    # The other ways to compute experts are unknown to autocast: they would run in float32.
+    kind: dict[str, Any] = {"trust_remote_code": False, "experts_implementation": "eager"}
+    if options.attention is not None:
+        kind["attn_implementation"] = options.attention
+    made = transformers.AutoModelForCausalLM
+    try:
+        if options.weights == "fresh" or not _stored(path) or isinstance(torch.empty(0), FakeTensor):
+            return made.from_config(config, dtype=torch.float32, **kind)
+        model, info = made.from_pretrained(
+            str(path),
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **kind,
+        )
+    except Exception as error:  # whatever its code raises
+        raise ConfigError(Problem(f"cannot be built: {_short(error)}", where, fix="look at model.args")) from error
+    _check_loaded(info, options, where)
+    return model
+
+
+def _stored(path: Path) -> bool:
+    return (path / _INDEX).is_file() or (path / _WEIGHTS).is_file()
+
+
+def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> None:
+    """Raise ConfigError naming weights that would be random, or that would be left out."""
+    problems: list[Problem] = []
+    if missing := sorted(info["missing_keys"]):
+        why = "they would be random, and nobody would know"
+        fix = "take a folder of the whole causal model; for fresh weights: model.args.weights=fresh"
+        problems.append(Problem(f"{len(missing)} weights are missing: {some(missing, 4)}", where, why, fix))
+    if wrong := sorted(f"{name} {list(there)}, not {list(here)}" for name, there, here in info["mismatched_keys"]):
+        fix = "take back what model.args.config changes of the sizes, or model.args.weights=fresh"
+        problems.append(Problem(f"{len(wrong)} weights are of another shape: {some(wrong, 4)}", where, fix=fix))
+    left = sorted(
+        name for name in info["unexpected_keys"] if not any(fnmatchcase(name, pattern) for pattern in options.ignore)
+    )
+    if left:
+        why = "the model has no place for them: what they do would be lost"
+        fix = f"take the model that they belong to, or leave them out: model.args.ignore=['{left[0]}']"
+        problems.append(Problem(f"{len(left)} weights would be left out: {some(left, 4)}", where, why, fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _with_adapters(model: Any, lora: LoraConfig, where: str) -> Any:
+    peft = library("peft", where)
+    conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets or "all-linear",
+        fan_in_fan_out=conv1d,
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(Problem(_short(error), "model.args.lora.targets", fix="name layers of the model")) from error
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+class CausalLM:
+    """How a model of transformers (or peft's wrapper of one) is called, and its loss.
+
+    vocab_size: ids that it takes. unpackable: why packed samples would be wrong; empty if they are right.
+    """
+
+    def __init__(self, model: Any) -> None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        text = base.config.get_text_config()
+        self.kind = type(base).__name__
+        self.unpackable = str(getattr(base, _UNPACKABLE, ""))
+        self._positions: int | None = getattr(text, "max_position_embeddings", None)
+        self._coefficient = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
+        ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if end is not None]
+        self.vocab_size = int(min([end.weight.shape[0] for end in ends], default=text.vocab_size))
+
+    def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean cross-entropy, float32 0-d, nats per target that counts; while training, plus the auxiliary loss.
+
+        batch: inputs, targets (shifted already) and perhaps segments, int64 [batch, time]; 0 where no target counts.
+        Raises ConfigError for packed samples that the model would not keep apart, or samples longer than its positions.
+        """
+        targets = batch["targets"].flatten()
+        output = self.outputs(module, batch["inputs"], batch.get("segments"))
+        total = F.cross_entropy(output.logits.float().flatten(0, -2), targets, reduction="sum", ignore_index=IGNORED)
+        loss = total / (targets != IGNORED).sum().clamp(min=1)
+        auxiliary = self.auxiliary(output) if module.training else None
+        return loss if auxiliary is None else loss + auxiliary
+
+    def auxiliary(self, output: Any) -> Tensor | None:
+        """What the routers of a mixture of experts add to the loss; None without one, or where it is switched off."""
+        found = getattr(output, "aux_loss", None)
+        return None if found is None else self._coefficient * found
+
+    def outputs(self, module: nn.Module, inputs: Tensor, segments: Tensor | None = None, **more: Tensor) -> Any:
+        """What forward returns. Without a cache: with one, transformers takes a packed sample for one document."""
+        time = inputs.shape[1]
+        if self._positions is not None and time > self._positions:
+            what = f"samples of {time} tokens are longer than the {self._positions} positions of {self.kind}"
+            fix = f"data.context={self._positions}, or more positions: model.args.config={{max_position_embeddings: N}}"
+            raise ConfigError(Problem(what, "data.context", fix=fix))
+        if segments is None:
+            return module(input_ids=inputs, use_cache=False, **more)
+        if self.unpackable:
+            why, fix = self.unpackable, "take data that is not packed, or another model"
+            raise ConfigError(Problem(f"{self.kind} cannot train on packed samples", "data", why, fix))
+        return module(input_ids=inputs, position_ids=positions_of(segments), use_cache=False, **more)
+
+
+def positions_of(segments: Tensor) -> Tensor:
+    """Places within their documents, from 0: int64 [batch, time], of numbers of documents [batch, time]."""
+    place = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return place - torch.where(begins, place, 0).cummax(dim=1).values
+
+
+def causal_lm(model: nn.Module) -> CausalLM | None:
+    """How to call `model`, if it is one of transformers or peft; None for every other."""
+    transformers, peft = sys.modules.get("transformers"), sys.modules.get("peft")
+    if transformers is None:
+        return None
+    ours = isinstance(model, transformers.PreTrainedModel) or (peft is not None and isinstance(model, peft.PeftModel))
+    return CausalLM(model) if ours else None
+
+
+@torch.no_grad()
+def check(model: Any, where: str) -> None:
+    """Try a model of transformers on twelve tokens, in evaluation and on the device where it is; others are left alone.
+
+    Raises ConfigError if a token moves the logits of those before it, or if the model's own loss is not the mean
+    cross-entropy of its logits (plus the auxiliary loss): training on logits would leave something out. Whether it
+    keeps packed documents apart is noted, for `CausalLM`.
+    """
+    called = causal_lm(model)
+    if called is None or isinstance(torch.empty(0), FakeTensor):
+        return
+    device = next(model.parameters()).device
+    ids = torch.randint(called.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0)).to(device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _check_causal(called, model, ids, where)
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            setattr(base, _UNPACKABLE, _unpackable(called, model, ids))
+    finally:
+        model.train(was_training)
+
+
+def _check_causal(called: CausalLM, model: nn.Module, ids: Tensor, where: str) -> None:
+    labelled = called.outputs(model, ids, labels=ids)
+    logits = labelled.logits.float()
+    after = called.outputs(model, _with_another(ids, 8, called.vocab_size)).logits.float()
+    if _moved(logits[:, :8], after[:, :8], logits) > _ROUNDING:
+        why = "it would learn to copy the targets, which are the next inputs"
+        fix = "take a decoder; for BERT and its kind: model.args.config={is_decoder: true}"
+        raise ConfigError(Problem(f"a token of {called.kind} sees those after it", where, why, fix))
+    if labelled.loss is None:
+        return
+    auxiliary = called.auxiliary(labelled)
+    expected = F.cross_entropy(logits[0, :-1], ids[0, 1:]) + (0.0 if auxiliary is None else auxiliary)
+    own, ours = float(labelled.loss), float(expected)
+    if not abs(own - ours) <= _SAME_LOSS * abs(ours):
+        why = f"its own is {own:.4f}, the mean cross-entropy of its logits {ours:.4f}"
+        fix = "give a module of your own that returns the loss: model.target=package.module:function"
+        raise ConfigError(Problem(f"the loss of {called.kind} is of its own kind", where, why, fix))
+
+
+def _unpackable(called: CausalLM, model: nn.Module, ids: Tensor) -> str:
+    """Why `model` gets packed documents wrong; empty if it keeps the second of three as it is whatever lies before."""
+    segments = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3], device=ids.device)
+    earlier, early = torch.cat([ids[:, :2], ids[:, 5:9], ids], 1)[:, :12], torch.tensor([[0] * 2 + [1] * 4 + [2] * 6])
+    called.unpackable = ""
+    try:
+        logits = called.outputs(model, ids, segments).logits.float()
+        changed = called.outputs(model, _with_another(ids, 2, called.vocab_size), segments).logits.float()
+        shifted = called.outputs(model, earlier, early.to(ids.device)).logits.float()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        return f"its forward fails with position_ids: {_short(error)}"
+    second = logits[:, 5:9]
+    if _moved(second, changed[:, 5:9], logits) > _ROUNDING:
+        return "a token of one document moves the logits of the next"
+    if _moved(second, shifted[:, 2:6], logits) > _SHIFTED:
+        return "a document's logits depend on where in the sample it lies"
+    return ""
+
+
+def _with_another(ids: Tensor, place: int, vocab_size: int) -> Tensor:
+    changed = ids.clone()
+    changed[:, place] = (changed[:, place] + 1) % vocab_size
+    return changed
+
+
+def _moved(one: Tensor, other: Tensor, logits: Tensor) -> float:
+    """The largest difference as a share of the largest of `logits`; infinite where one is not finite."""
+    share = float((one - other).abs().max() / logits.abs().max().clamp(min=torch.finfo(torch.float32).tiny))
+    return share if math.isfinite(share) else math.inf

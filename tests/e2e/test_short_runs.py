@@ -1,0 +1,30 @@
+"""A run of fewer steps than `tracking.fp8_every` has FP8 figures, and its proof counts what ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas
+
+from tests.support.runs import harness, metrics, train
+
+
+def test_a_run_shorter_than_fp8_every_proves_what_ran(tmp_path: Path) -> None:
+    done = train(tmp_path, "--name", "r", "train.steps=3", "tracking.fp8_every=10", "tracking.report=true")
+    assert done.returncode == 0, done.stdout
+    assert "24 of 24 FP8 slots saw a nonzero amax" in done.stdout
+    run = tmp_path / "runs" / "r"
+    assert [step for step, _ in metrics(run, "fp8_amax/blocks.00.mlp.down.input")] == [3], "of the last step"
+    table = pandas.read_parquet(run / "fp8_telemetry.parquet")
+    assert sorted(table.step) == [step for step in (1, 2, 3) for _ in range(24)]
+    shown = harness(tmp_path, "inspect", "runs/r")
+    assert "24 of 24 FP8 slots saw a nonzero amax" in shown.stdout
+
+
+def test_a_run_that_was_stopped_early_proves_what_ran(tmp_path: Path) -> None:
+    """Stopped at once: no row of figures is due yet, and none is made up."""
+    done = train(tmp_path, "--name", "r", "train.steps=50", "tracking.fp8_every=50", "train.max_minutes=0.0001")
+    assert done.returncode == 75, done.stdout
+    run = tmp_path / "runs" / "r"
+    assert metrics(run, "fp8_amax/blocks.00.mlp.down.input") == []
+    assert "24 of 24 FP8 slots saw a nonzero amax" in harness(tmp_path, "inspect", "runs/r").stdout

@@ -1,0 +1,118 @@
+"""What costs less memory computes the same: recomputed blocks under every backend, and the loss in chunks."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness import Precision
+from harness.models.gpt import GPT, build
+
+RECIPES = ("fp32", "bf16", "fp16_scaler", "fp8_hybrid", "fp8_dynamic", "fp8_block")
+ASKED = ({"recompute": "mlp"}, {"recompute": "block"}, {"recompute": "block", "recompute_every": 2})
+
+
+def small(**args: Any) -> GPT:
+    torch.manual_seed(0)
+    return build(**{"vocab": 96, "dim": 64, "layers": 3, "heads": 2, "kv_heads": 1, "ffn": 96, **args})
+
+
+def trained(recipe: str, steps: int = 3, **args: Any) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+    """Losses, last weights, and after each step the precision state with its statistics."""
+    precision = Precision.from_recipe(recipe)
+    model = precision.prepare(small(**args))
+    assert any(layer.precision == "fp8" for layer in precision.plan.layers) is recipe.startswith("fp8")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    generator = torch.Generator().manual_seed(3)
+    losses: list[float] = []
+    state: list[Any] = []
+    for _ in range(steps):
+        for _ in range(2):
+            drawn = torch.randint(0, 96, (2, 33), generator=generator)
+            with precision.context():
+                loss = model(drawn[:, :-1], drawn[:, 1:])
+            precision.backward(loss / 2)
+            losses.append(loss.item())
+        precision.step(optimizer, max_grad_norm=1.0)
+        optimizer.zero_grad()
+        state += tree_leaves(copy.deepcopy(precision.state_dict()))
+    return losses, dict(model.state_dict()), state
+
+
+@pytest.mark.parametrize("args", ASKED)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputing_leaves_every_bit(recipe: str, args: dict[str, Any]) -> None:
+    losses, weights, state = trained(recipe)
+    again, same_weights, same_state = trained(recipe, **args)
+    assert again == losses
+    assert losses[0] != losses[-1]
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, same_weights[name]), name
+    assert len(state) == len(same_state)
+    for mine, theirs in zip(same_state, state, strict=True):
+        if isinstance(mine, Tensor):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert mine == theirs
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those made inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage(), before)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage, before: set[int]) -> None:
+        if storage.data_ptr() in before or storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self._now += size
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self._now -= size
+
+
+def peak(tokens: int = 512, **args: Any) -> int:
+    """Bytes at the peak of one forward and backward in fp32, of weights' gradients and activations."""
+    model = small(**args)
+    drawn = torch.randint(0, 96, (1, tokens + 1))
+    with Peak() as counted:
+        model(drawn[:, :-1], drawn[:, 1:]).backward()
+    return counted.most
+
+
+def test_a_large_vocabulary_does_not_own_the_memory() -> None:
+    """512 tokens of a vocabulary of 16,384: logits of all of them take 32 MiB, of 32 of them 2 MiB."""
+    sizes = {"vocab": 16384, "dim": 32, "layers": 1}
+    logits, weights = 512 * 16384 * 4, 16384 * 32 * 4
+    plain, chunked = peak(**sizes), peak(**sizes, loss_chunk=32)
+    assert plain > 2 * logits, "the measure sees them: the softmax and its gradient at least"
+    assert chunked < 6 * weights, "what is left: gradients of embedding and head, and one more while they are summed"
+    assert chunked < plain / 4
+
+
+def test_recomputing_keeps_fewer_activations() -> None:
+    none, mlp, block = (peak(layers=6, recompute=kind) for kind in ("none", "mlp", "block"))
+    every_other = peak(layers=6, recompute="block", recompute_every=2)
+    assert block < mlp < none
+    assert block < every_other < none
