@@ -111,7 +111,7 @@ def test_blocks_that_rot_are_named_and_skipped_or_halt(tmp_path: Path, bad: str)
     done = run(tmp_path, f"data.bad={bad}", "guard.max_consecutive_skips=50")
     folder = tmp_path / "runs" / "r"
     found = events(folder, "data.unreadable")
-    assert found, "the fault fired"
+    assert found, f"the fault fired\n{done.stdout}"
     assert str(path) in found[0]["text"]
     assert "differ from their hash" in found[0]["text"]
     number = found[0]["samples"][0]
