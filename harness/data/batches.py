@@ -191,7 +191,7 @@ class TokenBatches:
         facts: dict[str, Any] = {
             "source": info["source"],
             "kind": info.get("kind", "text"),
-            "files": len({file["name"] for file in info["files"]}),
+            "files": info.get("source_files", len({file["name"] for file in info["files"]})),
             "train_tokens": len(self._data.train),
             "val_tokens": len(self._data.val),
             "train_samples": self.n_samples,

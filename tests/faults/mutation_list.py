@@ -10,6 +10,7 @@ from process_mutations import PROCESS
 from resume_mutations import RESUME
 from survival_mutations import SURVIVAL
 from te_mutations import TRANSFORMER_ENGINE
+from token_mutations import TOKENS
 from torchao_mutations import TORCHAO
 from tracking_mutations import TRACKING
 
@@ -20,6 +21,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *GUARD,
     *TRACKING,
     *DATA,
+    *TOKENS,
     *NATIVE,
     *TORCHAO,
     *TRANSFORMER_ENGINE,
