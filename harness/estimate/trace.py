@@ -358,7 +358,7 @@ class _Tokens:
     """Batches of fake tokens on the host."""
 
     name = "tokens on paper"
-    masked = False
+    masked, unit = False, "loss"
 
     def __init__(self, config: RunConfig, batches: int, recorder: Recorder) -> None:
         self.tokens_per_sample = config.data.context
@@ -413,7 +413,7 @@ class _Loss:
     """A task whose loss is the forward phase."""
 
     def __init__(self, task: Any, recorder: Recorder) -> None:
-        self.vocab_size = task.vocab_size
+        self.vocab_size, self.classes, self.count = task.vocab_size, task.classes, task.count
         self._task, self._recorder = task, recorder
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:

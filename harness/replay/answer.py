@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from harness.core.errors import some
-from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, StepFacts, jsonable
+from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, UNREADABLE, StepFacts, jsonable
 from harness.replay.flight import Difference, same
 from harness.replay.origin import LOSS, Finding
 
 SHOWN = 8
 """Parameters, and samples, that the terminal lists."""
 
-DATA = {NON_FINITE_INPUT: "inputs that are not finite", BAD_LABEL: "ids out of range", NO_LABEL: "no label at all"}
+DATA = {NON_FINITE_INPUT: "inputs that are not finite", BAD_LABEL: "ids out of range", NO_LABEL: "no label at all",
+        UNREADABLE: "samples that cannot be read"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.facts import Limits, StepFacts, Window
+from harness.core.health import one_sample
 from harness.core.protocols import Meta, Tensors
 from harness.core.state import RunLedger
 from harness.engines.registry import ENGINES
@@ -110,7 +111,7 @@ class Rerun:
         number, row = divmod(place, self.run.config.train.micro_batch)
         taken = [(share.rank, batch) for share in self.shares(window) for batch in share.batches]
         rank, batch = taken[number]
-        one = {name: values[row : row + 1] for name, values in batch.items()}
+        one = one_sample(batch, row)
         try:
             with eager(self.compiled):  # another batch size would be compiled anew
                 return one["inputs"], train_step(self.run, window, [Share(rank, [one])], NEVER_APPLIED).facts()
