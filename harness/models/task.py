@@ -197,7 +197,7 @@ class Task:
         placed: list[str] = []
         if "inputs" in names and (not places or places[0].name == "inputs" or "inputs" not in known):
             placed.append("inputs")
-            if "targets" in names and self._takes_targets(places):
+            if "targets" in names and self._takes_targets(places, names):
                 placed.append("targets")
         filled = {p.name for p in places[: len(placed)]}
         rest = [name for name in names if name not in placed]
@@ -224,13 +224,15 @@ class Task:
             raise ConfigError(problems)
         return _Call(tuple(placed), tuple(named), labels[0] if labels else "")
 
-    def _takes_targets(self, places: Sequence[inspect.Parameter]) -> bool:
+    def _takes_targets(self, places: Sequence[inspect.Parameter], names: Sequence[str]) -> bool:
         """Whether forward's second place is for targets: it must be filled, or has their name."""
         if len(places) < 2:
             return any(p.kind is p.VAR_POSITIONAL for p in self._parameters)
         second, *others = places[1:]
-        named = any(p.name in _TARGETS for p in others)
-        return second.name in _TARGETS or (second.default is second.empty and not named)
+        if second.name in _TARGETS:
+            return True
+        taken = second.name in names or any(p.name in _TARGETS for p in others)
+        return second.default is second.empty and not taken
 
     @property
     def _where(self) -> str:
