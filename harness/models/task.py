@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.random import fork_rng
 
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match
 from harness.core.facts import IGNORED
@@ -113,7 +114,8 @@ class Task:
         kept = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count their forwards
         model.eval()
         try:
-            with torch.no_grad(), random_numbers_apart(), _autocast(device, half):
+            accelerators = [device] if device.type == "cuda" else []
+            with torch.no_grad(), random_numbers_apart(), fork_rng(accelerators), _autocast(device, half):
                 if causal:  # whose own loss was looked at when it was built
                     self.loss(model, one)
                     return ""
