@@ -194,7 +194,7 @@ class RandomState:
 
 @contextmanager
 def random_numbers_apart() -> Iterator[None]:
-    """Whatever is drawn or seeded inside: torch's, numpy's and Python's generators on the host are as before afterwards."""
+    """Whatever is drawn or seeded inside: the host's generators of torch, numpy and Python are as before afterwards."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
