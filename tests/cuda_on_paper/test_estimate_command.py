@@ -110,6 +110,13 @@ def test_a_launcher_is_refused_by_name() -> None:
     assert "--ranks" in done.stderr
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_fp8", "torch.optim:RMSprop"])
+def test_an_optimizer_that_fake_tensors_cannot_take_is_refused(optimizer: str) -> None:
+    done = run("--card", "H100", *QUICK, f"train.optimizer={optimizer}")
+    assert done.returncode == 2
+    assert f"train.optimizer '{optimizer}': its update is not estimated" in done.stderr
+
+
 @pytest.mark.parametrize("asked", ["engine.deepspeed=configs/deepspeed/nowhere.json", "engine.name=deepspeed"])
 def test_deepspeed_is_refused_by_name(asked: str) -> None:
     done = run("--card", "H100", *QUICK, asked)

@@ -12,6 +12,7 @@ from process_mutations import PROCESS
 from resume_mutations import RESUME
 from survival_mutations import SURVIVAL
 from te_mutations import TRANSFORMER_ENGINE
+from token_mutations import TOKENS
 from torchao_mutations import TORCHAO
 from tracking_mutations import TRACKING
 
@@ -23,6 +24,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOOP,
     *TRACKING,
     *DATA,
+    *TOKENS,
     *NATIVE,
     *TORCHAO,
     *TRANSFORMER_ENGINE,
