@@ -199,9 +199,22 @@ class MuonAdamW(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
+        state = {param: values for part in self.parts for param, values in part.state.items()}
         super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self.state.update(state)
+        self._share()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which puts new groups and a new state in the place of those that the parts work on."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        first = 0
         for part in self.parts:
-            part.state = self.state
+            last = first + len(part.param_groups)
+            part.state, part.param_groups = self.state, self.param_groups[first:last]
+            first = last
 
     def step(self, closure: Any = None) -> Any:
         """One update of every parameter that has a gradient."""
@@ -226,16 +239,9 @@ def _muon(model: nn.Module, groups: list[Group], train: TrainConfig, device: tor
     for group in parts[0].param_groups:
         for param in group["params"]:
             parts[0].state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
-    return _joined(parts)
-
-
-def _joined(parts: Sequence[Optimizer]) -> MuonAdamW:
     for part in parts[1:]:
         init_optimizer_state(part)
-    state = {param: values for part in parts for param, values in part.state.items()}
-    joined = MuonAdamW(parts)
-    joined.state.update(state)
-    return joined
+    return MuonAdamW(parts)
 
 
 def _muon_matrices(model: nn.Module, train: TrainConfig) -> Named:

@@ -165,6 +165,20 @@ def test_accepted_changes_are_made_written_down_and_replayed(tmp_path: Path) -> 
         assert "bit for bit" in replayed.stdout, replayed.stdout
 
 
+def test_a_recipe_is_changed_only_by_the_door(tmp_path: Path) -> None:
+    line = ("--name", "r", "checkpoint.every=3")
+    assert train(tmp_path, *line, "train.steps=3").returncode == 0
+    bf16 = (*line, "train.steps=5", "--recipe", "bf16")
+    assert "or --accept-changed recipe" in train(tmp_path, *bf16).stdout
+    done = train(tmp_path, *bf16, "--accept-changed", "recipe")
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "runs" / "r"
+    (changed,) = events(run, "run.changed")
+    assert changed["changes"] == [["recipe", "fp8_hybrid", "bf16"], ["train.steps", 3, 5]]
+    assert json.loads((run / "plan.json").read_text())["resolved"] == "autocast:bf16"
+    assert [step for step, _ in metrics(run)] == [1, 2, 3, 4, 5]
+
+
 def test_what_does_not_load_or_cannot_be_accepted_changes_nothing(tmp_path: Path) -> None:
     line = ("--name", "r", "checkpoint.every=3")
     assert train(tmp_path, *line, "train.steps=3").returncode == 0
