@@ -46,7 +46,7 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Everything that `harness estimate` says. bf16, bf16_timing: of the same run on the rung autocast:bf16; None on
-    a card that has none."""
+    a card that has none. tokens: of a step over all ranks, as `counted` says: "tokens", or "samples" of a data set."""
 
     card: Card
     recipe: str
@@ -57,6 +57,7 @@ class Prediction:
     bf16: Trace | None
     bf16_timing: Timing | None
     tokens: int
+    counted: str
     ranks: int
     calibration: Calibration
     notes: tuple[str, ...]
@@ -93,7 +94,7 @@ class Prediction:
             "usual_step_ms": _ms(timing.usual),
             "sampled_step_ms": _ms(timing.sampled),
             "bf16_step_ms": None if baseline is None else _ms(baseline.mean),
-            "tokens_per_second": round(self.tokens / timing.mean),
+            f"{self.counted}_per_second": round(self.tokens / timing.mean),
             "ranks": self.ranks,
             "kernels": timing.kernels,
             "host_bound": timing.host_bound,
@@ -153,7 +154,8 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         timing=timing,
         bf16=bf16,
         bf16_timing=None if bf16 is None else _time(bf16, calibration.rates, recipe.fp8.stats_every),
-        tokens=config.train.global_batch * config.data.context,
+        tokens=config.train.global_batch * (config.data.context if config.data.target is None else 1),
+        counted="tokens" if config.data.target is None else "samples",
         ranks=ranks,
         calibration=calibration,
         notes=(*said, *notes, *calibration.notes),
