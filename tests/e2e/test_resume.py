@@ -124,6 +124,17 @@ def test_the_jump_of_the_rate_is_told_before_it_happens(tmp_path: Path) -> None:
     assert changed["accepted"] == []
 
 
+def test_a_run_that_starts_from_anothers_checkpoint_is_told_the_jump(tmp_path: Path) -> None:
+    assert train(tmp_path, "--name", "a", "train.steps=12").returncode == 0
+    source = "runs/a/checkpoints/step-00000012"
+    done = train(tmp_path, "--name", "b", "--resume", source, "train.steps=14", "train.schedule=constant")
+    assert done.returncode == 0, done.stdout
+    (jump,) = events(tmp_path / "runs" / "b", "train.lr_jump")
+    assert jump["last"] == dict(metrics(tmp_path / "runs" / "a", "train/lr"))[12]
+    assert jump["next"] == dict(metrics(tmp_path / "runs" / "b", "train/lr"))[13]
+    assert "train.schedule cosine -> constant" in jump["text"]
+
+
 def test_a_rate_that_only_moves_on_is_no_jump(tmp_path: Path) -> None:
     wsd = ("--name", "r", "train.schedule=wsd")
     assert train(tmp_path, *wsd, "train.steps=5", "train.decay_share=0").returncode == 0
