@@ -117,7 +117,8 @@ class DatasetBatches:
     """
 
     masked = True  # the mean is one over labels that count, or over samples
-    ids, vocab = 0, 256  # nothing is known of token ids
+    ids = 0
+    vocab: int | None = None  # nothing is known of token ids
 
     def __init__(self, config: DataConfig, seed: int, global_batch: int, micro_batch: int) -> None:
         """Opens the target and reads a few samples, twice. Raises ConfigError or DataError naming what is wrong."""
@@ -288,16 +289,18 @@ def _hash(sample: Batch) -> str:
     return digest.hexdigest()
 
 
-def open_dataset(config: RunConfig, run_dir: Path) -> DatasetBatches:
+def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> DatasetBatches:
     """The data set of a run, whose fingerprint is kept in the run's folder, by the first that opens it.
 
-    Raises as DatasetBatches, and DataError if it is not the one that the run began with, or that rank 0 has.
+    read_only: nothing is written. Raises as DatasetBatches, and DataError if it is not the one that the run began with,
+    or that rank 0 has.
     """
     train = config.train
     data = DatasetBatches(config.data, train.seed, train.global_batch, train.micro_batch)
     path = run_dir / "data" / RECORD
     if path.exists():
         _compare(path, data.fingerprint, data.name)
+    if read_only or path.exists():
         return data
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
