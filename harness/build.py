@@ -150,7 +150,7 @@ def build_data(
     if wanted.target is not None:
         own = open_dataset(config, folder) if lead else None
         worker.group.barrier()
-        return own or open_dataset(config, folder)
+        return own or open_dataset(config, folder, read_only=True)
 
     def read(lead: bool) -> list[TokenData]:
         if wanted.mixture:

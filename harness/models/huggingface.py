@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -356,12 +356,16 @@ def positions_of(segments: Tensor) -> Tensor:
 
 
 def causal_lm(model: nn.Module) -> CausalLM | None:
-    """How to call `model`, if it is one of transformers or peft; None for every other."""
+    """How to call `model`, if it is one of transformers or peft that predicts tokens; None for every other, classifiers
+    of images and texts among them: their batches go to forward by name."""
     transformers, peft = sys.modules.get("transformers"), sys.modules.get("peft")
     if transformers is None:
         return None
-    ours = isinstance(model, transformers.PreTrainedModel) or (peft is not None and isinstance(model, peft.PeftModel))
-    return CausalLM(model) if ours else None
+    wrapped = peft is not None and isinstance(model, peft.PeftModel)
+    if not wrapped and not isinstance(model, transformers.PreTrainedModel):
+        return None
+    base: Any = cast(Any, model).get_base_model() if wrapped else model
+    return None if base.get_output_embeddings() is None else CausalLM(model)
 
 
 @torch.no_grad()

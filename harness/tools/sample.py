@@ -76,7 +76,7 @@ def codec_of(restored: Restored, tokenizer: Path | None) -> tuple[Encoder, int |
     data = restored.folder / "data"
     own, info = data / "tokenizer.json", read_mapping(data / "corpus.json", MAX_LARGE)
     if tokenizer is None and not own.is_file():
-        if "ids" not in info:
+        if "ids" not in info and restored.config.data.target is None:
             return Bytes(), None
         why = "the run trained on token ids, and nobody said what they mean"
         raise ConfigError(Problem("the prompt cannot be turned into tokens", str(data), why, "give --tokenizer PATH"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from data_mutations import DATA
+from dataset_mutations import DATASET
 from guard_mutations import GUARD
 from loop_mutations import LOOP
 from model_mutations import MODELS
@@ -24,6 +25,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOOP,
     *TRACKING,
     *DATA,
+    *DATASET,
     *TOKENS,
     *NATIVE,
     *TORCHAO,
