@@ -36,6 +36,7 @@ def main(recipe: str) -> None:
     mlflow = find_spec("mlflow") is not None
     with Telemetry.for_precision("runs/standard", precision, steps=STEPS, mlflow=mlflow) as telemetry:
         guard = Guard.for_precision(precision, optimizer, keep=[scheduler], telemetry=telemetry)
+        last = torch.zeros(())
         for step in range(STEPS):
             inputs, targets = (each.to(device) for each in batch(step))
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -44,9 +45,11 @@ def main(recipe: str) -> None:
             optimizer.zero_grad()
             scheduler.step()
             guard.end_step()
+            last = loss.detach()
+        inputs, targets = (each.to(device) for each in batch(STEPS))
         with precision.evaluating():
             telemetry.validation(guard.step, nn.functional.mse_loss(model(inputs), targets).item())
-    print(f"last loss {loss.item()!r}, {guard.step} steps count, demoted: {', '.join(precision.demoted) or 'none'}")
+    print(f"last loss {last.item()!r}, {guard.step} steps count, demoted: {', '.join(precision.demoted) or 'none'}")
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 
