@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
 GUARDED_LOOP = ROOT / "examples" / "guarded_loop.py"
 CONVNET_DIGITS = ROOT / "examples" / "convnet_digits.py"
 UNSAFE_LOSS = ROOT / "examples" / "unsafe_loss.py"
+STANDARD_LOOP = ROOT / "examples" / "standard_loop.py"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,33 @@ def test_unsafe_loss(tmp_path: Path) -> None:
     assert all(loss < 0.1 for loss in losses), "both go on to learn"
 
 
-@pytest.mark.parametrize("example", [PLAIN_LOOP, GUARDED_LOOP, CONVNET_DIGITS, UNSAFE_LOSS], ids=lambda each: each.stem)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp16_scaler"])
+def test_standard_loop(recipe: str, tmp_path: Path) -> None:
+    """Everything happens to it, and it learns; what it saw of the amaxes arrives in MLflow."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/mlflow.db"
+    command = [sys.executable, "-W", "error", str(STANDARD_LOOP), recipe]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "guard.rollback x 1, nonfinite.skip x 6" in done.stdout
+    assert ("precision.demote x 1" in done.stdout) == (recipe == "fp8_hybrid")
+    assert float(re.findall(r"last loss (\S+),", done.stdout)[0]) < 0.1
+    assert re.search(r"peak memory \d\.\d\d GiB", done.stdout)
+    series = amaxes(tmp_path / "mlflow.db")
+    assert (len(series) > 3) == (recipe == "fp8_hybrid")
+
+
+def amaxes(store: Path) -> list[float]:
+    """The history of one slot's amax in an MLflow store that holds one run."""
+    with closing(sqlite3.connect(store)) as database:
+        found = database.execute("SELECT key, value FROM metrics WHERE key LIKE 'fp8_amax/%' ORDER BY step").fetchall()
+    first = min((key for key, _ in found), default="")
+    return [value for key, value in found if key == first]
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda each: each.stem)
 def test_an_example_is_short(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) < 60
