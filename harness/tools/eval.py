@@ -107,7 +107,7 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
 
     from harness.core.facts import IGNORED
 
-    if any("targets" not in batch or batch["inputs"].ndim != 2 for batch in batches):
+    if any(not _of_tokens(batch) for batch in batches):
         why = "there is no perplexity, and no next token"
         raise ConfigError(Problem("the run's data are no tokens", "harness eval", why, "see val/loss in its journal"))
     made = Score([], [], [])
@@ -131,6 +131,13 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
     if not made.counts:
         raise ConfigError(Problem("no target counts", "the data", fix="give other data"))
     return made
+
+
+def _of_tokens(batch: Batch) -> bool:
+    inputs, targets = batch.get("inputs"), batch.get("targets")
+    if inputs is None or targets is None or inputs.is_floating_point() or targets.is_floating_point():
+        return False
+    return inputs.ndim == 2 and inputs.shape == targets.shape
 
 
 def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
@@ -165,7 +172,7 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
         source = build_data(config, restored.folder, worker, read_only=True)
         return f"validation of {source.name}", list(source.validation(0, 1))
     own = restored.folder / "data" / "tokenizer.json"
-    changed: dict[str, Any] = {"path": str(data), "mixture": [], "format": "auto"}
+    changed: dict[str, Any] = {"path": str(data), "target": None, "mixture": [], "format": "auto"}
     changed["tokenizer"] = str(own) if own.is_file() else config.data.tokenizer
     # Every sample of it counts, whatever split a run would cut it into, and may be the only one.
     one = {"train": config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})}
