@@ -11,7 +11,9 @@ Whether a model really is causal, and really keeps documents apart, is tried on 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import logging
 import math
 import sys
@@ -38,6 +40,8 @@ _EXTRA = {"transformers": "hf", "peft": "peft"}
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # What a change of one token moves by less than this share of the largest logit is rounding.
 _ROUNDING = 1e-5
+# Keys of config.json that tell of the file, or that a build here sets by itself.
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
 # Attribute of a model that was tried: see `CausalLM.unpackable`.
 _UNPACKABLE = "unpackable_because"
 # Two sums of the same cross-entropies.
@@ -102,6 +106,7 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
         model = _with_adapters(model, options.lora, where)
         if options.weights == "auto" and _stored(path):
             model.frozen_from = str(path.resolve())  # checkpoints leave there what is there
+    model.config_sha256 = _config_hash(path)
     # transformers returns models for evaluation: without dropout, and with gradient checkpointing switched off.
     return model.train()
 
@@ -199,6 +204,12 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
             what = "is missing" if not file.is_file() else f"is damaged: {' '.join(str(error).split())}"
             problems.append(Problem(what, str(file), fix="copy it again"))
     return problems
+
+
+def _config_hash(path: Path) -> str:
+    """Of what config.json says of the model, whoever wrote it in whatever order."""
+    told = {key: value for key, value in read_json(path / "config.json").items() if key not in _NOT_OF_THE_MODEL}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _read_config(transformers: Any, path: Path, options: Arguments, where: str) -> Any:

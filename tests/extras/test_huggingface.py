@@ -14,7 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from harness.core.config import ModelConfig
-from harness.core.errors import ConfigError
+from harness.core.errors import CheckpointError, ConfigError
+from harness.engines.torch_engine import ModelPart
 from harness.models import Task, build_model
 from harness.models.huggingface import positions_of, tokenizer_of
 from harness.precision.api import Precision
@@ -239,6 +240,17 @@ def test_missing_and_left_out_weights_are_refused(tmp_path: Path) -> None:
     weights["lm_head.weight"] = head
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert load(tmp_path, ignore=["score.*"]).training
+
+
+def test_a_checkpoint_of_another_description_is_refused(tmp_path: Path) -> None:
+    part = ModelPart(load(save(tmp_path, "llama")))
+    tensors, meta = part.state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_cache": False, "transformers_version": "5.0.0"}))
+    ModelPart(load(tmp_path)).load_state_dict(tensors, meta)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(CheckpointError, match="described otherwise than when the checkpoint was written"):
+        ModelPart(load(tmp_path)).load_state_dict(tensors, meta)
 
 
 def test_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
