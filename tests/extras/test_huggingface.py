@@ -17,7 +17,7 @@ from harness.core.config import ModelConfig
 from harness.core.errors import CheckpointError, ConfigError
 from harness.engines.torch_engine import ModelPart
 from harness.models import Task, build_model
-from harness.models.huggingface import positions_of, tokenizer_of
+from harness.models.huggingface import causal_lm, check, positions_of, tokenizer_of
 from harness.precision.api import Precision
 from tests.extras.tiny_models import CONFIGS, VOCAB, batch, fresh, load, save
 
@@ -312,6 +312,18 @@ def test_a_target_of_ones_own_may_return_such_a_model(tmp_path: Path, monkeypatc
     with torch.no_grad():
         expected = F.cross_entropy(fresh("qwen2")(batch()["inputs"]).logits.flatten(0, 1), batch()["targets"].flatten())
         torch.testing.assert_close(Task(model, "own_hf:build").loss(model, batch()), expected)
+
+
+def test_models_for_other_tasks_are_left_to_their_own_loss() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    masked = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **sizes))
+    images = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=16, patch_size=8, **sizes))
+    assert causal_lm(masked) is None
+    assert causal_lm(images) is None
+    check(masked, "here")
+    assert Task(images, "own:model").vocab_size is None
+    own = type("Own", (transformers.LlamaForCausalLM,), {})(CONFIGS["llama"]())
+    assert causal_lm(own) is not None
 
 
 def test_the_folder_offers_its_tokenizer(tmp_path: Path) -> None:
