@@ -147,7 +147,4 @@ def _after(restored: Restored, ids: list[int], context: int) -> Tensor:
 
     padding = min(-len(ids) % _MULTIPLE, context - len(ids))
     inputs = torch.tensor([[*ids, *[ids[-1]] * padding]], device=restored.device)
-    logits = restored.logits(inputs)
-    if logits.shape[1] == 1:  # a model that gives the last place alone
-        return restored.logits(inputs[:, : len(ids)])[0, -1]
-    return logits[0, len(ids) - 1]
+    return restored.logits(inputs)[0, len(ids) - 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from data_mutations import DATA
 from dataset_mutations import DATASET
 from guard_mutations import GUARD
+from huggingface_mutations import HUGGING_FACE
 from loop_mutations import LOOP
 from model_mutations import MODELS
 from mutation import Mutation
@@ -31,4 +32,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *TORCHAO,
     *TRANSFORMER_ENGINE,
     *MODELS,
+    *HUGGING_FACE,
 )
