@@ -146,6 +146,27 @@ PROCESS: tuple[Mutation, ...] = (
         "tests/faults/test_lost_ranks.py -k deepspeed-SIGSTOP",
     ),
     Mutation(
+        24,
+        "the ranks' rendezvous listens on loopback",
+        "            store = _local_store(launch, timedelta(seconds=timeout_seconds))\n",
+        "",
+        "tests/faults/test_listening.py -k loopback",
+    ),
+    Mutation(
+        24,
+        "the agent's rendezvous is a file",
+        "--rdzv_conf store_type=file --rdzv_endpoint $rendezvous",
+        "",
+        "tests/faults/test_listening.py -k loopback",
+    ),
+    Mutation(
+        24,
+        "gloo listens on loopback",
+        '            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")\n',
+        "",
+        "tests/faults/test_listening.py -k loopback",
+    ),
+    Mutation(
         7,
         "the lock of a build whose maker is dead is taken away",
         "if not owner and _unchanged(lock.parent) >= QUIET:",
