@@ -24,7 +24,7 @@ from harness.build import (
     read_ledger,
 )
 from harness.checkpoint.policy import load_ledger
-from harness.checkpoint.recovery import bring_back
+from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
@@ -56,7 +56,6 @@ from harness.run_folder import (
     read_plan,
     read_source,
     same_data_order,
-    spare_folders,
     write_config,
     write_plan,
     write_source,
@@ -75,7 +74,7 @@ def train(request: Request) -> int:
     if problems := worker.group.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
         raise MachineError([Problem(**each) for each in problems])
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
-    with _Locked(folder, lead):
+    with _Locked(folder, lead) as lock:
         resuming = (folder / "config.yaml").exists()
         resumed = None
         if resuming or source:
@@ -128,6 +127,7 @@ def train(request: Request) -> int:
         telemetry = open_telemetry(
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
+        telemetry.lock = lock
         with telemetry:
             _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
             telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), data.facts())
@@ -200,9 +200,10 @@ class _Locked:
     def __init__(self, folder: Path, lead: bool) -> None:
         self._lock = RunLock(folder) if lead else None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> RunLock | None:
         if self._lock:
             self._lock.acquire()
+        return self._lock
 
     def __exit__(self, *_: object) -> None:
         if self._lock:
