@@ -40,6 +40,7 @@ _BEGINNINGS = (
     "incidents.json",
     "shipper.json",
     "data/corpus.json",
+    "data/target.json",
     _SOURCE,
     _RESERVE,
 )
@@ -329,7 +330,8 @@ def same_data_order(folder: Path, other: Path) -> bool:
 
     def order(run: Path) -> tuple[Any, ...]:
         config = validate(RunConfig, read_yaml(run / "config.yaml"), str(run / "config.yaml"))
-        corpus = read_json(run / "data" / "corpus.json", MAX_LARGE)
+        kept = "corpus.json" if config.data.target is None else "target.json"
+        corpus = read_json(run / "data" / kept, MAX_LARGE)
         return corpus["sha256"], config.train.seed, config.train.global_batch, config.data.context
 
     try:

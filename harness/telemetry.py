@@ -252,13 +252,15 @@ class Telemetry:
         if kept.worst:
             self.note("tags", tags=kept.worst)
 
-    def validation(self, step: int, loss: float) -> None:
-        """A validation after `step` steps; the mean loss, in our own loop in nats per token."""
-        self.metrics(step, {"val/loss": loss, "Loss/val": loss})
+    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+        """A validation after `step` steps: the mean loss, and the share of labels that were hit."""
+        hits = {} if accuracy is None else {"val/accuracy": accuracy}
+        self.metrics(step, {"val/loss": loss, "Loss/val": loss, **hits})
         if self._precision is None:
-            self.screen.validation(step, loss)
+            self.screen.validation(step, loss, accuracy)
         else:
-            self.screen.say(f"validation after step {step}: {loss:.4g}")
+            hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+            self.screen.say(f"validation after step {step}: {loss:.4g}{hits}")
 
     def failed(self, step: int, error: BaseException) -> None:
         """The run ended by an error."""

@@ -184,6 +184,11 @@ class Sink:
             self._note(row)
         self._send(metrics)
         self._tag_events(rows)
+        if any(row["kind"] == "end" for row in rows):
+            self._description.write()
+
+    def rest(self) -> None:
+        """Nothing waits to be sent: bring the description up to date."""
         self._description.write()
 
     def resumed(self) -> None:

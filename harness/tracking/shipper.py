@@ -162,6 +162,7 @@ class _Follower:
                     ended = offset > self.born and bool(rows) and rows[-1]["kind"] == "end"
                     backoff, success = POLL, time.monotonic()
                     continue
+                sink.rest()
                 if gone and not ended:
                     sink.lost()
                 if not (gone or ended):

@@ -22,7 +22,7 @@ GUARD = (
     Mutation(
         9,
         "samples are checked before the forward pass",
-        "found = check_batch(batch, run.task.vocab_size)",
+        "found = check_batch(batch, run.task.vocab_size, run.task.classes)",
         "found = 0",
         "tests/faults/test_bad_data.py -k label_out_of_range",
     ),
