@@ -66,7 +66,7 @@ PROCESS: tuple[Mutation, ...] = (
         "a process that trained ends past the interpreter's last moments",
         '_guarded(lambda: command(**arguments), trains=name == "train")',
         "_guarded(lambda: command(**arguments))",
-        "tests/faults/test_signals.py -k more_signals",
+        "tests/faults/test_signals.py -k last_moments",
     ),
     Mutation(
         6,
