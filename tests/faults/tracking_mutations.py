@@ -62,6 +62,13 @@ TRACKING: tuple[Mutation, ...] = (
         "tests/unit/tools/test_places.py -k refuse",
     ),
     Mutation(
+        18,
+        "lines that are no rows are set aside",
+        '        and 0 <= row.get("time", 0.0) < _LAST_TIME\n',
+        "",
+        "tests/unit/tracking/test_shipper.py -k no_rows",
+    ),
+    Mutation(
         24,
         "names of runs mean nothing to a shell",
         " and not _MEANS_MORE & set(name)",
