@@ -26,7 +26,6 @@ pytest.importorskip("aiohttp", reason="the browser is driven by aiohttp")
 from tests.ui import browser
 
 pytestmark = [
-    pytest.mark.ui,
     pytest.mark.skipif(not os.environ.get("UI"), reason="run by make test-ui: it needs a browser and minutes"),
     pytest.mark.skipif(browser.binary() is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is installed"),
 ]
