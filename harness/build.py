@@ -27,6 +27,7 @@ from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
 from harness.data.batches import TokenBatches, check_world
+from harness.data.dataset import DatasetBatches, open_dataset
 from harness.data.mixture import Mixture, prepare_mixture
 from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
@@ -136,19 +137,27 @@ def build_plan(
     return plan, built[0]
 
 
-def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool = False) -> TokenBatches | Prefetched:
-    """The run's tokens: rank 0 describes and checks them, the others open what it described.
+def build_data(
+    config: RunConfig, folder: Path, worker: Worker, read_only: bool = False
+) -> TokenBatches | Prefetched | DatasetBatches:
+    """The run's data. A data set of the user's own is opened by every rank, and must be the same for all; of tokens
+    rank 0 describes and checks them, the others open what it described.
 
     read_only: nothing is written into `folder`, which describes them already; what is read is checked all the same.
     """
     train, wanted, watch = config.train, config.data, Watch()
+    lead = worker.group.rank == 0 and not read_only
+    if wanted.target is not None:
+        own = open_dataset(config, folder) if lead else None
+        worker.group.barrier()
+        return own or open_dataset(config, folder)
 
     def read(lead: bool) -> list[TokenData]:
         if wanted.mixture:
             return prepare_mixture(wanted, folder, lead, watch)
         return [prepare(wanted, folder, train.global_batch, lead, watch)]
 
-    data = read(lead=True) if worker.group.rank == 0 and not read_only else []
+    data = read(lead=True) if lead else []
     worker.group.barrier()
     data = data or read(lead=False)
     sizes = (train.global_batch, train.micro_batch, wanted.val_samples)
@@ -157,6 +166,17 @@ def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool 
         return Prefetched(Mixture(parts, [part.weight for part in wanted.mixture], train.seed, *sizes), watch)
     # A snapshot of text is small, and read at the speed of memory.
     return parts[0] if data[0].is_snapshot else Prefetched(parts[0], watch)
+
+
+def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -> tuple[Task, str]:
+    """The model's loss, tried on one sample of the data before anything is converted, and what to tell of its unit.
+
+    Raises ConfigError as `Task.try_on`.
+    """
+    task = Task(model, config.model.target, data.unit)
+    # As one of as many ranks as there are micro-batches: no more than that one is read.
+    ranks = config.train.global_batch // config.train.micro_batch
+    return task, task.try_on(model, data.micro_batches(data.window(0), 0, ranks)[0], autocast_dtype(plan))
 
 
 def build_run(
@@ -170,8 +190,10 @@ def build_run(
     telemetry: Telemetry,
     ledger: RunLedger,
     store: Store,
+    task: Task | None = None,
 ) -> Run:
-    """Wire every room together. Parameters keep their identity from `model` to the optimizer."""
+    """Wire every room together. Parameters keep their identity from `model` to the optimizer. task: of `build_task`;
+    None: one that was not tried on the data."""
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     if text := too_high(model, config.train):
         telemetry.event(0, "train.lr_high", text=text)
@@ -179,7 +201,7 @@ def build_run(
     ideal = _ideal(config, worker, plan, model, data)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
-    task = Task(model, config.model.target)
+    task = task or Task(model, config.model.target)
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     scaled = loss_scale is not None and not engine.owns_loss_scale
     monitors = build_monitors(
@@ -191,6 +213,7 @@ def build_run(
             data=data,
             bad_data=config.data.bad,
             vocab_size=task.vocab_size,
+            classes=task.classes,
         )
     )
     parts: dict[str, Stateful] = {
@@ -202,6 +225,8 @@ def build_run(
     if scaled and loss_scale is not None:
         parts["loss_scale"] = loss_scale
     state = TrainState(parts, ledger)
+    if isinstance(data, Prefetched):
+        data.tell = lambda text: telemetry.tell(state.step, "data.slow", text)
     saver = Saver(
         store,
         Retention(store, config.checkpoint.keep, config.checkpoint.best).prune,

@@ -129,6 +129,6 @@ def _tell_eager(run: Run) -> None:
 
 
 def _validate(run: Run) -> float:
-    loss = evaluate(run)
-    run.telemetry.validation(run.state.step, loss)
+    loss, accuracy = evaluate(run)
+    run.telemetry.validation(run.state.step, loss, accuracy)
     return loss

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.core.config import RunConfig
 from harness.core.facts import NO_LABEL, Limits, StepFacts, Window
-from harness.core.health import check_batch, count_targets, harmless, l2_norm
+from harness.core.health import check_batch, harmless, l2_norm, name_faults
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
 from harness.core.update import InFlight, StepClock, peak_memory, to_device, update
@@ -33,12 +33,29 @@ if TYPE_CHECKING:
 
 
 class Loss(Protocol):
-    """The task's loss: mean over the targets that have one, 0-d, nats per token. vocab_size: None if the model does
-    not tell."""
+    """The task's loss: mean over the targets that have one, 0-d. vocab_size: of tokens, classes: of labels, None if
+    nothing tells."""
 
     vocab_size: int | None
+    classes: int | None
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor: ...
+
+    def count(self, batch: Batch) -> int:
+        """Targets that the loss is a mean over; samples, where there are none."""
+        ...
+
+    def judged(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The loss, and how many labels the model hits, None where that means nothing."""
+        ...
+
+
+class Validation(NamedTuple):
+    """loss: mean over all ranks' targets that have one. accuracy: share of labels that are hit, None where labels are
+    not one class a sample."""
+
+    loss: float
+    accuracy: float | None = None
 
 
 @dataclass
@@ -49,7 +66,7 @@ class Run:
     keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and says whether it
     begins a streak of bad ones; raises OSError; None but on rank 0. ideal: seconds that a sample's matrix products take
     on all ranks at the cards' peak, by precision (RUNG: the rung's own); empty where it is not known. replay_told: the
-    user has seen how to find out what made a step bad.
+    user has seen how to find out what made a step bad; validation_told: that samples of the validation are bad.
     """
 
     config: RunConfig
@@ -69,6 +86,7 @@ class Run:
     keep_flight: KeepFlight | None = None
     ideal: Mapping[str, float] = field(default_factory=dict[str, float])
     replay_told: bool = False
+    validation_told: bool = False
 
 
 RUNG = "rung"
@@ -148,7 +166,7 @@ def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, 
     for share in shares:
         seed_step(run, window, share.rank)
         for number, batch in enumerate(share.batches, start=1):
-            found = check_batch(batch, run.task.vocab_size)
+            found = check_batch(batch, run.task.vocab_size, run.task.classes)
             if found:
                 batch = harmless(batch)
             weight = None if weights is None else next(weights)
@@ -182,32 +200,56 @@ def _weights(run: Run, shares: Sequence[Share]) -> Iterator[Tensor]:
 
     The mean over micro-batches, shares and ranks is then one over targets. Where none has a loss the weights are NaN.
     """
-    counts = [count_targets(batch) for share in shares for batch in share.batches]
+    counts = [run.task.count(batch) for share in shares for batch in share.batches]
     mean = run.engine.mean(torch.tensor(sum(counts) / len(counts), dtype=torch.float32, device=run.engine.device))
     return iter(torch.tensor(counts, dtype=torch.float32, device=mean.device) / mean)
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float:
-    """Mean validation loss over all ranks and targets that have one, nats per token, identical on every rank."""
+def evaluate(run: Run) -> Validation:
+    """The validation of all ranks, identical on every rank."""
     engine = run.engine
     module = engine.module
     was_training = module.training
     module.eval()
     try:
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
-        batches = run.data.validation(engine.rank, engine.world_size)
-        counted = 0
-        for batch in batches:
-            weight = count_targets(batch) if run.data.masked else 1
+        right = torch.zeros_like(total)
+        counted, judges = 0, False
+        for batch in run.data.validation(engine.rank, engine.world_size):
+            batch, weight = _fit(run, batch) if run.data.masked else (batch, 1)
             counted += weight
-            batch = {name: values.to(engine.device) for name, values in (batch if weight else harmless(batch)).items()}
+            batch = {name: values.to(engine.device) for name, values in batch.items()}
             with run.precision.context():
-                total += run.task.loss(module, batch).double() * weight
+                loss, hits = run.task.judged(module, batch)
+            total += loss.double() * weight
+            if hits is not None:
+                judges, right = True, right + hits * (weight > 0)
         if not run.data.masked:
-            return float(engine.mean((total / counted).float()))
+            return Validation(float(engine.mean((total / counted).float())))
         # Of ranks that count different numbers: the mean of sums over the mean of counts.
-        sums = engine.mean(torch.stack([total.float(), total.new_tensor(counted).float()]))
-        return float(sums[0] / sums[1])
+        sums = engine.mean(torch.stack([total.float(), right.float(), total.new_tensor(counted).float()]))
+        nats, hits, counts = sums.tolist()
+        return Validation(nats / counts, hits / counts if judges else None)
     finally:
         module.train(was_training)
+
+
+def _fit(run: Run, batch: Batch) -> tuple[Batch, int]:
+    """A validation batch without the samples that nothing can be learned of, and what it weighs; told once a run."""
+    known = run.task.vocab_size, run.task.classes
+    if check_batch(batch, *known) & ~NO_LABEL:
+        faults = [fault for fault in name_faults(batch, *known) if fault.row is not None]
+        bad = {fault.row for fault in faults}
+        if not run.validation_told:
+            run.validation_told = True
+            named = "; ".join(f"place {fault.row} of a batch: {fault.text}" for fault in faults[:3])
+            run.telemetry.tell(
+                run.state.step, "data.validation", f"bad samples are left out of the validation: {named}"
+            )
+        kept = [row for row in range(len(next(iter(batch.values())))) if row not in bad]
+        if not kept:
+            return harmless(batch), 0
+        batch = {name: values[kept] for name, values in batch.items()}
+    weight = run.task.count(batch)
+    return batch if weight else harmless(batch), weight

@@ -41,11 +41,14 @@ _BEGINNINGS = (
     "incidents.json",
     "shipper.json",
     "data/corpus.json",
+    "data/target.json",
     _SOURCE,
     _RESERVE,
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
+# Of a shell: what it would make of them is not the run that was meant.
+_MEANS_MORE = set("*?[]{}$`\\\"'|&;<>!")
 _BYTES = 256
 _MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
 # What --accept-changed does not open, and why; keys of `data` that only say how the same data are cut are open.
@@ -65,8 +68,8 @@ def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: 
     folder name, or is taken and resume is "never".
     """
     if name is not None:
-        plain = name.isprintable() and len(name.encode()) <= _MAX_NAME
-        if not name or name.startswith(".") or "/" in name or not plain:
+        plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)
+        if not name or name[0] in ".-~" or "/" in name or not plain:
             raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix="use letters, digits, - and _"))
         folder = RUNS / name
         if resume != "auto" and (folder / "config.yaml").exists():
@@ -348,7 +351,8 @@ def same_data_order(folder: Path, other: Path) -> bool:
 
     def order(run: Path) -> tuple[Any, ...]:
         config = validate(RunConfig, read_yaml(run / "config.yaml"), str(run / "config.yaml"))
-        corpus = read_json(run / "data" / "corpus.json", MAX_LARGE)
+        kept = "corpus.json" if config.data.target is None else "target.json"
+        corpus = read_json(run / "data" / kept, MAX_LARGE)
         return corpus["sha256"], config.train.seed, config.train.global_batch, config.data.context
 
     try:

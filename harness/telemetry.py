@@ -32,7 +32,7 @@ from harness.run_folder import RunLock, forget_outcome, write_outcome, write_pla
 from harness.tracking import shipper
 from harness.tracking.console import Console
 from harness.tracking.history import OWN_LOOP
-from harness.tracking.journal import JOURNAL, Journal
+from harness.tracking.journal import JOURNAL, Journal, misplaced
 from harness.tracking.slot_file import PARQUET, write_parquet
 from harness.tracking.slot_series import Kept, SlotLimits, SlotSeries
 
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 def undeliverable(config: TrackingConfig) -> list[Problem]:
     """Why rows cannot be delivered to MLflow from here, though that is wanted."""
     mlflow = probe().libraries["mlflow"]
+    if config.mlflow and (why := misplaced()):
+        fix = "start in another folder, or set MLFLOW_TRACKING_URI, or tracking.mlflow=false"
+        return [Problem("MLflow's database would not be in this folder", str(Path.cwd()), why, fix)]
     if not config.mlflow or mlflow.ok:
         return []
     fix = "pip install 'hopper-harness[mlflow]', or tracking.mlflow=false: journal.jsonl has every series"
@@ -247,13 +250,15 @@ class Telemetry:
         if kept.worst:
             self.note("tags", tags=kept.worst)
 
-    def validation(self, step: int, loss: float) -> None:
-        """A validation after `step` steps; the mean loss, in our own loop in nats per token."""
-        self.metrics(step, {"val/loss": loss, "Loss/val": loss})
+    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+        """A validation after `step` steps: the mean loss, and the share of labels that were hit."""
+        hits = {} if accuracy is None else {"val/accuracy": accuracy}
+        self.metrics(step, {"val/loss": loss, "Loss/val": loss, **hits})
         if self._precision is None:
-            self.screen.validation(step, loss)
+            self.screen.validation(step, loss, accuracy)
         else:
-            self.screen.say(f"validation after step {step}: {loss:.4g}")
+            hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+            self.screen.say(f"validation after step {step}: {loss:.4g}{hits}")
 
     def failed(self, step: int, error: BaseException) -> None:
         """The run ended by an error."""

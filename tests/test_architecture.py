@@ -56,6 +56,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "pyarrow": ("harness/data/*.py", "harness/tracking/*.py"),
     "datasets": ("harness/data/*.py",),
     "tokenizers": ("harness/data/*.py",),
+    "sklearn": ("harness/data/digits.py",),
     "transformers": ("harness/models/huggingface*.py", "harness/integrations/transformers*.py"),
     "peft": ("harness/models/huggingface*.py",),
     "lightning": ("harness/integrations/lightning*.py",),

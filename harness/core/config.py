@@ -64,8 +64,12 @@ class MixtureConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Where data comes from and how it is cut into samples."""
+    """Where data comes from and how it is cut into samples; or a data set of your own."""
 
+    target: str | None = Field(
+        default=None, description='in place of path, "pkg.mod:fn": fn(**args) -> an object with __len__ and __getitem__'
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
     path: str | None = Field(
         default=None,
         description="text, JSONL, Parquet, Arrow (save_to_disk), .bin of token ids, what `harness data prepare` made, "
@@ -91,20 +95,22 @@ class DataConfig(Strict):
     )
     context: Positive = Field(default=256, description="tokens per sample")
     val_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share held out where the data has no validation files of its own"
+        default=0.1, gt=0, lt=1, description="share held out where the data has no validation of its own"
     )
     val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples unfit to train on: skip the update, fail (halt), or auto: fail for labels out of range "
-        "and blocks that differ from their hash; files that are no text, and rows without any: skip, fail, or auto: "
-        "skip binary and empty ones, fail for others",
+        description="samples unfit to train on, or that a target cannot read: skip the update, fail (halt), or auto: "
+        "fail for labels out of range and blocks that differ from their hash; files that are no text, and rows without "
+        "any: skip, fail, or auto: skip binary and empty ones, fail for others",
     )
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if self.path is not None and self.mixture:
-            raise ValueError("data.path and data.mixture are both given; leave one of them out")
+        sources = {"path": self.path is not None, "mixture": bool(self.mixture), "target": self.target is not None}
+        given = [f"data.{name}" for name, there in sources.items() if there]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; leave one of them out")
         return self
 
 
@@ -240,8 +246,9 @@ class RunConfig(Strict):
                 f"train.global_batch ({train.global_batch}) is not a multiple of "
                 f"train.micro_batch ({train.micro_batch})"
             )
-        if ":" not in self.model.target:
-            raise ValueError(f'model.target {self.model.target!r} is not of the form "package.module:function"')
+        for section, target in (("model", self.model.target), ("data", self.data.target)):
+            if target is not None and ":" not in target:
+                raise ValueError(f'{section}.target {target!r} is not of the form "package.module:function"')
         return self
 
 

@@ -110,7 +110,7 @@ class SlotStats:
 IGNORED = -100
 """A target without a loss, as torch's cross-entropy has it."""
 
-NON_FINITE_INPUT, BAD_LABEL, NO_LABEL = 1, 2, 4
+NON_FINITE_INPUT, BAD_LABEL, NO_LABEL, UNREADABLE = 1, 2, 4, 8
 """Bits of `StepFacts.bad_data`."""
 
 
@@ -142,7 +142,9 @@ class StepFacts:
     limits: Limits = Limits()
     bad_data: Annotated[
         int,
-        Metric("what makes samples unfit: bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL", over_ranks="any bit"),
+        Metric(
+            "what makes samples unfit: bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL, UNREADABLE", over_ranks="any bit"
+        ),
     ] = 0
     grad_zeros: Annotated[
         float, Metric("share of the gradient, still scaled, that is exactly 0", "", "train/grad_zeros", often=_SCALED)

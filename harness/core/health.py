@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.core.facts import BAD_LABEL, IGNORED, NO_LABEL, NON_FINITE_INPUT
+from harness.core.facts import BAD_LABEL, IGNORED, NO_LABEL, NON_FINITE_INPUT, UNREADABLE
 from harness.core.protocols import Batch
 
 # On CPU a sum of many squares in fp32 loses accuracy (-0.27% at 38M elements); rows of this many are good to 1e-7, and
@@ -136,7 +136,7 @@ def _counts(gradient: Tensor, limit: float | Tensor) -> Tensor:
     return torch.stack([inside - in_rows.sum(), inside, near, elements]) * step
 
 
-TOKENS, LABELS = ("inputs", "input_ids"), ("targets", "labels")
+TOKENS, LABELS = ("inputs", "input_ids"), ("targets", "labels", "label")
 """Names in a batch whose whole numbers are token ids, and whose are labels."""
 _ORDERED = {
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
@@ -153,14 +153,26 @@ class Fault:
     text: str
 
 
-def check_batch(batch: Batch, vocab_size: int | None = None) -> int:
+class Flawed(Batch):
+    """A batch with samples that could not be read, which its source has put something harmless in place of.
+
+    faults: what is wrong, of the bit UNREADABLE. No update is made of it.
+    """
+
+    def __init__(self, batch: Batch, faults: Sequence[Fault]) -> None:
+        super().__init__(batch)
+        self.faults = tuple(faults)
+
+
+def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None = None) -> int:
     """What is wrong with a batch, as bits of `StepFacts.bad_data`; 0: nothing. Meant for tensors on the host.
 
-    Floating-point values must be finite. Integers of TOKENS and LABELS must be in [0, vocab_size), or not negative
-    where vocab_size is None, but for labels that are IGNORED. Labels of which none counts are NO_LABEL. One pass over
-    each tensor (two over labels of which some are ignored).
+    Floating-point values must be finite. Integers of TOKENS must be in [0, vocab_size), those of LABELS in [0, classes)
+    or, where `classes` is None, in [0, vocab_size), but for labels that are IGNORED; not negative where neither is
+    known. Labels of which none counts are NO_LABEL. One pass over each tensor (two over labels of which some are
+    ignored).
     """
-    found = 0
+    found = UNREADABLE if isinstance(batch, Flawed) else 0
     for name, values in batch.items():
         labels = name in LABELS
         if not values.numel():
@@ -175,16 +187,16 @@ def check_batch(batch: Batch, vocab_size: int | None = None) -> int:
                 found |= NO_LABEL
                 continue
             low = values.where(values != IGNORED, 0).min().item()
-        found |= _judge(values, low, high, vocab_size)
+        found |= _judge(values, low, high, _bound(labels, vocab_size, classes))
     return found
 
 
-def name_faults(batch: Batch, vocab_size: int | None = None) -> list[Fault]:
+def name_faults(batch: Batch, vocab_size: int | None = None, classes: int | None = None) -> list[Fault]:
     """What `check_batch` found, sample by sample: the first wrong value of each and where in the sample it is.
 
     Slow: for batches that are known to be bad.
     """
-    faults: list[Fault] = []
+    faults: list[Fault] = list(batch.faults) if isinstance(batch, Flawed) else []
     for name, values in batch.items():
         labels = name in LABELS
         values = _ordered(values)
@@ -196,13 +208,26 @@ def name_faults(batch: Batch, vocab_size: int | None = None) -> list[Fault]:
             faults.append(Fault(None, NO_LABEL, "no target has a label"))
         else:
             kind = "label" if labels else "input" if name in TOKENS else name
-            faults += _name(kind, values, vocab_size, ignored)
+            faults += _name(kind, values, _bound(labels, vocab_size, classes), ignored)
     return faults
 
 
 def harmless(batch: Batch) -> Batch:
     """A batch of the same shapes that any model computes: it takes the place of one whose update will be skipped."""
-    return {name: torch.zeros_like(values) for name, values in batch.items()}
+    # Attention that may look at nothing is 0 / 0.
+    return {
+        name: torch.ones_like(values) if name == "attention_mask" else torch.zeros_like(values)
+        for name, values in batch.items()
+    }
+
+
+def one_sample(batch: Batch, row: int) -> Batch:
+    """The sample at `row` of a batch, as a batch."""
+    one = {name: values[row : row + 1] for name, values in batch.items()}
+    if not isinstance(batch, Flawed):
+        return one
+    faults = [Fault(0, fault.bit, fault.text) for fault in batch.faults if fault.row in (row, None)]
+    return Flawed(one, faults) if faults else one
 
 
 def count_targets(batch: Batch) -> int:
@@ -211,6 +236,10 @@ def count_targets(batch: Batch) -> int:
     if labels is None:
         return len(next(iter(batch.values())))
     return labels.numel() if labels.is_floating_point() else int((labels != IGNORED).sum())
+
+
+def _bound(labels: bool, vocab_size: int | None, classes: int | None) -> int | None:
+    return classes if labels and classes is not None else vocab_size
 
 
 def _ordered(values: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ SCALARS: dict[str, Metric] = {name: _DECLARED[name][1] for name in _READ}
 SLOT_ROWS: dict[str, Metric] = {name: metric for name, (_, metric) in _DECLARED.items() if name not in _READ}
 """One figure for every slot each, in the order of the rows of `PrecisionBackend.end_window`."""
 
-_BITS = 3
+_BITS = 4
 REDUCED: list[tuple[str, int]] = [
     (name, bit)
     for name, metric in SCALARS.items()
@@ -177,10 +177,11 @@ def page() -> str:
     for key, metric in keyed:
         lines.append(f"| `{key}` | {metric.about} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
     lines += [f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |" for key, unit, about, _ in _OF_THE_RUN]
-    lines.append(
-        "| `val/loss` | mean loss of the validation samples | nats per token | mean | train.eval_every, the end |"
-    )
-    lines.append("| `Loss/val` | `val/loss` again | nats per token | mean | train.eval_every, the end |")
+    lines += [
+        "| `val/loss` | mean loss of the validation samples | as the data's | mean | train.eval_every, the end |",
+        "| `Loss/val` | `val/loss` again | as the data's | mean | train.eval_every, the end |",
+        "| `val/accuracy` | share of their labels that are hit, where those are classes | | mean | as `val/loss` |",
+    ]
     for figure, quantiles in ROLE_QUANTILES.items():
         metric = SLOT_ROWS[figure]
         key = f"`fp8/<role>/{figure}_<quantile>`"

@@ -165,12 +165,14 @@ class PrecisionBackend(Protocol):
 class Batches(Protocol):
     """A data source: windows by number, batches by sample.
 
-    masked: some targets may be IGNORED, so that micro-batches weigh as many targets as they have.
+    tokens_per_sample: targets, as far as that is one number. masked: some targets may be IGNORED, so that micro-batches
+    weigh as many targets as they have. unit: what the loss is in by the contract of the data, "loss" if there is none.
     """
 
     name: str
     tokens_per_sample: int
     masked: bool
+    unit: str
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: a pure function of (seed, index)."""

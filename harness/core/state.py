@@ -11,7 +11,8 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, cast
@@ -189,6 +190,18 @@ class RandomState:
         np.random.set_state(("MT19937", key, position, has_gauss, gauss))
         version, words, gauss_next = meta["python"]
         random.setstate((version, tuple(words), gauss_next))
+
+
+@contextmanager
+def random_numbers_apart() -> Iterator[None]:
+    """Whatever is drawn or seeded inside: the host's generators of torch, numpy and Python are as before afterwards."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 class ExternalState:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from harness.core.errors import ConfigError, DataError, Problem
-from harness.core.facts import IGNORED, Window
+from harness.core.facts import IGNORED, UNREADABLE, Window
+from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
 from harness.data.corpus import Tokens
 from harness.data.tokens import TokenData
@@ -161,8 +162,8 @@ class TokenBatches:
         """This rank's `inputs` and `targets`, each int64 [micro_batch, context] on the CPU: micro-batches `rank`,
         `rank + world_size`, ... of the window, so that the window's samples do not depend on the number of ranks.
 
-        A sample that is not what it was when the run began is all -1, which no check of a batch lets pass. Raises
-        ConfigError if they do not divide evenly, DataError if a snapshot cannot be read any longer.
+        Of a sample that is not what it was when the run began the batch says so, with the file (`health.Flawed`).
+        Raises ConfigError if they do not divide evenly, DataError if a snapshot cannot be read any longer.
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
@@ -190,7 +191,7 @@ class TokenBatches:
         facts: dict[str, Any] = {
             "source": info["source"],
             "kind": info.get("kind", "text"),
-            "files": len({file["name"] for file in info["files"]}),
+            "files": info.get("source_files", len({file["name"] for file in info["files"]})),
             "train_tokens": len(self._data.train),
             "val_tokens": len(self._data.val),
             "train_samples": self.n_samples,
@@ -244,9 +245,7 @@ def as_batch(read: Rows) -> Batch:
         begins = torch.from_numpy(read.begins)
         made["segments"] = begins[:, :-1].to(torch.int64).cumsum(1)
         made["targets"].masked_fill_(begins[:, 1:], IGNORED)
-    for row in read.damage:
-        made["inputs"][row] = made["targets"][row] = -1
-    return made
+    return Flawed(made, [Fault(row, UNREADABLE, text) for row, text in read.damage.items()]) if read.damage else made
 
 
 class _Split:

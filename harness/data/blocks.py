@@ -97,12 +97,12 @@ def _ahead(pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Sequence[_
 
 
 def _read_fully(descriptor: int, start: int, count: int) -> bytes:
-    data = os.pread(descriptor, count, start)
-    while len(data) < count and (more := os.pread(descriptor, count - len(data), start + len(data))):
-        data += more
-    if len(data) < count:
-        raise Damaged(f"it ends at byte {start + len(data)}")
-    return data
+    read = os.pread(descriptor, count, start)
+    while len(read) < count and (rest := os.pread(descriptor, count - len(read), start + len(read))):
+        read += rest
+    if len(read) != count:
+        raise Damaged(f"it ends at byte {start + len(read)}")
+    return read
 
 
 def differing(path: Path, digests: bytes, sampled: bool) -> list[int]:

@@ -216,6 +216,7 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "kind": plan["kind"],
         "vocabulary": plan["vocabulary"],
         "dtype": smallest_dtype(plan["vocabulary"]["ids"]),
+        "source_files": len(plan["files"]),
         "block_bytes": BLOCK,
         "text_bytes": sum(each["text_bytes"] for each in made),
         "documents": sum(shard["documents"] for shard in shards),

@@ -37,6 +37,7 @@ def open_prepared(path: Path, folder: Path, held_out: Callable[[int], int], toke
         names = {split: [path / each["name"] for each in info["shards"] if each["split"] == split] for split in _SPLITS}
         left_out = tuple((skip["name"], skip["reason"]) for skip in info["skipped"])
         nats, source, kind = float(info["unigram_nats"]), str(info["source"]), str(info["kind"])
+        source_files = int(info["source_files"])
         if info["block_bytes"] != BLOCK:
             raise ValueError(f"its blocks have {info['block_bytes']} bytes, not {BLOCK}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -51,7 +52,8 @@ def open_prepared(path: Path, folder: Path, held_out: Callable[[int], int], toke
         raise DataError([Problem("is missing", f"{where}/{name}", fix=_FIX) for name in missing])
     shards = read_files(names["train"], names["val"], lambda file: read_shard(file, "uint16"))
     shards = Shards(shards.train, shards.val, left_out)
-    return write_corpus(folder, source, kind, shards, vocabulary, vocabulary.separator, held_out, known, nats)
+    made = write_corpus(folder, source, kind, shards, vocabulary, vocabulary.separator, held_out, known, nats)
+    return {**made, "source_files": source_files}
 
 
 _SPLITS = ("train", "val")

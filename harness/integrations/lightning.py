@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from harness.core.errors import MisuseError, Problem
 from harness.integrations import extra
-from harness.integrations.watch import Watch
+from harness.integrations.watch import NO_SETTINGS, Watch
 from harness.precision.api import Precision
 from harness.precision.standard import WrappedOptimizer
 
@@ -124,11 +124,11 @@ class HarnessCallback(Callback):
     def __init__(
         self,
         folder: str | Path | None = None,
-        guard: Mapping[str, Any] | None = {},
+        guard: Mapping[str, Any] | None = NO_SETTINGS,
         validation: str = "val_loss",
         **telemetry: Any,
     ) -> None:
-        self.watch = Watch(folder, guard, telemetry)
+        self.watch = Watch(folder, guard, **telemetry)
         self._validation = validation
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

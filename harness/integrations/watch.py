@@ -12,6 +12,8 @@ from harness.precision.api import Precision
 from harness.precision.standard import WrappedOptimizer
 from harness.telemetry import Telemetry
 
+NO_SETTINGS: Mapping[str, Any] = {}
+
 
 class Watch:
     """Begins with the training, judges after each step, ends with it.
@@ -25,9 +27,9 @@ class Watch:
     """
 
     def __init__(
-        self, folder: str | Path | None, guard: Mapping[str, Any] | None, telemetry: Mapping[str, Any]
+        self, folder: str | Path | None = None, guard: Mapping[str, Any] | None = NO_SETTINGS, **telemetry: Any
     ) -> None:
-        self._folder, self._settings, self._telemetry_settings = folder, guard, dict(telemetry)
+        self._folder, self._settings, self._telemetry_settings = folder, guard, telemetry
         self.guard: Guard | None = None
         self.telemetry: Telemetry | None = None
         self._precision: Precision | None = None

@@ -15,6 +15,7 @@ import importlib
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -286,7 +287,9 @@ def _with_adapters(model: Any, lora: LoraConfig, where: str) -> Any:
         fan_in_fan_out=conv1d,
     )
     try:
-        return peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft calls what transformers has renamed
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(Problem(_short(error), "model.args.lora.targets", fix="name layers of the model")) from error
 

@@ -28,10 +28,10 @@ class MonitorContext:
 
     guard: its thresholds. fallback: the recipe's. max_grad_norm: what gradients are clipped to. warmup_steps: of the
     learning rate. data: what the run reads, None in a loop that is not ours. bad_data: what bad samples lead to.
-    vocab_size: tokens are in [0, vocab_size); None: unknown. layers: FP8 layers, padded names, in the plan's order.
-    amax_history: updates that delayed scales look back on, None if scales are not delayed; margin: their powers of two
-    of headroom. scales_loss: there is an fp16 loss scale. fallback_precision: what a run with a loss scale of ours
-    may fall back to ("bf16" | "fp32"; collective), None if there is nothing.
+    vocab_size, classes: tokens are in [0, vocab_size), labels in [0, classes); None: unknown. layers: FP8 layers,
+    padded names, in the plan's order. amax_history: updates that delayed scales look back on, None if scales are not
+    delayed; margin: their powers of two of headroom. scales_loss: there is an fp16 loss scale. fallback_precision: what
+    a run with a loss scale of ours may fall back to ("bf16" | "fp32"; collective), None if there is nothing.
     """
 
     guard: GuardConfig
@@ -41,6 +41,7 @@ class MonitorContext:
     data: Batches | None = None
     bad_data: BadData = "auto"
     vocab_size: int | None = None
+    classes: int | None = None
     layers: tuple[str, ...] = ()
     amax_history: int | None = None
     margin: int = 0

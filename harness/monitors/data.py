@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.errors import some
-from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Verdict
+from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, UNREADABLE, Continue, Halt, StepFacts, Verdict
 from harness.core.health import name_faults
 from harness.core.protocols import Batches
 from harness.monitors.base import BadData, KeptWindow, MonitorContext
@@ -16,6 +16,7 @@ NAMED_IN_EVIDENCE = 32
 # From the worst to the least: code and words.
 _KINDS = {
     BAD_LABEL: ("data.label", "labels or tokens out of range"),
+    UNREADABLE: ("data.unreadable", "samples that cannot be read"),
     NON_FINITE_INPUT: ("data.nonfinite", "values that are not finite"),
     NO_LABEL: ("data.empty", "micro-batches without a label"),
 }
@@ -34,23 +35,25 @@ class DataMonitor(KeptWindow):
 
     policy: what bad samples lead to. skip: only their window's update is lost, as the step itself saw to. fail: the run
     halts. auto: labels and tokens out of range halt it, since they tell of a broken data set, the rest is skipped.
-    vocab_size: tokens are in [0, vocab_size); None: unknown.
+    vocab_size, classes: tokens are in [0, vocab_size), labels in [0, classes); None: unknown.
 
-    Verdicts, all unhealthy: `data.label`, `data.nonfinite`, `data.empty` (the worst of a step gives the code, the text
-    has all of them), else `data.ok`. The monitor keeps nothing.
+    Verdicts, all unhealthy: `data.label`, `data.unreadable`, `data.nonfinite`, `data.empty` (the worst of a step gives
+    the code, the text has all of them), else `data.ok`. The monitor keeps nothing.
     """
 
     key = "data"
 
-    def __init__(self, batches: Batches, vocab_size: int | None, policy: BadData) -> None:
+    def __init__(self, batches: Batches, vocab_size: int | None, policy: BadData, classes: int | None = None) -> None:
         self.batches = batches
-        self.vocab_size = vocab_size
+        self.vocab_size, self.classes = vocab_size, classes
         self.policy: BadData = policy
 
     @classmethod
     def build(cls, context: MonitorContext) -> DataMonitor | None:
         """For every run whose data is known."""
-        return None if context.data is None else cls(context.data, context.vocab_size, context.bad_data)
+        if context.data is None:
+            return None
+        return cls(context.data, context.vocab_size, context.bad_data, context.classes)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic, as the data source is."""
@@ -83,7 +86,7 @@ class DataMonitor(KeptWindow):
         first = 0
         for batch in self.batches.micro_batches(window, rank=0, world_size=1):
             rows = numbers[first : first + len(next(iter(batch.values())))]
-            for fault in name_faults(batch, self.vocab_size):
+            for fault in name_faults(batch, self.vocab_size, self.classes):
                 bad = rows if fault.row is None else rows[fault.row : fault.row + 1]
                 found.samples.extend(number for number in bad if number not in found.samples)
                 found.texts.append(f"{_samples(bad)}: {fault.text}")

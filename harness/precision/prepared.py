@@ -101,6 +101,8 @@ class Prepared:
 
         Adapters may come, and parts of the model may move within it; a part that the plan is about may not go.
         """
+        if vars(self.model).get("forward") is not self._forward:
+            return "is another: its forward was replaced after it was prepared, as by another library's autocast"
         for name, store, key, dtype in self._places:
             value = store.get(key)
             if value is None:
@@ -124,7 +126,7 @@ class Prepared:
         self._as_planned = {name: f"in {rows[name].precision}" for name in rows if rows[name].shape} | kept
         modules = dict(self.model.named_modules(remove_duplicate=False))
         self._planned = [(name, modules[name]) for name in self._as_planned if name in modules]
-        self._children = _children(self.model)
+        self._children, self._forward = _children(self.model), vars(self.model).get("forward")
         self._places = [
             (f"{name}.{key}" if name else key, module._parameters, key, value.dtype)
             for name, module in modules.items()
@@ -280,6 +282,12 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
     if isinstance(model, DistributedDataParallel | DataParallel):
         fix = "prepare the bare model, then wrap what prepare() returned"
         problems.append(Problem(f"the model is wrapped in {type(model).__name__}", "prepare()", fix=fix))
+    if hasattr(model, "_original_forward"):
+        why, fix = (
+            "its autocast would go against the plan",
+            'prepare the model first, with Accelerator(mixed_precision="no")',
+        )
+        problems.append(Problem("the model's forward was replaced by accelerate", "prepare()", why, fix))
     devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trainable:

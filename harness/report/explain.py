@@ -7,7 +7,6 @@ docs/runbook.md, the same texts as a page.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -125,12 +124,12 @@ def cause(history: RunHistory) -> str | None:
 
 
 def learned_little(history: RunHistory) -> bool:
-    """Whether a run of some length ended no better than somebody who knows how often each byte occurs."""
-    nats, unigram = history.last("val/loss"), history.run["data"].get("unigram_bits_per_byte")
+    """Whether a run of some length ended no better than somebody who knows how often each byte, or token, occurs."""
+    nats, unigram = history.last("val/loss"), history.unigram_nats
     applied = sum(value == 1 for value in history.series.get("train/step_applied", {}).values())
     if nats is None or not unigram or applied < _SOME_LENGTH:
         return False
-    return not nats / math.log(2) < _LITTLE * unigram
+    return not nats < _LITTLE * unigram
 
 
 def flights(run_dir: Path) -> list[int]:

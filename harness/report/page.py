@@ -22,7 +22,7 @@ from harness.report import RunFolder
 from harness.report.fp8_pictures import ROLE_COLOURS, pictures
 from harness.report.summary import account
 from harness.tracking.console import fold, rung_lines
-from harness.tracking.history import RunHistory, Series, bare, split_slot
+from harness.tracking.history import BYTES, RunHistory, Series, bare, split_slot
 from harness.tracking.slot_file import PARQUET, write_parquet
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
     axes.plot(steps, values, color="#2c7fb8", linewidth=1.0, label="training")
     steps, values = _finite(history.series.get("val/loss", {}))
     axes.plot(steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation")
-    unigram = history.run["data"].get("unigram_bits_per_byte")
+    unigram = history.unigram
     if unigram:
         label = f"unigram entropy, {unigram:.2f} bits"
         axes.axhline(unigram * math.log(2), color=INK, linestyle=":", linewidth=1.2, label=label)
@@ -160,11 +160,12 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
         axes.plot(skipped, [0.02] * len(skipped), "x", color="#cb181d", transform=marks, label="update skipped")
     _limits(axes, train, unigram)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per byte")
-    bits = axes.secondary_yaxis(
-        "right", functions=(lambda y: np.divide(y, math.log(2)), lambda y: np.multiply(y, math.log(2)))
-    )
-    bits.set_ylabel("bits per byte")
+    axes.set_ylabel("loss" if history.unit == "loss" else f"loss, {history.unit}")
+    if history.unit == BYTES:
+        bits = axes.secondary_yaxis(
+            "right", functions=(lambda y: np.divide(y, math.log(2)), lambda y: np.multiply(y, math.log(2)))
+        )
+        bits.set_ylabel("bits per byte")
     axes.set_title(f"Loss of {history.run_dir.name}", loc="left", fontsize=11)
     axes.grid(color="#e5e5e5", linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)

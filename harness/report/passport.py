@@ -84,14 +84,19 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
     back = [each for each in history.rollbacks if each.to_step <= step]
     windows = sum(len(each.passed_over) for each in back)
     yield "rollbacks", f"{len(back)}, {windows} windows of the data passed over" if back else "none"
-    # A card is for others, whom the folders of this machine do not concern.
-    source = Path(str(data.get("source", "not recorded"))).name
-    yield "data", f"`{source}`, SHA-256 `{data.get('sha256', 'not recorded')}`"
+    yield "data", f"`{_last(data.get('source', 'not recorded'))}`, SHA-256 `{data.get('sha256', 'not recorded')}`"
     yield "batch", f"{train.global_batch} samples of {config.data.context} tokens a step"
     yield "seed", str(train.seed)
-    yield "model", f"`{config.model.target}`, args `{config.model.args}`"
+    args = {key: _last(value) if isinstance(value, str) else value for key, value in config.model.args.items()}
+    kind, _, of = config.model.target.partition(":")
+    yield "model", f"`{kind}:{_last(of)}`, args `{args}`"
     yield "commit", history.run["tags"].get("git.commit", "not recorded")
     yield "versions", ", ".join(f"{name} {version}" for name, version in sorted(stamp.versions.items()))
+
+
+def _last(path: object) -> str:
+    """A card is for others, whom the folders of this machine do not concern."""
+    return Path(str(path)).name
 
 
 def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,7 +16,7 @@ from rich.text import Text
 from harness.core.errors import some
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
-from harness.tracking.history import SWITCHED, RunHistory, bare
+from harness.tracking.history import BYTES, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
 
 MAX_NAMED = 8
@@ -39,6 +41,8 @@ def summary(run_dir: Path) -> RenderableType:
 def account(history: RunHistory) -> list[tuple[str, str]]:
     """(label, text) of everything but where to look: outcome, loss, precision with proof, steps, speed, events."""
     lines = [("outcome", _outcome(history)), ("loss", _loss(history)), ("precision", _precision(history))]
+    trained = trained_on(history.run["data"], history.run["params"])
+    lines += [("data", trained[0]), *(("", text) for text in trained[1:])] if trained else []
     proof = fp8_proof(history)
     if proof:
         lines.append(("FP8 proof", proof))
@@ -46,6 +50,35 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
     counts = Counter(event["code"] for event in history.events)
     told = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
     return [*lines, ("events", told)]
+
+
+def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
+    """What a run trains on, in lines: files, tokens, epochs, what was left out and why.
+
+    data: what the source says of itself. params: the config, flat. Empty where the source does not count tokens.
+    """
+    if "train_tokens" not in data:
+        return []
+    sizes = [params.get(f"train.{key}") for key in ("steps", "global_batch")]
+    steps, samples = (int(size) if size is not None else 0 for size in sizes)
+    files = data["files"]
+    lines = [
+        f"{data['source']} ({data['kind']}): {files:,} file{'s' if files > 1 else ''}, {data['train_tokens']:,} tokens "
+        f"to train on, {data['val_tokens']:,} to validate on, {data['vocab']:,} token ids; "
+        f"{steps:,} steps are {_epochs(steps * samples / data['train_samples'])}"
+    ]
+    lines += [
+        f"{part['share']:.1%} of {part['source']}: {part['train_tokens']:,} tokens, "
+        f"{_epochs(steps * samples * part['share'] / part['train_samples'])}"
+        for part in data.get("mixture", ())
+    ]
+    if left := data.get("skipped"):
+        lines.append(f"left out {len(left):,}: {some(left, MAX_NAMED)}")
+    return lines
+
+
+def _epochs(epochs: float) -> str:
+    return f"{epochs:.3g} epochs" if epochs < 1000 else f"{epochs:,.0f} epochs"
 
 
 def fp8_proof(history: RunHistory) -> str:
@@ -95,17 +128,25 @@ def _outcome(history: RunHistory) -> str:
 
 
 def _loss(history: RunHistory) -> str:
-    nats = history.last("val/loss")
+    value, last = history.last("val/loss"), history.last("train/loss")
+    unit = "" if history.unit == "loss" else f" {history.unit}"
     if history.of_own_loop:  # whose loss may be anything
-        last = history.last("train/loss")
-        kinds = (("validation", nats), ("last training loss", last))
-        return ", ".join(f"{kind} {value:.4g}" for kind, value in kinds if value is not None) or "none"
-    if nats is None:
-        last = history.last("train/loss")
-        return "no validation" + (f"; last training loss {last:.4f} nats per byte" if last is not None else "")
-    bits = nats / math.log(2)
-    text = f"validation {bits:.4f} bits per byte ({nats:.4f} nats)"
-    unigram = history.run["data"].get("unigram_bits_per_byte")
+        kinds = (("validation", value), ("last training loss", last))
+        return ", ".join(f"{kind} {loss:.4g}" for kind, loss in kinds if loss is not None) or "none"
+    if value is None:
+        return "no validation" + (f"; last training loss {last:.4f}{unit}" if last is not None else "")
+    accuracy = history.last("val/accuracy")
+    hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+    if history.unit != BYTES:
+        text = f"validation {value:.4f}{unit}{hits}"
+        if not history.unigram_nats:
+            return text
+        little = "; little more is learned than how often each token occurs" if learned_little(history) else ""
+        ratio = value / history.unigram_nats
+        return f"{text}; unigram entropy of the corpus {history.unigram_nats:.4f}, ratio {ratio:.3f}{little}"
+    bits = value / math.log(2)
+    text = f"validation {bits:.4f} bits per byte ({value:.4f} nats){hits}"
+    unigram = history.unigram
     if not unigram:
         return text
     little = "; little more is learned than how often each byte occurs" if learned_little(history) else ""
@@ -133,7 +174,8 @@ def _speed(history: RunHistory) -> str:
         for key in ("tokens_per_second", "mfu", "peak_memory_gib")
     }
     rates, shares, sizes = found.values()
-    told = [f"{statistics.median(rates):,.0f} tokens/s (median)" if rates else "not measured"]
+    counted = history.run["data"].get("counted", "tokens")
+    told = [f"{statistics.median(rates):,.0f} {counted}/s (median)" if rates else "not measured"]
     told += [f"MFU {statistics.median(shares):.1%} (median)"] if shares else []
     what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
     told += [f"peak memory {max(sizes):.2f} GiB{what}"] if sizes else []

@@ -135,7 +135,7 @@ def _memory(made: Prediction) -> list[tuple[str, str]]:
 
 def _time(made: Prediction) -> list[tuple[str, str]]:
     timing, baseline = made.timing, made.bf16_timing
-    text = f"{timing.mean * 1e3:,.1f} ms, {made.tokens / timing.mean:,.0f} tokens/s"
+    text = f"{timing.mean * 1e3:,.1f} ms, {made.tokens / timing.mean:,.0f} {made.counted}/s"
     if made.ranks > 1:
         text += f" over {made.ranks} ranks"
     if baseline is not None and made.bf16 is not made.trace:

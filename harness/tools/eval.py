@@ -95,12 +95,18 @@ def evaluate(restored: Restored, data: Path | None = None, samples: int | None =
 
 
 def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
-    """The model on `batches` of tokens. Samples without a target that counts are left out."""
+    """The model on `batches` of tokens. Samples without a target that counts are left out.
+
+    Raises ConfigError where the data are no tokens, or the model gives no logits.
+    """
     import torch
     import torch.nn.functional as F
 
     from harness.core.facts import IGNORED
 
+    if any("targets" not in batch or batch["inputs"].ndim != 2 for batch in batches):
+        why = "there is no perplexity, and no next token"
+        raise ConfigError(Problem("the run's data are no tokens", "harness eval", why, "see val/loss in its journal"))
     made = Score([], [], [])
     with restored.computing(fp32):
         for batch in _portions(batches, _vocab_size(restored)):

@@ -65,7 +65,7 @@ def rebuild(
     folder: Path, scratch: Path, worker: Worker, config: RunConfig, recipe_name: str, ledger: RunLedger, ranks: int
 ) -> Rerun:
     """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
-    from harness.build import build_data, build_plan, build_run, open_store, open_telemetry, surroundings
+    from harness.build import build_data, build_plan, build_run, build_task, open_store, open_telemetry, surroundings
     from harness.precision.recipe import load_recipe
     from harness.replay.investigate import Rerun
     from harness.run_folder import read_plan
@@ -74,7 +74,8 @@ def rebuild(
     scratch = Path(tempfile.mkdtemp(dir=scratch))
     recipe = load_recipe(recipe_name)
     plan, model = build_plan(config, recipe, worker, read_plan(folder))
-    if not (folder / "data" / "corpus.json").is_file():
+    record = "corpus.json" if config.data.target is None else "target.json"
+    if not (folder / "data" / record).is_file():
         fix = "restore the data folder from another copy of this run"
         raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
     data = build_data(config, folder, worker)
@@ -87,6 +88,7 @@ def rebuild(
     }
     config = config.model_copy(update=spare)
     store = open_store(scratch, worker)
-    run = build_run(config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store)
+    task, _ = build_task(config, plan, model, data)
+    run = build_run(config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store, task)
     run.keep_flight = None
     return Rerun(run, model, ranks, plan.resolved, surroundings(config, worker, run.engine))

@@ -18,6 +18,7 @@ from harness.build import (
     build_data,
     build_plan,
     build_run,
+    build_task,
     join_worker,
     open_store,
     open_telemetry,
@@ -27,7 +28,7 @@ from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
-from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.engines.torch_engine import OptimizerPart
@@ -35,6 +36,7 @@ from harness.models import check_vocab
 from harness.optim.optimizers import optimizer_bytes
 from harness.optim.schedule import Schedule, lr_jump
 from harness.precision.plan import Plan
+from harness.report.summary import trained_on
 from harness.run import Run
 from harness.run_folder import (
     RUNS,
@@ -106,6 +108,7 @@ def train(request: Request) -> int:
         size = state_bytes(model, optimizer_bytes(model, config.train))
         if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
+        task, doubt = build_task(config, plan, model, data)
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
         console.say(plan_table(plan.as_dict()))
@@ -130,9 +133,15 @@ def train(request: Request) -> int:
         )
         with telemetry:
             _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
-            telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), data.facts())
-            run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store)
-            run.recovery.bound = bound(config, request.recipe.sha256(), data.facts())
+            facts = {**data.facts(), "unit": task.unit}
+            for line in trained_on(facts, flat(config.model_dump(mode="json"))):
+                console.say(f"data {line}")
+            console.unit, console.counted = task.unit, facts.get("counted", "tokens")
+            telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), facts)
+            if doubt:
+                telemetry.tell(start or 0, "loss.unit", doubt)
+            run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store, task)
+            run.recovery.bound = bound(config, request.recipe.sha256(), facts)
             try:
                 for step in back:
                     telemetry.tell(step, "checkpoint.taken_back", f"the last save, made elsewhere, is in {folder} now")
@@ -288,6 +297,8 @@ def _config_of(source: Path | None) -> RunConfig | None:
 def _drive(run: Run) -> Outcome:
     """The loop under signal handlers; whatever ends it becomes an outcome."""
     run.stop.install()
+    if run.engine.rank == 0:
+        tell_wrapper(ExitCode.FAILED)  # until there is an outcome: without a word, a wrapper knows that none was lost
     try:
         return loop.train(run)
     except BaseException as error:

@@ -1,6 +1,6 @@
 """What a run says while it runs: a live line on a terminal, plain lines in a log file.
 
-Losses are nats per byte-token; validation is shown in bits per byte too (nats / ln 2).
+A validation in nats per byte is shown in bits per byte too (nats / ln 2).
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Console:
     Nothing raises into training: a stream that went away (a closed pipe, a lost connection) is written to no more.
     """
 
+    unit = "nats per byte"
+    """What losses are in; "loss": nothing in particular."""
+    counted = "tokens"
+    """What the speed counts."""
+
     def __init__(self, total_steps: int | None, *, stream: IO[str] | None = None) -> None:
         self._total = total_steps or 0
         self._every = max(1, math.ceil(self._total / LINES_PER_RUN))
@@ -70,7 +75,7 @@ class Console:
             "loss": f"{facts.loss:.4f}",
             "lr": f"{facts.lr:.1e}",
             "norm": f"{facts.grad_norm:.2f}",
-            "rate": rate(facts.tokens / pace if pace > 0 else math.nan),
+            "rate": rate(facts.tokens / pace if pace > 0 else math.nan, self.counted),
             "memory": "" if math.isnan(facts.peak_memory) else f"  {facts.peak_memory:.1f} GiB",
             "mfu": "" if math.isnan(ideal) else f"  MFU {ideal / pace:.0%}",
             "fp8": f"{fp8_layers}/{fp8_total}",
@@ -91,11 +96,17 @@ class Console:
                 f"skipped {skipped}{back}  eta {figures['eta']}"
             )
 
-    def validation(self, step: int, loss_nats: float) -> None:
-        """Report a validation after `step` steps; mean loss in nats per byte."""
-        bits = loss_nats / math.log(2)
-        self._validation = f"{bits:.3f}"
-        self.say(f"validation after step {step}: {loss_nats:.4f} nats = {bits:.4f} bits per byte")
+    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+        """Report a validation after `step` steps: mean loss in `unit`, share of labels that were hit."""
+        hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+        if self.unit == "nats per byte":
+            bits = loss / math.log(2)
+            self._validation = f"{bits:.3f} b/B"
+            self.say(f"validation after step {step}: {loss:.4f} nats = {bits:.4f} bits per byte{hits}")
+            return
+        unit = "" if self.unit == "loss" else f" {self.unit}"
+        self._validation = f"{loss:.3f}"
+        self.say(f"validation after step {step}: loss {loss:.4f}{unit}{hits}")
 
     def event(self, text: str) -> None:
         """Something happened that the user should see; always a line of its own.
@@ -168,14 +179,15 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def rate(tokens_per_second: float) -> str:
-    """`9.8k tok/s`."""
-    if not math.isfinite(tokens_per_second):
-        return "- tok/s"
+def rate(per_second: float, counted: str = "tokens") -> str:
+    """`9.8k tok/s`, or `312 samples/s`."""
+    what = "tok" if counted == "tokens" else counted
+    if not math.isfinite(per_second):
+        return f"- {what}/s"
     for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if tokens_per_second >= limit:
-            return f"{tokens_per_second / limit:.1f}{unit} tok/s"
-    return f"{tokens_per_second:.0f} tok/s"
+        if per_second >= limit:
+            return f"{per_second / limit:.1f}{unit} {what}/s"
+    return f"{per_second:.0f} {what}/s"
 
 
 def clock(seconds: float) -> str:
@@ -193,7 +205,7 @@ def _live(console: RichConsole, total: int) -> tuple[TaskID, Progress]:
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
         BarColumn(bar_width=None),
         TextColumn("loss {task.fields[now][loss]}"),
-        TextColumn("val {task.fields[now][val]} b/B"),
+        TextColumn("val {task.fields[now][val]}"),
         TextColumn("{task.fields[now][rate]}{task.fields[now][mfu]}{task.fields[now][memory]}"),
         TextColumn("fp8 {task.fields[now][fp8]}"),
         TextColumn("skipped {task.fields[now][skipped]}"),

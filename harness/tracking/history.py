@@ -24,6 +24,9 @@ from harness.tracking.journal import JOURNAL, read_rows, require_run
 from harness.tracking.slot_file import SlotSteps
 
 SWITCHED = "precision.switched"
+BYTES = "nats per byte"
+"""The unit of losses that are shown in bits per byte, too."""
+TOKENS = "nats per token"
 OWN_LOOP = "own"
 """Value of the tag `loop` where somebody else's loop trained, whose loss may be anything."""
 _KEPT_AMAX = ("native", "transformer_engine")
@@ -96,6 +99,23 @@ class RunHistory:
     def of_own_loop(self) -> bool:
         """Whether somebody else's loop trained: its loss may be anything, and no command of ours starts it."""
         return self.run["tags"].get("loop") == OWN_LOOP
+
+    @property
+    def unit(self) -> str:
+        """What the losses are in; "loss" where nobody knows."""
+        return str(self.run["data"].get("unit", "loss" if self.of_own_loop else BYTES))
+
+    @property
+    def unigram(self) -> float | None:
+        """Bits per byte that the frequencies of the corpus's bytes alone give, where the losses compare with it."""
+        return self.run["data"].get("unigram_bits_per_byte") if self.unit == BYTES else None
+
+    @property
+    def unigram_nats(self) -> float | None:
+        """Nats per token that the frequencies of the corpus's tokens alone give, where the losses compare with it."""
+        if self.unigram is not None:
+            return self.unigram * math.log(2)
+        return self.run["data"].get("unigram_nats") if self.unit == TOKENS else None
 
     @cached_property
     def _begins(self) -> Mapping[int, int]:

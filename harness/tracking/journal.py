@@ -195,6 +195,18 @@ def tracking_uri(environment: Mapping[str, str] = os.environ, folder: Path | Non
     return environment.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder or Path.cwd()).resolve() / 'mlflow.db'}"
 
 
+def misplaced(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
+    """Why the SQLite file of `tracking_uri` would not be where it says, empty if it will be.
+
+    In such an address a ? begins settings and a % a character's number, whatever the library's version makes of them.
+    """
+    here = str((folder or Path.cwd()).resolve())
+    found = [] if environment.get("MLFLOW_TRACKING_URI") else [each for each in "?%" if each in here]
+    if not found:
+        return ""
+    return f"its path has a {' and a '.join(found)}, which means something else in the address of a database"
+
+
 def _ends_a_row(journal: Path, offset: int) -> bool:
     if offset == 0:
         return True

@@ -110,7 +110,9 @@ def test_a_model_of_theirs_goes_out_as_it_came_in(kind: str, tmp_path: Path) -> 
     tokens = torch.arange(64).reshape(2, 32)
     with torch.no_grad():
         assert torch.equal(read(tokens).logits, model(tokens).logits)
-    assert "| `lm_head` | " in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "| `lm_head` | " in card
+    assert "| `hf:base`, args `{}` |" in card, "and not where it lies on this machine"
 
 
 def test_of_lora_the_adapters_alone_go_out(tmp_path: Path) -> None:

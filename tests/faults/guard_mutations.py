@@ -6,6 +6,13 @@ from mutation import Mutation
 
 GUARD = (
     Mutation(
+        11,
+        "only rollbacks that happened are counted",
+        "ledger.skips, len(ledger.returned_to))",
+        "ledger.skips, ledger.rollbacks)",
+        "tests/e2e/test_guard.py -k nowhere_to_go",
+    ),
+    Mutation(
         8,
         "unfit samples gate the update",
         ' | bool(own.get("bad_data"))',
@@ -15,7 +22,7 @@ GUARD = (
     Mutation(
         9,
         "samples are checked before the forward pass",
-        "found = check_batch(batch, run.task.vocab_size)",
+        "found = check_batch(batch, run.task.vocab_size, run.task.classes)",
         "found = 0",
         "tests/faults/test_bad_data.py -k label_out_of_range",
     ),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from data_mutations import DATA
 from guard_mutations import GUARD
 from loop_mutations import LOOP
+from model_mutations import MODELS
 from mutation import Mutation
 from native_mutations import NATIVE
 from process_mutations import PROCESS
 from resume_mutations import RESUME
 from survival_mutations import SURVIVAL
 from te_mutations import TRANSFORMER_ENGINE
+from token_mutations import TOKENS
 from torchao_mutations import TORCHAO
 from tracking_mutations import TRACKING
 
@@ -22,7 +24,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOOP,
     *TRACKING,
     *DATA,
+    *TOKENS,
     *NATIVE,
     *TORCHAO,
     *TRANSFORMER_ENGINE,
+    *MODELS,
 )

@@ -15,7 +15,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a rank notices that its launcher is gone",
-        "if self._parent and os.getppid() != self._parent:",
+        "if parent and os.getppid() != parent:",
         "if False:",
         "tests/unit/test_stop.py -k dies_while",
     ),
@@ -53,6 +53,34 @@ PROCESS: tuple[Mutation, ...] = (
         "run.stop.uninstall(outcome.exit_code)",
         "run.stop.uninstall()",
         "tests/faults/test_signals.py -k farewell",
+    ),
+    Mutation(
+        6,
+        "a signal before anything is imported ends it with 75",
+        "end_while_importing()  # before what takes its time\n",
+        "",
+        "tests/faults/test_signals.py -k before_anything",
+    ),
+    Mutation(
+        6,
+        "a process that trained ends past the interpreter's last moments",
+        '_guarded(lambda: command(**arguments), trains=name == "train")',
+        "_guarded(lambda: command(**arguments))",
+        "tests/faults/test_signals.py -k more_signals",
+    ),
+    Mutation(
+        6,
+        "a rank that starts misses its launcher",
+        "            if _launcher_gone(_PARENT, _GRANDPARENT):\n",
+        "            if False:\n",
+        "tests/faults/test_signals.py -k miss_their_launcher",
+    ),
+    Mutation(
+        6,
+        "a wrapper that was asked to stop before ranks trained says 75",
+        'elif [ -n "$signalled" ]; then',
+        "elif false; then",
+        "tests/unit/test_launch_scripts.py -k before_any_rank",
     ),
     Mutation(
         6,

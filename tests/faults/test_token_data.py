@@ -105,13 +105,14 @@ def test_a_resume_refuses_larger_ids_and_another_vocabulary(tmp_path: Path) -> N
 @pytest.mark.parametrize("bad", ["skip", "fail"])
 def test_blocks_that_rot_are_named_and_skipped_or_halt(tmp_path: Path, bad: str) -> None:
     path = corpus(tmp_path)
-    assert run(tmp_path, f"data.bad={bad}", steps=4).returncode == ExitCode.DONE
+    settings = (f"data.bad={bad}", "guard.max_consecutive_skips=50")
+    assert run(tmp_path, *settings, steps=4).returncode == ExitCode.DONE
     rotten = set(range(BLOCKS)) - looked_at()
     rot(path, rotten)
-    done = run(tmp_path, f"data.bad={bad}", "guard.max_consecutive_skips=50")
+    done = run(tmp_path, *settings)
     folder = tmp_path / "runs" / "r"
     found = events(folder, "data.unreadable")
-    assert found, "the fault fired"
+    assert found, f"the fault fired\n{done.stdout}"
     assert str(path) in found[0]["text"]
     assert "differ from their hash" in found[0]["text"]
     number = found[0]["samples"][0]

@@ -99,6 +99,26 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gpt2"}, "neither llama nor qwen3"),
+        ({"attention_bias": True, "hidden_act": "gelu"}, "has hidden_act gelu"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "has rope_type yarn"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"head_dim": 16}, "has head_dim 16 in a width of 32 with 4 heads"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
+        ({"num_hidden_layers": None}, "layers"),
+    ],
+)
+def test_what_the_gpt_does_not_compute_is_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "llama", small())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=named):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
     ("name", "millions"),
     [
         ("quickstart", 3.3),

@@ -22,7 +22,7 @@ class Source:
 
     name = "made up"
     tokens_per_sample = 3
-    masked = False
+    masked, unit = False, "nats per byte"
 
     def __init__(self, damage: Callable[[Tensor, Tensor, Tensor], None] = lambda *_: None) -> None:
         self.damage = damage

@@ -44,7 +44,7 @@ CLASSES = {
 class NoData:
     """A data source that no monitor has reason to read."""
 
-    name, tokens_per_sample, masked = "none", 1, False
+    name, tokens_per_sample, masked, unit = "none", 1, False, "loss"
 
     def window(self, index: int) -> Window:
         raise AssertionError("not to be read")

@@ -1,0 +1,52 @@
+"""Code that a config names: "pkg.mod:fn", imported and called with the arguments beside it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from harness.core.errors import ConfigError, HarnessError, Problem, near_match
+
+
+def call_target(section: str, target: str, args: Mapping[str, Any], what: str = "nothing of the kind") -> Any:
+    """What the function that `<section>.target` names returns for `<section>.args`.
+
+    what: that Python's own library does not have, for the message. Raises ConfigError if it is missing, does not take
+    the arguments, or fails; a HarnessError of its own goes through.
+    """
+    module_name, _, function_name = target.partition(":")
+    where, arguments = f"{section}.target {target!r}", f"{section}.args"
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        # Such as os:system. A config names code to run; this much of it can never be meant.
+        raise ConfigError(
+            Problem(f"is of Python's own library, which has no {what}", where, fix="name your own function")
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # console scripts do not have the working folder on their path
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            Problem(f"cannot import: {error}", where, fix="check the module path; the working folder is searched too")
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ConfigError(Problem(f'no function "{function_name}"', where, fix=near_match(function_name, names)))
+    try:
+        return function(**args)
+    except HarnessError:
+        raise
+    except TypeError as error:
+        accepted = list(inspect.signature(function).parameters)
+        raise ConfigError(
+            Problem(f"does not accept {arguments}: {error}", where, fix=f"it takes: {', '.join(accepted) or 'nothing'}")
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            Problem(f"failed: {type(error).__name__}: {error}", where, fix=f"call {target} with {arguments} alone")
+        ) from error

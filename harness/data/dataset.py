@@ -1,0 +1,329 @@
+"""A data set of the user's own as a source: `data.target: "pkg.mod:fn"`, any object with `__len__` and `__getitem__`.
+
+A sample is a dict of tensors, arrays and numbers, a pair (x, y), which become `inputs` and `targets`, or one tensor,
+`inputs`. Which samples a window holds is a pure function of the seed and the window, as of text (`data/batches.py`), so
+the data set is asked by number, in any order and more than once.
+
+Random augmentation: every `__getitem__` runs with torch's, numpy's and Python's generators seeded by (train.seed, the
+sample, its epoch), and an object with `set_seed(seed)` is told that seed, too. So a sample is the same whenever it is
+read: after a resume, on other ranks, by the monitor that names bad ones, by `harness replay`. One that is not, because
+it draws from a generator of its own, is refused before the first step.
+
+What `__getitem__` raises, and samples unlike the first one, do not end a run: zeros take the sample's place, no update
+is made of its window, and the sample is named (`data.unreadable`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from harness.core.config import DataConfig, RunConfig
+from harness.core.errors import ConfigError, DataError, Problem, some
+from harness.core.facts import UNREADABLE, Window
+from harness.core.files import read_json, write_json
+from harness.core.health import LABELS, Fault, Flawed
+from harness.core.protocols import Batch
+from harness.core.state import random_numbers_apart
+from harness.core.target import call_target
+from harness.data.batches import check_world, sample_numbers, validation_rows
+from harness.data.samples import Form, OddSampleError, first_form
+
+RECORD = "target.json"
+"""In the run's folder `data`: the fingerprint of its data set."""
+PROBED = 8
+"""Samples of each split whose hashes are the fingerprint, evenly spread."""
+_SPLIT_KEY = 0x5EED_0F_5A3B
+_VALIDATION_EPOCH = 2**32 - 1  # no training sample has it
+
+
+class Samples(Protocol):
+    """What `data.target` returns, or two of it.
+
+    It may have `collate(samples) -> batch` (the default stacks, and pads texts), `set_seed(seed)`, `validation`
+    (another such object), `pad_id` (what texts are padded with, else 0) and `unit` (of the loss that the model returns,
+    such as "nats per token").
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Part of a data set: all of it, or the samples that `places` gives for 0 to size - 1."""
+
+    samples: Samples
+    size: int
+    places: Callable[[int], int] = int
+
+
+def open_target(config: DataConfig) -> tuple[Split, Split]:
+    """(training, validation) of `config.target`. Without a validation of its own, the share `val_fraction` of the
+    samples is held out, by a hash of their numbers: the same samples whatever the run's seed.
+
+    Raises ConfigError if the target gives no data set, with everything that is wrong with it.
+    """
+    assert config.target is not None
+    where = f"data.target {config.target!r}"
+    given = call_target("data", config.target, config.args, "data sets")
+    train, val = _splits(given)
+    problems: list[Problem] = []
+    for name, each in [("training", train), *([] if val is None else [("validation", val)])]:
+        lacks = [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]
+        if lacks:
+            what = f"its {name} data, a {type(each).__name__}, have no {' and no '.join(lacks)}"
+            fix = "return an object that has them, or a pair of such (training, validation)"
+            problems.append(Problem(what, where, "samples are asked for by number, in any order", fix))
+        elif not len(each):
+            problems.append(Problem(f"its {name} data have no sample", where, fix="give some"))
+    if problems:
+        raise ConfigError(problems)
+    if val is not None:
+        return Split(train, len(train)), Split(val, len(val))
+    size = len(train)
+    held = round(size * config.val_fraction)
+    if not 1 <= held < size:
+        what = f"{size} samples are too few to hold out {config.val_fraction:g} of them"
+        raise ConfigError(Problem(what, where, fix="return a pair (training, validation), or change data.val_fraction"))
+    out = np.sort(sample_numbers(_SPLIT_KEY, 0, held, size))
+    before = out - np.arange(held)  # samples before each that are not held out
+    return (
+        Split(train, size - held, lambda place: place + int(np.searchsorted(before, place, side="right"))),
+        Split(train, held, lambda place: int(out[place])),
+    )
+
+
+def _splits(given: Any) -> tuple[Any, Any]:
+    """(training, validation or None) of what a target returned."""
+    if isinstance(given, tuple) and len(cast("tuple[Any, ...]", given)) == 2:
+        return cast("tuple[Any, Any]", given)
+    return given, getattr(given, "validation", None)
+
+
+class DatasetBatches:
+    """Batches of a data set; holds no state but the form of a sample.
+
+    Every sample is read in the calling thread, since random numbers are the process's: see `read`.
+    """
+
+    masked = True  # the mean is one over labels that count, or over samples
+    ids, vocab = 0, 256  # nothing is known of token ids
+
+    def __init__(self, config: DataConfig, seed: int, global_batch: int, micro_batch: int) -> None:
+        """Opens the target and reads a few samples, twice. Raises ConfigError or DataError naming what is wrong."""
+        self.name = f"data.target {config.target}"
+        self._train, self._val = open_target(config)
+        self._seed, self._global_batch, self._micro_batch = seed, global_batch, micro_batch
+        self._val_samples = min(config.val_samples, self._val.size)
+        self.n_samples = self._train.size
+        self._form, hashes, self._faults = _probe(self._train, self._val, seed, self.name, config.bad)
+        self.unit = str(getattr(self._train.samples, "unit", "loss"))
+        first = next((self._form.fields[name] for name in LABELS if name in self._form.fields), None)
+        text = next((form for form in self._form.fields.values() if form.length is not None), None)
+        counted = first if first is not None and first.shape else text
+        self.tokens_per_sample = 1 if counted is None else max(1, int(np.prod(counted.shape)))
+        whole = hashlib.sha256(repr((self.n_samples, self._val.size, hashes)).encode()).hexdigest()
+        self.fingerprint = {
+            "train_samples": self.n_samples,
+            "val_samples": self._val.size,
+            "looked_at": hashes,
+            "sha256": whole,
+        }
+
+    def window(self, index: int) -> Window:
+        """The window at place `index` of the data order: samples int64 [global_batch]."""
+        return Window(index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
+
+    def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
+        """This rank's micro-batches: number `rank`, `rank + world_size`, ... of the window. Raises ConfigError if they
+        do not divide evenly.
+        """
+        check_world(self._global_batch, self._micro_batch, world_size)
+        rows = window.samples.reshape(-1, self._micro_batch)
+        epochs = (window.index * self._global_batch + np.arange(self._global_batch)) // self.n_samples
+        epochs = epochs.reshape(-1, self._micro_batch)
+        return [
+            self._batch(self._train, row, epoch)
+            for row, epoch in zip(rows[rank::world_size], epochs[rank::world_size], strict=True)
+        ]
+
+    def validation(self, rank: int, world_size: int) -> list[Batch]:
+        """This rank's validation batches, the same at every call: samples spread evenly over the split, as many batches
+        of as many samples on every rank. With fewer samples than ranks, every rank evaluates all of them.
+        """
+        rows = validation_rows(self._val_samples, self._val.size, self._micro_batch, rank, world_size)
+        return [self._batch(self._val, row, np.full(len(row), _VALIDATION_EPOCH)) for row in rows]
+
+    def facts(self) -> dict[str, Any]:
+        """What this run trains on, JSON-able, for the journal."""
+        return {
+            "source": self.name,
+            "counted": "tokens" if self.tokens_per_sample > 1 else "samples",
+            **self.fingerprint,
+            "val_used": self._val_samples,
+            "fields": {name: [str(form.dtype), *form.shape] for name, form in self._form.fields.items()},
+            "unreadable": self._faults,
+        }
+
+    def _batch(self, split: Split, places: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]) -> Batch:
+        form, samples, faults = self._form, list[Any](), list[Fault]()
+        with random_numbers_apart():
+            for row, (place, epoch) in enumerate(zip(places.tolist(), epochs.tolist(), strict=True)):
+                try:
+                    samples.append(form.taken(read(split, place, self._seed, epoch)))
+                except Exception as error:
+                    faults.append(Fault(row, UNREADABLE, _told(split, place, error)))
+                    samples.append(form.stand_in())
+            try:
+                batch = form.batch(samples)
+            except Exception as error:
+                faults += self._alone(split, places, samples) or [Fault(None, UNREADABLE, _say(error))]
+                batch = form.batch([form.stand_in()] * len(samples))
+        return Flawed(batch, faults) if faults else batch
+
+    def _alone(self, split: Split, places: npt.NDArray[np.int64], samples: Sequence[Any]) -> list[Fault]:
+        """Which samples make no batch by themselves."""
+        faults: list[Fault] = []
+        for row, (place, sample) in enumerate(zip(places.tolist(), samples, strict=True)):
+            try:
+                self._form.batch([sample])
+            except Exception as error:
+                faults.append(Fault(row, UNREADABLE, _told(split, place, error)))
+        return faults
+
+
+def read(split: Split, place: int, seed: int, epoch: int) -> object:
+    """What the data set gives for the sample at `place` of `split`, under random numbers that are a function of
+    (seed, sample, epoch) alone. The process's generators stay at that seed: see `random_numbers_apart`.
+    """
+    number = split.places(place)
+    digest = hashlib.blake2b(f"{seed} {number} {epoch}".encode(), digest_size=4).digest()
+    own = int.from_bytes(digest, "big")  # 32 bits, since numpy's generator takes no more
+    random.seed(own)
+    np.random.seed(own)
+    torch.default_generator.manual_seed(own)
+    set_seed = getattr(split.samples, "set_seed", None)
+    if set_seed is not None:
+        set_seed(own)
+    return split.samples[number]
+
+
+def _told(split: Split, place: int, error: Exception) -> str:
+    number = split.places(place)
+    return _say(error) if number == place else f"{_say(error)} (number {number} of the data set)"
+
+
+def _say(error: Exception) -> str:
+    return str(error) if isinstance(error, OddSampleError) else f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _probe(train: Split, val: Split, seed: int, name: str, bad: str) -> tuple[Form, dict[str, str], list[str]]:
+    """(form of a sample, hashes of evenly spread samples, what is wrong with some of them), each read twice.
+
+    Raises DataError if no training sample can be read, or one cannot under bad="fail"; ConfigError if samples are
+    others when they are read again.
+    """
+    with random_numbers_apart():
+        form = _first_form(train, seed, name)
+        looked = [
+            (f"{word} {place}", split, place, epoch)
+            for word, split, epoch in (("train", train, 0), ("val", val, _VALIDATION_EPOCH))
+            for place in sorted({int(place) for place in np.linspace(0, split.size - 1, PROBED)})
+        ]
+        hashes, faults = dict[str, str](), list[str]()
+        for label, split, place, epoch in looked:
+            try:
+                hashes[label] = _hash(form.batch([form.taken(read(split, place, seed, epoch))]))
+            except Exception as error:
+                hashes[label] = f"unreadable: {type(error).__name__}"
+                faults.append(f"sample {place} of {label.split()[0]}: {_told(split, place, error)}")
+        others: list[str] = []
+        for label, split, place, epoch in reversed(looked):
+            try:
+                again = _hash(form.batch([form.taken(read(split, place, seed, epoch))]))
+            except Exception as error:
+                again = f"unreadable: {type(error).__name__}"
+            others += [label] if again != hashes[label] else []
+    if others:
+        why = "a resume, other ranks and the search for bad samples read them again, and must see the same"
+        fix = (
+            "draw random numbers from torch, numpy.random or random themselves, which are seeded for every sample, or "
+            "give the data set a set_seed(seed), which is called before each"
+        )
+        what = f"samples are others when they are read again: {some(others[::-1], 3)}"
+        raise ConfigError(Problem(what, name, why, fix))
+    if faults and bad == "fail":
+        raise DataError([Problem(fault, name, fix="repair it, or set data.bad=skip") for fault in faults])
+    return form, hashes, faults
+
+
+def _first_form(train: Split, seed: int, name: str) -> Form:
+    """The form of the first of some training samples that can be read."""
+    collate = getattr(train.samples, "collate", None)
+    problems: list[Problem] = []
+    for place in sorted({int(place) for place in np.linspace(0, train.size - 1, PROBED)}):
+        try:
+            given = read(train, place, seed, 0)
+            return first_form(given, collate, int(getattr(train.samples, "pad_id", 0)))
+        except Exception as error:
+            problems.append(Problem(f"sample {place} cannot be read: {_told(train, place, error)}", name))
+    raise DataError(problems)
+
+
+def _hash(sample: Batch) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(sample.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)} ".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def open_dataset(config: RunConfig, run_dir: Path) -> DatasetBatches:
+    """The data set of a run, whose fingerprint is kept in the run's folder, by the first that opens it.
+
+    Raises as DatasetBatches, and DataError if it is not the one that the run began with, or that rank 0 has.
+    """
+    train = config.train
+    data = DatasetBatches(config.data, train.seed, train.global_batch, train.micro_batch)
+    path = run_dir / "data" / RECORD
+    if path.exists():
+        _compare(path, data.fingerprint, data.name)
+        return data
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, data.fingerprint)
+    except OSError as error:
+        fix = "make the run folder writable, or free some space"
+        raise DataError(Problem(f"cannot be written: {error.strerror}", str(path), fix=fix)) from error
+    return data
+
+
+def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
+    """Raises DataError if the run began with other data."""
+    try:
+        before = read_json(path)
+        hashes: Mapping[str, str] = before["looked_at"]
+        sizes = {key: (before[key], record[key]) for key in ("train_samples", "val_samples")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "restore the file from another copy of this run, or start a new run with another --name"
+        raise DataError(Problem(f"cannot be read: {error}", str(path), fix=fix)) from error
+    why = [f"{key} were {was}, and are {now}" for key, (was, now) in sizes.items() if was != now]
+    changed = [label for label, sha256 in record["looked_at"].items() if hashes.get(label) != sha256]
+    if changed and not why:
+        why = [f"of {len(hashes)} samples looked at, {some(changed, 3)} changed"]
+    if why:
+        fix = (
+            "give the data set that the run began with, or start a new run: "
+            "--name NEW --resume runs/<run>/checkpoints/step-<N>"
+        )
+        raise DataError(Problem("these are not the data that the run began with", name, "; ".join(why), fix))

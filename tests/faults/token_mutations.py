@@ -1,0 +1,78 @@
+"""The protections of token ids in files: row 23."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+TOKENS: tuple[Mutation, ...] = (
+    Mutation(
+        23,
+        "every block of token ids is compared as it is read",
+        "if digest(block) != self._digests[number * DIGEST : (number + 1) * DIGEST]:",
+        "if False:",
+        "tests/faults/test_token_data.py -k rot_are",
+    ),
+    Mutation(
+        23,
+        "a touched file of token ids is hashed from end to end",
+        'same = asdict(stamp) == {key: file[key] for key in ("size", "mtime_ns", "inode")}',
+        "same = True",
+        "tests/unit/data/test_token_files.py -k flipped_bit",
+    ),
+    Mutation(
+        23,
+        "a vocabulary that is too small is refused",
+        "if isinstance(given, int) and given < ids:",
+        "if False:",
+        "tests/faults/test_token_data.py -k larger_ids",
+    ),
+    Mutation(
+        23,
+        "ids that a tokenizer has not are refused",
+        "if vocabulary is not None and seen.largest >= vocabulary.ids:",
+        "if False:",
+        "tests/extras/test_tokenized.py -k tokenizer_has_not",
+    ),
+    Mutation(
+        23,
+        "uint32 ids are not read as uint16",
+        "shard.index is None and _looks_wider(shard)",
+        "False",
+        "tests/unit/data/test_token_files.py -k wider",
+    ),
+    Mutation(
+        23,
+        "an index that points past its file is refused",
+        "elif total > size:",
+        "elif False:",
+        "tests/unit/data/test_token_files.py -k past",
+    ),
+    Mutation(
+        23,
+        "a shard that is cut short is refused",
+        "if there != wanted:",
+        "if False:",
+        "tests/unit/data/test_token_files.py -k shard",
+    ),
+    Mutation(
+        23,
+        "no token is predicted from another document's",
+        'made["targets"].masked_fill_(begins[:, 1:], IGNORED)',
+        "pass",
+        "tests/unit/data/test_packing.py",
+    ),
+    Mutation(
+        23,
+        "a read that hangs is told",
+        "while not job.done.wait(patience):",
+        "while not job.done.wait():",
+        "tests/faults/test_token_data.py -k hangs",
+    ),
+    Mutation(
+        23,
+        "a mixture takes nothing of a start that was killed",
+        '(own / "corpus.json").unlink(missing_ok=True)',
+        "pass",
+        "tests/unit/data/test_mixture.py -k leftover",
+    ),
+)
