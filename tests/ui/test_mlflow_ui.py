@@ -98,7 +98,18 @@ def page(server: str) -> Iterator[browser.Browser]:
     with browser.browser() as opened:
         opened.open(f"{server}/#/")
         opened.wait("document.body && document.body.innerText.includes('Experiments')", 300)
+        _wait_until_quiet()
         yield opened
+
+
+def _wait_until_quiet(seconds: float = 120.0) -> None:
+    """Let the server's helpers come up, so that a page is not measured beside them."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        before = _processor_seconds()
+        time.sleep(2.0)
+        if _processor_seconds() - before < 0.2:
+            return
 
 
 def show(page: browser.Browser, address: str, ready: str, name: str) -> float:
