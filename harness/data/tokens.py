@@ -264,9 +264,10 @@ def _open_corpus(
         info = corpus.parse_corpus(info)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise DataError(_undescribed(folder, error)) from error
+    info = corpus.relocate(folder, written := info, _home(config.path) if config.path else None)
     if lead:
         checked = corpus.check_corpus(folder, info)
-        if checked != info:
+        if checked != written:
             info = checked
             with contextlib.suppress(OSError):  # what is not written down is hashed again at the next start
                 corpus.save_corpus(folder, info)
