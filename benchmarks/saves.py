@@ -36,7 +36,7 @@ from harness.checkpoint.store import Store
 from harness.core.config import TrainConfig
 from harness.core.state import TrainState, state_bytes
 from harness.engines.torch_engine import ModelPart, OptimizerPart
-from harness.optim import optimizer_bytes
+from harness.optim.optimizers import optimizer_bytes
 
 
 class Training:

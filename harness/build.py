@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.capability.cards import card_named
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
 from harness.checkpoint.recovery import Recovery, finish_rollback
 from harness.checkpoint.saver import Saver, Snapshots, Staging, free_memory, room_for_snapshots
 from harness.checkpoint.store import Store
-from harness.core.collectives import ForwardClock, RankComparison
+from harness.core.collectives import ForwardClock, RankComparison, gather_texts
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError
 from harness.core.facts import RungVerdict
@@ -33,9 +35,11 @@ from harness.engines.process_group import Launch, ProcessGroup, choose_device, j
 from harness.engines.registry import ENGINES, choose_engine
 from harness.guard import Guard
 from harness.models import Task, build_model
+from harness.models.flops import training_flops
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
-from harness.optim import Schedule, build_optimizer, optimizer_bytes, refused_by, too_high, waits_for
+from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
+from harness.optim.schedule import Schedule, too_high
 from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.convert import (
     LossScale,
@@ -49,7 +53,8 @@ from harness.precision.plan import Plan, agree_on_rung, make_plan, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings
-from harness.run import Run
+from harness.run import RUNG, Run
+from harness.run_folder import spare_folder
 from harness.stop import StopRequest
 from harness.telemetry import Telemetry
 from harness.tracking.console import Console
@@ -132,11 +137,16 @@ def build_plan(
     return plan, built[0]
 
 
-def build_data(config: RunConfig, folder: Path, worker: Worker) -> TokenBatches | Prefetched | DatasetBatches:
+def build_data(
+    config: RunConfig, folder: Path, worker: Worker, read_only: bool = False
+) -> TokenBatches | Prefetched | DatasetBatches:
     """The run's data. A data set of the user's own is opened by every rank, and must be the same for all; of tokens
     rank 0 describes and checks them, the others open what it described.
+
+    read_only: nothing is written into `folder`, which describes them already; what is read is checked all the same.
     """
-    train, wanted, lead, watch = config.train, config.data, worker.group.rank == 0, Watch()
+    train, wanted, watch = config.train, config.data, Watch()
+    lead = worker.group.rank == 0 and not read_only
     if wanted.target is not None:
         own = open_dataset(config, folder) if lead else None
         worker.group.barrier()
@@ -188,6 +198,7 @@ def build_run(
     if text := too_high(model, config.train):
         telemetry.event(0, "train.lr_high", text=text)
         telemetry.screen.event(f"train.lr_high: {text}")
+    ideal = _ideal(config, worker, plan, model, data)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = task or Task(model, config.model.target)
@@ -223,6 +234,7 @@ def build_run(
     )
     telemetry.layers = len(backend.layers)
     telemetry.watch(recipe.fallback)
+    stop = StopRequest(config.train.max_minutes, launched=worker.launch.launched)
     recovery = Recovery(
         state=state,
         engine=engine,
@@ -231,6 +243,9 @@ def build_run(
         good=RollbackTargets(store, config.checkpoint.healthy_steps, saver.committed),
         saver=saver,
         keep_ledger=lambda current: save_ledger(folder, current),
+        config=config.checkpoint,
+        asked=stop.requested,
+        spare=spare_folder(config.checkpoint.emergency_path, folder),
     )
     judge = Judge(
         config.guard, state, backend, monitors, comparison=RankComparison.of(config.guard, model, engine.device)
@@ -247,12 +262,28 @@ def build_run(
         guard=Guard(judge, telemetry, _snapshots(config, engine, model, telemetry), recovery),
         telemetry=telemetry,
         recovery=recovery,
-        stop=StopRequest(config.train.max_minutes, launched=worker.launch.launched),
+        stop=stop,
         forward_clock=ForwardClock(worker.device),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
         keep_flight=recorder.keep if recorder else None,
+        ideal=ideal,
     )
+
+
+def _ideal(config: RunConfig, worker: Worker, plan: Plan, model: nn.Module, data: Batches) -> dict[str, float]:
+    """See `Run.ideal`. The model is as it was built: what is counted must not depend on how it is computed."""
+    name = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else ""
+    names = set(gather_texts(name))
+    card = card_named(name) if len(names) == 1 else None
+    if card is None:
+        return {}
+    launch = worker.launch
+    batch = data.micro_batches(data.window(0), launch.rank, launch.world_size)[0]
+    flops = training_flops(model, Task(model, config.model.target), batch) / config.train.micro_batch
+    peaks = card.peaks(tf32=torch.get_float32_matmul_precision() != "highest")
+    peaks[RUNG] = peaks[plan.rung.precision]
+    return {kind: flops / launch.world_size / peak for kind, peak in peaks.items() if peak and math.isfinite(flops)}
 
 
 def surroundings(config: RunConfig, worker: Worker, engine: Engine) -> Surroundings:

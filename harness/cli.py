@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from harness.core.errors import ExitCode, HarnessError, LostRankError, tell_wrapper
-from harness.stop import StoppedEarly, end_at_a_signal
+from harness.stop import NOTHING_YET, StoppedEarly, end_at_a_signal, end_while_importing
 
 # Ranks start some seconds apart on a busy machine.
 _LEAD_SPEAKS_SECONDS = 5.0
@@ -34,6 +35,11 @@ COMMANDS = {
     "replay": (
         "tools.replay",
         "Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too.",
+    ),
+    "sample": ("tools.sample", "Write text on from a prompt, with a run's model."),
+    "eval": (
+        "tools.eval",
+        "Score a run's model: loss, perplexity, accuracy, in the run's precision and in fp32 beside it.",
     ),
     "doctor": ("tools.doctor", "Say what this machine can do, and why not more."),
     "estimate": (
@@ -48,8 +54,9 @@ COMMANDS = {
 }
 
 
-def _guarded(action: Callable[[], int]) -> None:
-    """Run a command; errors meant for the user end it with their text and exit code."""
+def _guarded(action: Callable[[], int], trains: bool = False) -> None:
+    """Run a command; errors meant for the user end it with their text and exit code. trains: see `_end`."""
+    trains = trains or "RANK" in os.environ
     try:
         code = action()
     except HarnessError as error:
@@ -58,15 +65,15 @@ def _guarded(action: Callable[[], int]) -> None:
         _tell(error)
     except StoppedEarly as signal:
         end_at_a_signal(ExitCode.STOPPED)
-        print(f"{signal}: stopped before training began; the same command starts it again", file=sys.stderr)
+        print(f"{signal}: {NOTHING_YET}", file=sys.stderr)
         code = int(ExitCode.STOPPED)
     except (Exception, KeyboardInterrupt):
-        if "RANK" not in os.environ:
+        if not trains:
             raise
         traceback.print_exc()
         code = 1
-    if "RANK" in os.environ:
-        _end_rank(code)
+    if trains:
+        _end(code)
     raise typer.Exit(code)
 
 
@@ -78,16 +85,20 @@ def _tell(error: HarnessError) -> None:
     print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
 
 
-def _end_rank(code: int) -> NoReturn:
-    """End one process of a launcher's with `code`, past the interpreter's finalisation.
+def _end(code: int) -> NoReturn:
+    """End a process that trains with `code`, past the interpreter's finalisation.
 
-    DeepSpeed keeps its process groups in its globals, so their threads still run by then, and one that asks for
-    Python's lock aborts the process (or waits for ever): a rank whose work is done would count as failed.
+    There signals mean again what they meant, and a second request to stop would kill a run that has saved. DeepSpeed
+    keeps its process groups in its globals, so their threads still run by then, and one that asks for Python's lock
+    aborts the process (or waits for ever): a rank whose work is done would count as failed. And a log on a full disk
+    would make any code 120.
     """
+    end_at_a_signal(code)
     tell_wrapper(code)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 
@@ -98,7 +109,7 @@ def _single(name: str) -> typer.Typer:
 
     @wraps(command)
     def run(**arguments: Any) -> None:
-        _guarded(lambda: command(**arguments))
+        _guarded(lambda: command(**arguments), trains=name == "train")
 
     single = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     single.command(name, help=text)(run)
@@ -128,6 +139,8 @@ for _name, (_, _text) in COMMANDS.items():
 
 def main() -> None:
     """Entry point of the `harness` command."""
+    if sys.argv[1:2] == ["train"]:
+        end_while_importing()
     app()
 
 

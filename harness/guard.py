@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from harness.core.update import InFlight
 from harness.engines.torch_engine import ModelPart
 from harness.monitors.registry import build_monitors
 from harness.monitors.responder import Judge, Judgement
+from harness.precision.standard import unwrapped
 from harness.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -77,18 +78,18 @@ class Guard:
     ) -> Guard:
         """For a loop of your own: after `prepare` and before its first step, on every rank.
 
-        optimizers: all that train the model. keep: what a rollback must put back beside model, optimizers and FP8
-        state, one or several: anything with `state_dict` and `load_state_dict`, such as schedulers. telemetry: where it
-        is written; by default events are said on stderr and nothing is kept. max_grad_norm: what you give
-        `precision.step`, for the monitor that tells of constant clipping. healthy_steps: steps in a row that make a
-        snapshot good. settings: keys of the section `guard` of a run's config, such as snapshot_every, max_rollbacks or
-        enabled.
+        optimizers: all that train the model, wrapped or not. keep: what a rollback must put back beside model,
+        optimizers and FP8 state, one or several: anything with `state_dict` and `load_state_dict`, such as schedulers.
+        telemetry: where it is written; by default events are said on stderr and nothing is kept. max_grad_norm: what
+        you give `precision.step` or `wrap`, for the monitor that tells of constant clipping. healthy_steps: steps in a
+        row that make a snapshot good. settings: keys of the section `guard` of a run's config, such as snapshot_every,
+        max_rollbacks or enabled.
 
         What your loop feeds the model is not seen: samples that are out of range are not named, and random numbers go
         on after a rollback. Raises MisuseError naming what cannot be kept, ConfigError for settings.
         """
         ready = precision.prepared
-        chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        chosen = unwrapped(optimizers)
         parts = {f"optimizer.{number}": each for number, each in enumerate(chosen)}
         if hasattr(keep, "state_dict"):
             keep = [keep]  # a module may be gone through, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.checkpoint.recovery import Kept
 from harness.core.collectives import gather_texts
 from harness.core.errors import ExitCode
 from harness.core.facts import Halt, Outcome, Rollback, StepFacts, Window
@@ -14,6 +15,7 @@ def train(run: Run) -> Outcome:
     """Train from the run's state to `train.steps`, a stop request or a halt. The outcome is the same on every rank."""
     total, guard = run.config.train.steps, run.guard
     known: dict[str, float] = {}
+    kept = Kept()
     guard.judge.stay_fallen_back()
     while run.state.step < total and not guard.stopping:
         guard.pending.append(next_step(run))
@@ -32,15 +34,33 @@ def train(run: Run) -> Outcome:
         # What a rollback went back to is there already, and known by the figures of its own step.
         due = _every(run.config.checkpoint.every, run.state.step) and not returned
         if run.state.step >= total or guard.stopping or due:
-            run.recovery.save(known, wait=guard.stopping or run.state.step >= total)
+            kept = run.recovery.keep(known, "stop" if guard.stopping else "end" if run.state.step >= total else "")
+            guard.stopping = guard.stopping or kept.asked
+            if kept.halts:
+                return Outcome("halted", ExitCode.HALTED, f"checkpoint.on_failure: halt; {kept.note}", run.state.step)
         if guard.snapshot_due():
             guard.snapshot()
     if run.state.step < total:
-        reason = _reason(run)
+        reason = _with_note(_reason(run), kept)
+        if not kept.safe:
+            return _lost(run, reason)
         run.telemetry.event(run.state.step, "run.stopped", reason=reason)
         return Outcome("stopped", ExitCode.STOPPED, reason, run.state.step)
     val_loss = known["val_loss"] if "val_loss" in known else _validate(run)
-    return Outcome("done", ExitCode.DONE, f"{total} steps", run.state.step, val_loss)
+    reason = _with_note(f"{total} steps", kept)
+    if not kept.safe:
+        return _lost(run, _with_note(_reason(run), kept) if kept.asked else reason, val_loss)
+    return Outcome("done", ExitCode.DONE, reason, run.state.step, val_loss)
+
+
+def _with_note(reason: str, kept: Kept) -> str:
+    return f"{reason}; {kept.note}" if kept.note else reason
+
+
+def _lost(run: Run, reason: str, val_loss: float | None = None) -> Outcome:
+    """The end of a run whose last steps no checkpoint has: to start it again is not to go on from here."""
+    run.telemetry.tell(run.state.step, "run.failed", reason)
+    return Outcome("failed", ExitCode.FAILED, reason, run.state.step, val_loss)
 
 
 def _reason(run: Run) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -15,7 +16,7 @@ from harness.core.facts import NO_LABEL, Limits, StepFacts, Window
 from harness.core.health import check_batch, harmless, l2_norm, name_faults
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
-from harness.core.update import InFlight, StepClock, to_device, update
+from harness.core.update import InFlight, StepClock, peak_memory, to_device, update
 from harness.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ class Run:
 
     stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. keep_flight:
     keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and says whether it
-    begins a streak of bad ones; raises OSError; None but on rank 0. replay_told: the user has seen how to find out what
-    made a step bad; validation_told: that samples of the validation are bad.
+    begins a streak of bad ones; raises OSError; None but on rank 0. ideal: seconds that a sample's matrix products take
+    on all ranks at the cards' peak, by precision (RUNG: the rung's own); empty where it is not known. replay_told: the
+    user has seen how to find out what made a step bad; validation_told: that samples of the validation are bad.
     """
 
     config: RunConfig
@@ -82,10 +84,12 @@ class Run:
     stats_every: int = 10
     watch: EagerWatch | None = None
     keep_flight: KeepFlight | None = None
+    ideal: Mapping[str, float] = field(default_factory=dict[str, float])
     replay_told: bool = False
     validation_told: bool = False
 
 
+RUNG = "rung"
 _SEED_STRIDE = 1_000_003
 
 
@@ -114,6 +118,7 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
     demoted, fell_back_to = precision.demoted, precision.fell_back_to
     shares = shares or [Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))]
     own = _accumulate(run, window, shares)
+    own["peak_memory"] = peak_memory(engine.device)
     measure = judge.measures()
     if measure:
         own["param_norm"] = l2_norm([param.detach() for param in engine.module.parameters() if param.requires_grad])
@@ -132,7 +137,14 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
         limits=limits,
         slot_names=precision.slot_names,
         compared=compared,
+        ideal_seconds=len(window.samples) * run.ideal.get(_fastest(precision), math.nan),
     )
+
+
+def _fastest(precision: PrecisionBackend) -> str:
+    """The key in `Run.ideal` of the fastest precision that something runs in."""
+    all_left = precision.layers and len(precision.demoted) == len(precision.layers)
+    return precision.fell_back_to or ("bf16" if all_left else RUNG)
 
 
 def seed_step(run: Run, window: Window, rank: int) -> None:

@@ -6,6 +6,7 @@ One run has one writer: a lock on its folder, which the kernel releases with its
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import shutil
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,14 @@ import yaml
 from harness.core.config import RunConfig, changed_keys
 from harness.core.errors import CheckpointError, ConfigError, Problem, near_match, tell_wrapper
 from harness.core.facts import Outcome
-from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, write_json
+from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, sync_folder, write_json
 from harness.core.schema import read_yaml, validate
 
 RUNS = Path("runs")
 _SOURCE = "started_from.json"
+_RESERVE = ".reserve"
+# Bytes kept free for outcome.json, and characters of its reason, which take up to twelve bytes each.
+_RESERVED, _MAX_REASON = 256 << 10, 16 << 10
 # Without corpus.json the copy of the text is made again.
 _BEGINNINGS = (
     "config.yaml",
@@ -38,9 +43,12 @@ _BEGINNINGS = (
     "data/corpus.json",
     "data/target.json",
     _SOURCE,
+    _RESERVE,
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
+# Of a shell: what it would make of them is not the run that was meant.
+_MEANS_MORE = set("*?[]{}$`\\\"'|&;<>!")
 _BYTES = 256
 _MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
 # What --accept-changed does not open, and why; keys of `data` that only say how the same data are cut are open.
@@ -60,8 +68,8 @@ def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: 
     folder name, or is taken and resume is "never".
     """
     if name is not None:
-        plain = name.isprintable() and len(name.encode()) <= _MAX_NAME
-        if not name or name.startswith(".") or "/" in name or not plain:
+        plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)
+        if not name or name[0] in ".-~" or "/" in name or not plain:
             raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix="use letters, digits, - and _"))
         folder = RUNS / name
         if resume != "auto" and (folder / "config.yaml").exists():
@@ -104,16 +112,57 @@ def read_outcome(folder: Path) -> dict[str, Any]:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """How the run ended, for wrappers: launchers swallow exit codes."""
+    """How the run ended, for wrappers: launchers swallow exit codes. On a full disk it takes the place that
+    `forget_outcome` has kept for it. Raises OSError.
+    """
+    tell_wrapper(outcome.exit_code, overrule=True)
     loss = outcome.val_loss
     spelled = loss if loss is None or math.isfinite(loss) else str(loss)  # strict JSON has no NaN
-    write_json(folder / "outcome.json", {**asdict(outcome), "val_loss": spelled, "exit_code": int(outcome.exit_code)})
-    tell_wrapper(outcome.exit_code, overrule=True)
+    last_words = {"reason": outcome.reason[:_MAX_REASON], "val_loss": spelled, "exit_code": int(outcome.exit_code)}
+    content = {**asdict(outcome), **last_words}
+    path, reserve = folder / "outcome.json", folder / _RESERVE
+    try:
+        write_json(path, content)
+    except OSError:
+        # In place: what is free may be taken by others before we have it, and there may be no room for a name.
+        descriptor = os.open(reserve, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            os.ftruncate(descriptor, os.pwrite(descriptor, dump_json(content), 0))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        reserve.replace(path)
+        sync_folder(folder)
+    reserve.unlink(missing_ok=True)
 
 
 def forget_outcome(folder: Path) -> None:
-    """A run that goes on has no outcome: an old one would be taken for the new one's if it is killed."""
+    """A run that goes on has no outcome: an old one would be taken for the new one's if it is killed. It has room for
+    one, whatever else fills the disk.
+    """
     (folder / "outcome.json").unlink(missing_ok=True)
+    with suppress(OSError), atomic_file(folder / _RESERVE) as stream:
+        stream.write(os.urandom(_RESERVED))  # what a file system could not shrink
+
+
+def spare_folder(path: str | None, folder: Path) -> Path | None:
+    """Where the last save of the run in `folder` goes, of checkpoint.emergency_path; another run's is never taken for
+    it, whatever its name. None without a path.
+    """
+    if path is None:
+        return None
+    here = str(folder.resolve())
+    return Path(path).resolve() / f"{folder.name}-{hashlib.sha256(os.fsencode(here)).hexdigest()[:8]}"
+
+
+def spare_folders(folder: Path, path: str | None) -> list[Path]:
+    """The same, of the run's last start, and of a start with emergency_path `path`."""
+    try:
+        earlier = read_yaml(folder / "config.yaml").get("checkpoint", {}).get("emergency_path")
+    except (ConfigError, OSError, AttributeError):
+        earlier = None
+    paths = [each for each in (earlier, path) if isinstance(each, str)]
+    return [each for each in (spare_folder(name, folder) for name in dict.fromkeys(paths)) if each is not None]
 
 
 def forget_run(folder: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from harness.core.errors import ExitCode, tell_wrapper
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _FORCE_AFTER = 3
@@ -45,12 +48,30 @@ class StoppedEarly(BaseException):
     """A signal (its name is the argument) while the run starts. No Exception, which imports may swallow."""
 
 
+NOTHING_YET = "stopped before training began; the same command starts it again"
+# Seconds between looks at the launcher while a rank starts.
+_LOOK = 0.5
+
+
 class _StartUp:
-    """What signals meant before the run began to start, and the first one that came since."""
+    """What signals meant before the run began to start, and the first one that came since. over: it has started."""
 
     def __init__(self) -> None:
         self.before: dict[signal.Signals, Any] = {}
         self.reason = ""
+        self.over = threading.Event()
+
+    def take_over(self, handler: Any) -> None:
+        self.before = _take_over(handler) | self.before
+
+    def at_once(self, number: int, frame: FrameType | None) -> None:
+        _end_early(signal.Signals(number).name)
+
+    def watch_launcher(self) -> None:
+        """On a thread: a rank may wait in the rendezvous, out of reach of signals, for a launcher that is gone."""
+        while not self.over.wait(_LOOK):
+            if _launcher_gone(_PARENT, _GRANDPARENT):
+                _end_early("the launcher is gone")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or signal.Signals(number).name
@@ -60,9 +81,32 @@ class _StartUp:
 _start_up = _StartUp()
 
 
+def end_while_importing() -> None:
+    """From the first line of a program on: a signal ends it at once with 75, and a word; there is nothing to undo."""
+    _start_up.take_over(_start_up.at_once)
+
+
 def stop_while_starting() -> None:
-    """Until `StopRequest.install` a signal raises StoppedEarly in the main thread: there is nothing to save yet."""
-    _start_up.before |= _take_over(_start_up.on_signal)
+    """Until `StopRequest.install` a signal raises StoppedEarly in the main thread: there is nothing to save yet. A rank
+    whose launcher goes away meanwhile ends with 75 too.
+    """
+    _start_up.take_over(_start_up.on_signal)
+    if "RANK" in os.environ:
+        _start_up.over.clear()
+        threading.Thread(target=_start_up.watch_launcher, name="launcher", daemon=True).start()
+
+
+def _end_early(reason: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"{reason}: {NOTHING_YET}\n".encode())
+    tell_wrapper(ExitCode.STOPPED)
+    os._exit(ExitCode.STOPPED)
+
+
+def _launcher_gone(parent: int, grandparent: int) -> bool:
+    if parent and os.getppid() != parent:
+        return True
+    return bool(grandparent) and _parent_of(parent) != grandparent
 
 
 def _take_over(handler: Any) -> dict[signal.Signals, Any]:
@@ -87,6 +131,7 @@ class StopRequest:
 
     def install(self) -> None:
         """Take over SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Call it in the main thread."""
+        _start_up.over.set()
         self._before = _take_over(self._on_signal) | _start_up.before
         self.reason = self.reason or _start_up.reason  # one whose exception something has swallowed
         _start_up.before, _start_up.reason = {}, ""
@@ -108,14 +153,9 @@ class StopRequest:
         if not self.reason:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self.reason = "train.max_minutes is over"
-            elif self._launcher_gone():
+            elif _launcher_gone(self._parent, self._grandparent):
                 self.reason = "the launcher is gone"
         return bool(self.reason)
-
-    def _launcher_gone(self) -> bool:
-        if self._parent and os.getppid() != self._parent:
-            return True
-        return bool(self._grandparent) and _parent_of(self._parent) != self._grandparent
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.reason:

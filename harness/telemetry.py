@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,7 @@ from harness.run_folder import RunLock, forget_outcome, write_outcome, write_pla
 from harness.tracking import shipper
 from harness.tracking.console import Console
 from harness.tracking.history import OWN_LOOP
-from harness.tracking.journal import JOURNAL, Journal
+from harness.tracking.journal import JOURNAL, Journal, misplaced
 from harness.tracking.slot_file import PARQUET, write_parquet
 from harness.tracking.slot_series import Kept, SlotLimits, SlotSeries
 
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 def undeliverable(config: TrackingConfig) -> list[Problem]:
     """Why rows cannot be delivered to MLflow from here, though that is wanted."""
     mlflow = probe().libraries["mlflow"]
+    if config.mlflow and (why := misplaced()):
+        fix = "start in another folder, or set MLFLOW_TRACKING_URI, or tracking.mlflow=false"
+        return [Problem("MLflow's database would not be in this folder", str(Path.cwd()), why, fix)]
     if not config.mlflow or mlflow.ok:
         return []
     fix = "pip install 'hopper-harness[mlflow]', or tracking.mlflow=false: journal.jsonl has every series"
@@ -95,6 +100,7 @@ class Telemetry:
         self._precision: Precision | None = None
         self._lock: RunLock | None = None
         self._last = (0, 0)
+        self._counts: dict[str, int] = {}
         self._ahead: int | None = None
         self._closed = False
 
@@ -182,12 +188,13 @@ class Telemetry:
 
     def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:
         """What the run is."""
-        self.journal.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}))
+        where = {} if self.folder is None else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
+        self.journal.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
 
     def ship(self) -> None:
         """Deliver the journal to MLflow from now on, in a process of its own; after the row of `begin` is written."""
         if self.folder is not None and self.config.mlflow:
-            self._ship = shipper.start(self.folder, self.config.experiment)
+            self._ship = shipper.start(self.folder, self.config.experiment, self.config.system_seconds)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of metrics."""
@@ -225,13 +232,16 @@ class Telemetry:
             ledger = RunLedger() if self._precision is None else self._precision.prepared.state.ledger
         if self._precision is not None:
             self.attempt = ledger.attempt
+        else:
+            skipped = facts.step - facts.applied_steps
+            self._counts = {"applied": facts.applied_steps, "skipped": skipped, "rollbacks": len(ledger.returned_to)}
         self._last = (ledger.attempt, facts.step)
         kept = self.slots.take(self.attempt, facts)
         self.metrics(facts.step, row(facts, ledger, kept.with_slots, kept.picked) | kept.figures)
         self._tell_slots(facts.step, kept)
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
-        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, ledger.rollbacks)
+        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, len(ledger.returned_to))
 
     def _tell_slots(self, step: int, kept: Kept) -> None:
         for told in kept.events:
@@ -242,7 +252,8 @@ class Telemetry:
 
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
         """A validation after `step` steps: the mean loss, and the share of labels that were hit."""
-        self.metrics(step, {"val/loss": loss} | ({} if accuracy is None else {"val/accuracy": accuracy}))
+        hits = {} if accuracy is None else {"val/accuracy": accuracy}
+        self.metrics(step, {"val/loss": loss, "Loss/val": loss, **hits})
         if self._precision is None:
             self.screen.validation(step, loss, accuracy)
         else:
@@ -255,8 +266,17 @@ class Telemetry:
         reason = f"{type(error).__name__}: {error}"
         self.event(step, "run.failed", text=reason)
         if self.folder is not None:
-            write_outcome(self.folder, Outcome("failed", code, reason, step))
+            self._write_outcome(Outcome("failed", code, reason, step))
         self.note("end", status="failed")
+
+    def _write_outcome(self, outcome: Outcome) -> None:
+        """outcome.json with what the state says of the steps; a folder that does not even take that is told."""
+        assert self.folder is not None
+        try:
+            write_outcome(self.folder, replace(outcome, **self._counts))
+        except OSError as error:
+            text = f"outcome.json could not be written to {self.folder}: {error}"
+            self.screen.event(f"{text}; the run ends with {outcome.exit_code:d}: {outcome.reason}")
 
     def end(self, outcome: Outcome, plan: Mapping[str, Any], files: tuple[str, ...] = ()) -> None:
         """Outcome, effective precision, plots and report; told to MLflow through the journal.
@@ -265,8 +285,11 @@ class Telemetry:
         """
         if self.folder is None:
             return
-        write_outcome(self.folder, outcome)
-        write_plan(self.folder, plan)
+        self._write_outcome(outcome)
+        try:
+            write_plan(self.folder, plan)
+        except OSError as error:
+            self.screen.event(f"plan.json could not be written again, without the precision as it ran: {error}")
         if outcome.status != "stopped":  # which goes on, as if it had never been stopped
             self._last_slots(outcome.step)
         tags = {"precision.effective": plan["effective"], "outcome": outcome.status}
@@ -324,7 +347,7 @@ class Telemetry:
         self.screen.say(summary(self.folder))
         if self.journal.dropped:
             self.screen.event(
-                f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL}; "
+                f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL} to the end; "
                 "training was not affected"
             )
         if delivered is False:

@@ -26,7 +26,13 @@ supervise() {
   if [ -n "$signalled" ] || [ "$code" -gt 128 ]; then
     wait_for_ranks "$told" $((SECONDS + ${OUTCOME_WAIT:-120}))
   fi
-  [ ! -s "$told" ] || read -r code <"$told"
+  if [ -s "$told" ]; then
+    read -r code <"$told"
+  elif [ -n "$signalled" ]; then
+    # Rank 0 leaves a word as soon as it trains.
+    echo 'stopped before training began; the same command starts it again' >&2
+    code=75
+  fi
   trap - TERM INT USR1 HUP
   rm -f "$told"
   return "$code"

@@ -6,7 +6,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.cli import train_main
+from harness.stop import end_while_importing
+
+end_while_importing()  # before what takes its time
+
+from harness.cli import train_main  # noqa: E402
 
 if __name__ == "__main__":
     train_main()

@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "telemetry": ("core", "capability", "monitors", "precision", "run_folder", "tracking", "report"),
     "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
     "run": ("core", "checkpoint", "precision", "stop", "telemetry", "guard"),
-    "loop": ("core", "monitors", "run"),
+    "loop": ("core", "checkpoint", "monitors", "run"),
     "replay": ("core", "checkpoint", "engines", "tracking", *LOOP),
     "build": (*CORES, *LOOP, "replay"),
     "estimate": (*CORES, *LOOP, "build"),
@@ -50,7 +50,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("harness/engines/deepspeed*.py",),
     "mlflow": ("harness/tracking/*.py",),
     # Two things of one library: FP8 layers, and optimizers with quantised moments.
-    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim.py"),
+    "torchao": ("harness/precision/backends/torchao*.py", "harness/optim/optimizers.py"),
     "transformer_engine": ("harness/precision/backends/te*.py",),
     "triton": ("harness/precision/backends/native_triton*.py",),
     "pyarrow": ("harness/data/*.py", "harness/tracking/*.py"),

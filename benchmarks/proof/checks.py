@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 from benchmarks.proof import page
 from benchmarks.proof.children import ROOT
 from benchmarks.proof.registry import Answer, NotHere, Task
-from harness.estimate.roofline import CARDS
+from harness.capability.cards import CARDS
 
 KERNEL_HOME = "harness.precision.backends.native_triton"
 CONFIG = "llama3_8b_8layers"

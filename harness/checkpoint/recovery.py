@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from harness.checkpoint.policy import RollbackTargets
-from harness.checkpoint.saver import Saver
+from harness.checkpoint.saver import Saved, Saver
 from harness.checkpoint.store import Store
-from harness.core.errors import CheckpointError, Problem
+from harness.core.config import CheckpointConfig
+from harness.core.errors import CheckpointError, ExitCode, Problem
 from harness.core.protocols import Engine, Meta, Tensors, Tracker
 from harness.core.state import RunLedger, TrainState, state_hash
+
+# Seconds between looks at a save that training waits for. No rank then waits long in a collective, which gives up.
+_ROUND = 0.5
+# Failures in a row that are told one by one; of later ones every power of two is.
+_TOLD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What became of the state that was to be saved, the same on every rank.
+
+    safe: it is on a disk, verified, or on its way there in the background. note: what else there is to say: where it
+    is, or which steps are lost. asked: some rank was asked to stop while the run waited for room. halts: the run is to
+    end for it.
+    """
+
+    safe: bool = True
+    note: str = ""
+    asked: bool = False
+    halts: bool = False
 
 
 @dataclass
 class Recovery:
     """Rank 0 decides and writes; every rank saves and loads together.
 
-    keep_ledger writes what a rollback must not undo. bound: what the run must not change between its checkpoints, kept
-    in each of them.
+    keep_ledger writes what a rollback must not undo. config: what to do where saves fail. asked: whether this rank was
+    asked to stop. spare: folder for the last save of a run whose own takes none. bound: what the run must not change
+    between its checkpoints, kept in each of them.
     """
 
     state: TrainState
@@ -31,33 +56,140 @@ class Recovery:
     good: RollbackTargets
     saver: Saver
     keep_ledger: Callable[[RunLedger], None]
+    config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    asked: Callable[[], bool] = lambda: False
+    spare: Path | None = None
     bound: Mapping[str, Any] = field(default_factory=dict)
+    _failures: int = 0
+    _since: float = 0.0
+    _stands: int | None = None
 
     def load(self, step: int) -> Meta:
         """Restore the TrainState of `step`, as a resume (see `TrainState.resume`). Collective."""
         tensors, meta = self.read(step)
         self.state.resume(tensors, meta)
+        self._stands = step
         if self.engine.rank == 0:
             waiting = meta.get("waiting")
             self._mark(step, lambda: self.good.resumed(step, waiting if isinstance(waiting, dict) else {}))
         return meta
 
-    def save(self, metrics: Mapping[str, float], *, wait: bool = False) -> None:
-        """Save the state as it is now, perhaps while training goes on; with `wait`, until it is on disk. Collective.
+    def keep(self, metrics: Mapping[str, float], last: Literal["", "stop", "end"] = "") -> Kept:
+        """Save the state as it is now, usually while training goes on. Collective.
 
-        A failed write is an event, not the end: the older checkpoints stand. metrics: what the checkpoint is known by.
+        A save that fails is told; the older checkpoints stand, and `config` says what follows: to wait for room means
+        that every rank waits here, and goes on by itself. metrics: what the checkpoint is known by. last: nothing comes
+        after this save, as the run was asked to stop or is at its end, so training waits for it and it is verified.
         """
+        failures, config = self._failures_so_far(), self.config
+        if not last and (config.on_failure == "continue" or not failures or failures + 1 < config.max_failures):
+            self._write(self.saver if self.engine.rank == 0 else None, metrics, surely=False)
+            return Kept()
+        if self.save_surely(metrics):
+            return Kept()
+        asked = False
+        if config.on_failure == "pause" and last != "stop":
+            if self._held(lambda: self.save_surely(metrics)):
+                return Kept()
+            asked = True
+            if self.save_surely(metrics):
+                return Kept(asked=True)
+        return self._give_way(metrics, asked, halts=not last and config.on_failure == "halt")
+
+    def save_surely(self, metrics: Mapping[str, float]) -> bool:
+        """Save the state and wait until it is verified on disk; whether that went well. Collective."""
+        self._until_idle()
+        saved = self._write(self.saver if self.engine.rank == 0 else None, metrics, surely=True)
+        self._until_idle()
+        return saved
+
+    def _write(self, saver: Saver | None, metrics: Mapping[str, float], *, surely: bool) -> bool:
+        """Let `saver`, None on ranks other than 0, write the state; surely: wait for it. Whether that went well."""
         tensors, meta = self.state.state_dict()
-        if self.engine.rank == 0:
+        step = self.state.step
+        if saver is not None:
             self.tracker.flush()
-            self.saver.begin(
-                self.state.step, tensors, {**meta, "waiting": self.good.waiting(), "bound": self.bound}, metrics
-            )
-            self._mark(self.state.step, lambda: self.good.saved(self.state.step))
-            if wait:
-                self.settle()
-        if wait:
-            self.engine.barrier()
+            known = {**meta, "waiting": self.good.waiting(), "bound": self.bound}
+            saver.begin(step, tensors, known, metrics, surely=surely)
+            if saver is self.saver:
+                self._mark(step, lambda: self.good.saved(step))
+        if not surely:
+            return True
+        while self._agreed(saver is not None and saver.busy(_ROUND)):
+            pass
+        return self._agreed(saver is not None and saver.committed(step))
+
+    def _held(self, done: Callable[[], bool]) -> bool:
+        """Wait on every rank, trying again what could not be written; False once some rank is asked to stop."""
+        began = time.monotonic()
+        config, step = self.config, self.state.step
+        if self.engine.rank == 0:
+            text = f"training waits for room and tries again every {config.retry_seconds:g} s; it goes on by itself. "
+            place = f", then in {self.spare}" if self.spare else "; checkpoint.emergency_path would name another place"
+            text += f"Asked to stop, it tries once more{place}"
+            self.tracker.tell(step, "checkpoint.paused", text)
+        while True:
+            until = time.monotonic() + config.retry_seconds
+            while True:
+                # The longest wait of any rank counts: their clocks began at different moments.
+                asked, waits = self._all_agreed(self.asked(), time.monotonic() < until)
+                if asked:
+                    return False
+                if not waits:
+                    break
+                time.sleep(min(_ROUND, config.retry_seconds))
+            if done():
+                if self.engine.rank == 0:
+                    text = f"there was room after {_clock(time.monotonic() - began)}: training goes on"
+                    self.tracker.tell(step, "checkpoint.saved_again", text)
+                return True
+
+    def _give_way(self, metrics: Mapping[str, float], asked: bool, halts: bool) -> Kept:
+        """The run ends and its own folder takes no checkpoint: the spare place, or what is lost by it."""
+        lead = self.engine.rank == 0
+        step, error = self.state.step, ""
+        if self.spare is not None:
+            saver: Saver | None = None
+            try:
+                saver = Saver(Store(self.spare), lambda good: []) if lead else None
+            except CheckpointError as failure:
+                error = str(failure)
+            if self._write(saver, metrics, surely=True):
+                place = self.spare / self.store.path(step).name
+                note = f"saved in {place}, as the run's own folder takes no more; the same command takes it back"
+                return Kept(True, note, asked, halts)
+            if saver is not None:
+                error = "; ".join(saved.error for saved in saver.finished())
+        if lead and error:
+            self.tracker.tell(step, "checkpoint.failed", error)
+        stands = next((each for each in reversed(self.store.steps()) if self.store.is_whole(each)), 0) if lead else 0
+        lost = f"steps {stands + 1} to {step} are lost" if stands + 1 < step else f"step {step} is lost"
+        if stands >= step:  # gone back to and trained on again
+            lost = f"what was trained up to step {step} is lost"
+        what = f"the newest checkpoint that verifies is of step {stands}" if stands else "there is no checkpoint"
+        return Kept(False, self.engine.broadcast(f"{lost}: it could not be saved, and {what}"), asked, halts)
+
+    def _failures_so_far(self) -> int:
+        """Saves in a row that have failed, after what is being saved now; the same on every rank."""
+        self._until_idle()
+        return int(self.engine.broadcast(self._failures))
+
+    def _until_idle(self) -> None:
+        """Until nothing is being written, and what became of it is told. Collective."""
+        while self._agreed(self.engine.rank == 0 and self.saver.busy(_ROUND)):
+            pass
+        if self.engine.rank == 0:
+            self._tell_saves()
+
+    def _agreed(self, mine: bool) -> bool:
+        """Whether it holds on any rank."""
+        return self._all_agreed(mine)[0]
+
+    def _all_agreed(self, *mine: bool) -> list[bool]:
+        if self.engine.world_size == 1:
+            return list(mine)
+        flags = torch.tensor([float(each) for each in mine], device=self.engine.device)
+        return [bool(each) for each in self.engine.max(flags).tolist()]
 
     def settle(self) -> None:
         """Until what is being saved is on disk, or has failed; on ranks other than 0 there is nothing to wait for."""
@@ -86,13 +218,31 @@ class Recovery:
         ledger.return_to = target
         if self.engine.rank == 0:
             self.tracker.flush()
-            self.keep_ledger(ledger)
-            later = [each for each in self.store.steps() if each > target]
-            finish_rollback(ledger, self.store, self.keep_ledger)
+        later = [each for each in self.store.steps() if each > target] if self.engine.rank == 0 else []
+
+        def written() -> bool:
+            error = ""
+            if self.engine.rank == 0:
+                try:
+                    self.keep_ledger(ledger)
+                    finish_rollback(ledger, self.store, self.keep_ledger)
+                except CheckpointError as failure:
+                    ledger.return_to, error = target, str(failure)
+                    self.tracker.tell(self.state.step, "checkpoint.failed", f"the way back to step {target}: {error}")
+            errors.append(self.engine.broadcast(error))
+            return not errors[-1]
+
+        errors: list[str] = []
+        if not (written() or (self.config.on_failure == "pause" and self._held(written)) or written()):
+            what = f"the way back to step {target} could not be written"
+            failed = CheckpointError(Problem(what, why=errors[-1], fix="make room, and give the same command again"))
+            failed.exit_code = ExitCode.FAILED
+            raise failed
+        if self.engine.rank == 0:
             self._note("rolled back", later)
         ledger.return_to = 0
+        self._stands = None if self._stands is None else min(self._stands, target)
         self.good.rolled_back(target)
-        self.engine.barrier()
 
     def read(self, step: int) -> tuple[Tensors, Meta]:
         """The checkpoint of `step`, the same on every rank. Raises CheckpointError on every rank if one cannot."""
@@ -132,8 +282,9 @@ class Recovery:
     def _tell_saves(self) -> None:
         for saved in self.saver.finished():
             if saved.path is None:
-                self.tracker.event(saved.step, "checkpoint.failed", text=saved.error)
+                self._tell_failure(saved)
                 continue
+            self._failures, self._since, self._stands = 0, 0.0, saved.step
             self._note(
                 "saved", [saved.step], path=str(saved.path.resolve()), metrics=saved.metrics, seconds=saved.seconds
             )
@@ -141,10 +292,57 @@ class Recovery:
                 self.tracker.event(saved.step, "checkpoint.failed", text=saved.error)
             self._note("deleted", saved.deleted)
 
+    def _tell_failure(self, saved: Saved) -> None:
+        """What failed, for how long that has been so, and what it means."""
+        self._failures += 1
+        self._since = self._since or time.monotonic()
+        count, config = self._failures, self.config
+        if count > _TOLD and count & (count - 1):
+            return
+        since = f", for {_clock(time.monotonic() - self._since)}" if count > 1 else ""
+        what = f"{count} save{'s' if count > 1 else ''} in a row failed{since}"
+        stands = "none stands" if self._stands is None else f"the newest that stands is of step {self._stands}"
+        text = f"{saved.error}\n    {what}; {stands}, and a crash would lose what came after it"
+        if count < config.max_failures and config.on_failure != "continue":
+            then = "training waits for room" if config.on_failure == "pause" else "the run ends"
+            text += f"; after {max(config.max_failures, 2)} {then}"
+        self.tracker.tell(saved.step, "checkpoint.failed", text, failures=count)
+
     def _note(self, state: str, steps: Iterable[int], **fields: Any) -> None:
         """For the tracker: what became of the checkpoints of `steps`."""
         for step in steps:
             self.tracker.note("checkpoint", step=step, state=state, **fields)
+
+
+def _clock(seconds: float) -> str:
+    """`0:41`, `2:05:09`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def bring_back(store: Store, spare: Path) -> int | None:
+    """Take over what a last save has left in `spare`: its step, if it is newer than all that `store` has, else None.
+
+    On rank 0, before the newest checkpoint is chosen. Raises CheckpointError, and changes nothing, where it cannot be
+    read or does not fit in.
+    """
+    if not spare.is_dir():
+        return None
+    away = Store(spare)
+    fix = f"repair it, or delete {spare} to go on from an older checkpoint"
+    try:
+        step = away.newest_valid()
+        found = step is not None and step > max((each for each in store.steps() if store.is_whole(each)), default=0)
+        if step is not None and found:
+            store.save(step, *away.load(step), away.metrics(step))
+            if problems := store.verify(step):
+                raise CheckpointError(problems)
+    except CheckpointError as error:
+        what = "the last save of this run, which its own folder had no room for, cannot be taken back"
+        raise CheckpointError([Problem(what, str(spare), fix=fix), *error.problems]) from error
+    shutil.rmtree(spare, ignore_errors=True)
+    return step if found else None
 
 
 def finish_rollback(ledger: RunLedger, store: Store, keep_ledger: Callable[[RunLedger], None]) -> None:

@@ -164,22 +164,32 @@ class Saver:
         self._failed: set[int] = set()
         self._crash: BaseException | None = None
 
-    def begin(self, step: int, tensors: Tensors, meta: Meta, metrics: Mapping[str, float]) -> None:
+    def begin(
+        self, step: int, tensors: Tensors, meta: Meta, metrics: Mapping[str, float], *, surely: bool = False
+    ) -> None:
         """Save the state of `step`. Waits for the save before it. metrics: what the checkpoint is known by.
 
         tensors and meta may change as soon as this returns (on a GPU: by what is queued on the current stream).
+        surely: they do not change before `wait` or `busy` says that it is done, so no copy is needed, and what was
+        written is verified before it counts.
         """
         self.wait()
         self._now = Saved(step, dict(metrics))
         good = manifest.read_marks(self._store.root)
-        copies = self._copied(tensors)
+        copies = tensors if surely else self._copied(tensors)
         if copies is None:
             self._work(self._now, tensors, meta, good)
             self.wait()
             return
-        arguments = (self._now, copies, copy.deepcopy(meta), good)
+        arguments = (self._now, copies, copy.deepcopy(meta), good, surely)
         self._thread = threading.Thread(target=self._in_background, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def busy(self, seconds: float) -> bool:
+        """Whether something is still being written, after waiting for it for at most `seconds`."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is not None and self._thread.is_alive()
 
     def finished(self) -> list[Saved]:
         """Saves that have ended since the last call; never waits."""
@@ -199,6 +209,8 @@ class Saver:
         if self._now is not None:
             if self._now.path is None:
                 self._failed.add(self._now.step)
+            else:  # perhaps at another try
+                self._failed.discard(self._now.step)
             self._done.append(self._now)
             self._now = None
 
@@ -215,22 +227,26 @@ class Saver:
             self._staging = None  # no room: from now on training waits for the disk
             return None
 
-    def _in_background(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int]) -> None:
+    def _in_background(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool) -> None:
         try:
             # Of this thread alone, on Linux: where cores are scarce, training comes first.
             thread = threading.get_native_id()
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
-            self._work(saved, tensors, meta, good)
+                if not surely:
+                    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+            self._work(saved, tensors, meta, good, surely)
         except BaseException as error:
             self._crash = error
 
-    def _work(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int]) -> None:
+    def _work(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool = False) -> None:
         began = time.monotonic()
         try:
             if self._staging is not None:
                 self._staging.wait()
-            saved.path = self._store.save(saved.step, tensors, meta, saved.metrics)
+            path = self._store.save(saved.step, tensors, meta, saved.metrics)
+            if surely and (problems := self._store.verify(saved.step)):
+                raise CheckpointError(problems)
+            saved.path = path
             saved.deleted = self._prune(good)
         except (CheckpointError, OSError, MemoryError) as error:
             saved.error = str(error) or type(error).__name__

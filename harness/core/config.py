@@ -133,6 +133,20 @@ class CheckpointConfig(Strict):
     background: bool = Field(
         default=True, description="write while training goes on (takes one copy of the state in memory)"
     )
+    on_failure: Literal["continue", "pause", "halt"] = Field(
+        default="pause",
+        description="after max_failures: train on, wait on all ranks until a save succeeds, or end the run",
+    )
+    max_failures: Positive = Field(
+        default=3,
+        description="saves in a row that fail before on_failure; 1 is as 2: the first is known at the next",
+    )
+    retry_seconds: float = Field(default=30.0, gt=0, description="between tries to save while the run waits")
+    emergency_path: str | None = Field(
+        default=None,
+        description="folder on another disk for the last save of a run whose own takes none; the next start takes it "
+        "back; none: there is none",
+    )
 
 
 class TrackingConfig(Strict):
@@ -149,6 +163,9 @@ class TrackingConfig(Strict):
         description="patterns of slots that have series of their own whatever there are, such as blocks.*.mlp.down.*",
     )
     report: bool = Field(default=True, description="draw the plots and report.html at the end of the run")
+    system_seconds: float = Field(
+        default=10.0, ge=0, description="seconds between MLflow's figures of the machine and its GPUs; 0: none"
+    )
     drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
 
 

@@ -82,6 +82,7 @@ class Metric:
 
 _KEPT, _SAMPLED = "tracking.fp8_every", "tracking.fp8_every, where sampled: fp8.stats_every"
 _SCALED = "guard.measure_every, under a loss scale"
+_OWN_LOOP = "every step, not in loops of your own"
 _PerSlot = npt.NDArray[np.float32]
 
 
@@ -120,7 +121,8 @@ class StepFacts:
     step: number of the step just done; a run's first step is 1. window: its place in the data order. tokens: tokens
     (targets) of the window over all ranks. seconds: wall time of the step. demoted: FP8 layers that ran in BF16.
     fell_back_to: the precision that the whole run fell back to, empty: as planned. limits: those in force in this
-    step. diverged: parameters whose bits differ between ranks, of those compared in this step.
+    step. ideal_seconds: what the step's matrix products take at the card's peak; NaN where that is not known. diverged:
+    parameters whose bits differ between ranks, of those compared in this step.
     """
 
     step: int
@@ -161,6 +163,17 @@ class StepFacts:
     ] = math.nan
     forward_fastest: Annotated[float, Metric("forward passes of the fastest rank", "s", over_ranks="min")] = 0.0
     forward_slowest: Annotated[float, Metric("forward passes of the slowest rank", "s", over_ranks="max")] = 0.0
+    peak_memory: Annotated[
+        float,
+        Metric(
+            "largest memory of a process so far: what torch allocated on its GPU, or all of the process on a CPU",
+            "GiB",
+            "train/peak_memory_gib",
+            "max",
+            _OWN_LOOP,
+        ),
+    ] = math.nan
+    ideal_seconds: float = math.nan
     diverged: tuple[str, ...] = ()
 
     @property
@@ -257,13 +270,20 @@ class SamplingSpan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended; written to `outcome.json`. status: done | stopped | halted | failed."""
+    """How a run ended; written to `outcome.json`. status: done | stopped | halted | failed.
+
+    applied, skipped: updates of the steps that count, by the state, whatever the journal has of them; rollbacks: of the
+    whole run. None: not known, as no step was done.
+    """
 
     status: str
     exit_code: int
     reason: str
     step: int
     val_loss: float | None = None
+    applied: int | None = None
+    skipped: int | None = None
+    rollbacks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

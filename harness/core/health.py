@@ -41,10 +41,11 @@ class GradHealth(NamedTuple):
 
 
 @torch.no_grad()
-def grad_health(params: Iterable[nn.Parameter], scaled: bool) -> GradHealth:
+def grad_health(params: Iterable[nn.Parameter], scaled: bool, divided_by: Tensor | None = None) -> GradHealth:
     """The norm and, if `scaled`, what a loss scale is there to prevent. Parameters without a gradient are ignored.
 
-    scaled: the gradients are still multiplied by a loss scale, and the two shares are wanted. Under fp16 autocast the
+    scaled: the gradients are still multiplied by a loss scale, or were `divided_by` it on their way (fp32 0-d; the
+    shares are of what came before that), and the two shares are wanted. Under fp16 autocast the
     gradients of fp32 parameters are fp32, but were rounded to fp16 on their way: what fell under its smallest value
     (6e-8) is an exact 0.
 
@@ -58,7 +59,8 @@ def grad_health(params: Iterable[nn.Parameter], scaled: bool) -> GradHealth:
     if not scaled or not gradients:
         unknown = torch.full_like(norm, math.nan)
         return GradHealth(norm, unknown, unknown)
-    counts = torch.stack([_counts(gradient).to(norm.device) for gradient in gradients]).sum(0)
+    limit = _NEAR_LIMIT if divided_by is None else _NEAR_LIMIT / divided_by
+    counts = torch.stack([_counts(gradient, limit).to(norm.device) for gradient in gradients]).sum(0)
     zeros, inside, near, elements = counts.unbind()
     return GradHealth(norm, (zeros / inside).float(), (near / elements).float())
 
@@ -115,7 +117,7 @@ def _norms(group: list[Tensor]) -> list[Tensor]:
     return norms
 
 
-def _counts(gradient: Tensor) -> Tensor:
+def _counts(gradient: Tensor, limit: float | Tensor) -> Tensor:
     """float64 [4]: zeros, elements they are a share of, elements near the limit, elements; see `grad_health`."""
     gradient = gradient.reshape(1) if gradient.ndim == 0 else gradient
     slices = gradient.shape[0]
@@ -128,7 +130,8 @@ def _counts(gradient: Tensor) -> Tensor:
     in_rows = other.sum(1, dtype=torch.float64)
     inside = in_rows.count_nonzero() * other.sum(0).count_nonzero().double()
     inside = torch.where(inside == 0, float(sample.numel()), inside)
-    near = torch.gt(sample.abs(), _NEAR_LIMIT, out=other).sum(dtype=torch.float64)
+    limit = limit.to(sample.device) if isinstance(limit, Tensor) else limit
+    near = torch.gt(sample.abs(), limit, out=other).sum(dtype=torch.float64)
     elements = torch.full_like(inside, sample.numel())
     return torch.stack([inside - in_rows.sum(), inside, near, elements]) * step
 

@@ -58,9 +58,22 @@ def _tokens_per_second(facts: StepFacts, _: RunLedger) -> float:
     return facts.tokens / facts.seconds if facts.seconds > 0 and facts.tokens else math.nan
 
 
+def _mfu(facts: StepFacts, _: RunLedger) -> float:
+    return facts.ideal_seconds / facts.seconds if facts.seconds > 0 else math.nan
+
+
+MFU = "train/mfu"
+
 # Of the run as a whole, beside what its steps measure: key, unit, what it is, and how it is had.
 _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]], ...] = (
     ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step", _tokens_per_second),
+    (
+        MFU,
+        "",
+        "model FLOPs utilisation: the seconds that the step's matrix products take at the card's peak for the fastest "
+        "precision that ran, over those of the step; left out where the peak is not known",
+        _mfu,
+    ),
     (
         "guard/skipped",
         "",
@@ -68,8 +81,14 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
         lambda _, ledger: float(ledger.skips),
     ),
     ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
-    ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(ledger.rollbacks)),
+    ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(len(ledger.returned_to))),
     ("guard/attempt", "", "raised by every rollback and resume", lambda _, ledger: float(ledger.attempt)),
+    (
+        "Loss/train",
+        "nats per token",
+        "`train/loss` again, where MLflow's pages show it first",
+        lambda facts, _: facts.loss,
+    ),
 )
 
 
@@ -87,6 +106,8 @@ def row(
         if SCALARS[name].often == EVERY_STEP or not math.isnan(value)
     }
     found |= {key: value(facts, ledger) for key, _, _, value in _OF_THE_RUN}
+    if math.isnan(found[MFU]):
+        del found[MFU]
     return found | slot_row(facts.slots, picked) if with_slots and facts.slots is not None else found
 
 
@@ -124,17 +145,19 @@ def role_row(names: Sequence[str], now: _Figures, low: _Figures, high: _Figures)
     found: dict[str, float] = {}
     for role in ROLES:
         of_role = [place for place, name in enumerate(names) if name.endswith(f".{role}")]
+        ordered = np.sort(now[:, of_role], axis=1)  # NaN last
+        measured = (~np.isnan(ordered)).sum(axis=1)
         for place, figure in enumerate(SLOT_ROWS):
-            given = {"now": now, "low": low, "high": high}
-            values = {key: figures[place, of_role] for key, figures in given.items()}
-            measured = {key: column[~np.isnan(column)] for key, column in values.items()}
-            for quantile in ROLE_QUANTILES[figure]:
-                key = f"fp8/{role}/{figure}_{quantile}"
-                if quantile in _RANKS:
-                    if measured["now"].size:
-                        found[key] = float(np.quantile(measured["now"], _RANKS[quantile], method="nearest"))
-                elif measured["low"].size:
-                    found[key] = float(measured["low"].min() if quantile == "min" else measured["high"].max())
+            values: dict[str, float] = {}
+            if measured[place]:
+                last = int(measured[place]) - 1
+                values = {name: float(ordered[place, round(rank * last)]) for name, rank in _RANKS.items()}
+            for name, column in (("min", low[place, of_role]), ("max", high[place, of_role])):
+                known = column[~np.isnan(column)]
+                if known.size:
+                    values[name] = float(known.min() if name == "min" else known.max())
+            wanted = (quantile for quantile in ROLE_QUANTILES[figure] if quantile in values)
+            found |= {f"fp8/{role}/{figure}_{quantile}": values[quantile] for quantile in wanted}
     return found
 
 
@@ -156,6 +179,7 @@ def page() -> str:
     lines += [f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |" for key, unit, about, _ in _OF_THE_RUN]
     lines += [
         "| `val/loss` | mean loss of the validation samples | as the data's | mean | train.eval_every, the end |",
+        "| `Loss/val` | `val/loss` again | as the data's | mean | train.eval_every, the end |",
         "| `val/accuracy` | share of their labels that are hit, where those are classes | | mean | as `val/loss` |",
     ]
     for figure, quantiles in ROLE_QUANTILES.items():

@@ -194,6 +194,10 @@ class Tracker(Protocol):
 
     def event(self, step: int, code: str, **fields: Any) -> None: ...
 
+    def tell(self, step: int, code: str, text: str, **fields: Any) -> None:
+        """An event that the user should see at once."""
+        ...
+
     def note(self, kind: str, **fields: Any) -> None: ...
 
     def flush(self) -> None:

@@ -194,13 +194,14 @@ class RandomState:
 
 @contextmanager
 def random_numbers_apart() -> Iterator[None]:
-    """Whatever is drawn or seeded inside: afterwards the generators of `RandomState` are as they were."""
-    generators = RandomState()
-    tensors, meta = generators.state_dict()
+    """Whatever is drawn or seeded inside: the host's generators of torch, numpy and Python are as before afterwards."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
     finally:
-        generators.load_state_dict(tensors, meta)
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 class ExternalState:

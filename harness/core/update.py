@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import resource
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,9 @@ class TorchGradients:
     """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel.
 
     parameters: each once. max_norm: clip to this global L2 norm; infinity: do not clip. The learning rate that is told
-    is that of the first group of parameters, NaN where it has none.
+    is that of the first group of parameters, NaN where it has none. overflow: where gradients were divided by the loss
+    scale on their way already, fp32 0-d, over 0 if one was not finite before that; the norm is infinite then, whatever
+    was made of the gradients since.
     """
 
     def __init__(
@@ -155,17 +158,21 @@ class TorchGradients:
         max_norm: float,
         loss_scale: DynamicLossScale | None,
         device: torch.device,
+        overflow: Tensor | None = None,
     ) -> None:
         self.device = device
         self._optimizers, self._parameters = optimizers, list(parameters)
-        self._max_norm, self._loss_scale = max_norm, loss_scale
+        self._max_norm, self._loss_scale, self._overflow = max_norm, loss_scale, overflow
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
     def measure(self, shares: bool) -> dict[str, Tensor]:
         """As `Gradients.measure`; the shares are of scaled gradients, and NaN without a loss scale."""
         loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
-        health = grad_health(self._parameters, scaled=shares and self._loss_scale is not None)
-        norm = health.norm.to(self.device) / loss_scale
+        true = self._overflow is not None
+        shared = shares and self._loss_scale is not None
+        health = grad_health(self._parameters, shared, divided_by=loss_scale if true else None)
+        norm = health.norm.to(self.device)
+        norm = torch.where(self._overflow > 0, math.inf, norm) if self._overflow is not None else norm / loss_scale
         return {
             "grad_norm": norm,
             "loss_scale": loss_scale,
@@ -183,7 +190,8 @@ class TorchGradients:
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """As `Gradients.apply`. Gradients may be overwritten, and stay until the caller zeroes them."""
-        loss_scale = self._one if self._loss_scale is None else self._loss_scale.value
+        scaled = self._loss_scale is not None and self._overflow is None
+        loss_scale = self._loss_scale.value if scaled and self._loss_scale else self._one
         limit = min(self._max_norm, clip)
         divisor = clip_divisor(norm, limit, loss_scale) if math.isfinite(limit) else loss_scale
         for optimizer in self._optimizers:
@@ -305,6 +313,17 @@ class WindowBuffers:
         self.drop()
 
 
+def peak_memory(device: torch.device) -> float:
+    """Largest memory of this process so far, GiB: what torch allocated on a GPU, or all of it (resident) on a CPU.
+
+    Costs microseconds, and asks the device for nothing. NaN on a GPU that has not allocated anything.
+    """
+    if device.type == "cuda":
+        found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+        return found.get("peak", math.nan) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts kibibytes
+
+
 class StepClock:
     """Times one step: by events on a GPU's own stream, by the wall on a CPU (where a step ends when it returns)."""
 
@@ -348,6 +367,7 @@ class InFlight:
     fell_back_to: str = ""
     limits: Limits = NO_LIMITS
     compared: tuple[str, ...] = ()
+    ideal_seconds: float = math.nan
 
     @classmethod
     def send(
@@ -385,6 +405,7 @@ class InFlight:
             demoted=self.demoted,
             fell_back_to=self.fell_back_to,
             limits=self.limits,
+            ideal_seconds=self.ideal_seconds,
             slots=slots,
             diverged=tuple(name for name, one in zip(self.compared, rows[count:].tolist(), strict=True) if one),
             **values,

@@ -260,7 +260,7 @@ def _probe(train: Split, val: Split, seed: int, name: str, bad: str) -> tuple[Fo
             "draw random numbers from torch, numpy.random or random themselves, which are seeded for every sample, or "
             "give the data set a set_seed(seed), which is called before each"
         )
-        what = f"samples are others when they are read again: {some(others, 3)}"
+        what = f"samples are others when they are read again: {some(others[::-1], 3)}"
         raise ConfigError(Problem(what, name, why, fix))
     if faults and bad == "fail":
         raise DataError([Problem(fault, name, fix="repair it, or set data.bad=skip") for fault in faults])

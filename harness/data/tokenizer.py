@@ -31,6 +31,10 @@ class Encoder(Protocol):
         """Ids of each text, int64 [tokens], without the separator. bytes are UTF-8."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Their text; what is none of it is shown as the replacement character."""
+        ...
+
 
 class Bytes:
     """A token is a byte; documents are parted by a line end, as in the byte text of a run."""
@@ -41,6 +45,11 @@ class Bytes:
         """The UTF-8 bytes of each text."""
         raw = [text.encode() if isinstance(text, str) else text for text in texts]
         return [np.frombuffer(each, dtype=np.uint8).astype(np.int64) for each in raw]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As UTF-8; ids from 256 on are no byte."""
+        known = (bytes([each]) if each < 256 else "\N{REPLACEMENT CHARACTER}".encode() for each in ids)
+        return b"".join(known).decode(errors="replace")
 
 
 class Tokenizer:
@@ -71,6 +80,10 @@ class Tokenizer:
         plain = [text if isinstance(text, str) else text.decode() for text in texts]
         made = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
         return [np.asarray(each.ids, dtype=np.int64) for each in made]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens among them are written as they are called."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def tokenizer_file(path: Path) -> Path:

@@ -24,6 +24,7 @@ from harness.core.errors import CheckpointError, ConfigError, MachineError, Prob
 from harness.core.health import grad_norm
 from harness.core.protocols import Meta, Stateful, TensorDict
 from harness.core.update import DynamicLossScale, init_optimizer_state
+from harness.engines.deepspeed_build import build_kernel
 from harness.engines.deepspeed_config import (
     Precision,
     build_config,
@@ -255,6 +256,7 @@ class DeepSpeedEngine(ProcessGroup):
             import deepspeed
 
             join(launch, device, timeout_seconds)
+            build_kernel(lambda text: print(text, file=sys.stderr, flush=True) if launch.local_rank == 0 else None)
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         super().__init__(device)
         self.barrier()  # now every rank has opened what it shares with the others

@@ -14,12 +14,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from harness.capability.cards import GIB, Card
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import RungVerdict
 from harness.data.batches import check_world
 from harness.engines.process_group import read_launch
-from harness.estimate.roofline import GIB, Calibration, Card, Op, Rates, device_seconds, seconds_of, step_seconds
+from harness.estimate.roofline import Calibration, Op, Rates, device_seconds, seconds_of, step_seconds
 from harness.estimate.trace import SAMPLED, USUAL, Trace, facts_of, trace
 from harness.precision.backends.registry import BACKENDS, PLAIN
 from harness.precision.plan import take_rung
@@ -45,7 +46,7 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Everything that `harness estimate` says. bf16, bf16_timing: of the same run on the rung autocast:bf16; None on
-    a card that has none."""
+    a card that has none. tokens: of a step over all ranks, as `counted` says: "tokens", or "samples" of a data set."""
 
     card: Card
     recipe: str
@@ -56,6 +57,7 @@ class Prediction:
     bf16: Trace | None
     bf16_timing: Timing | None
     tokens: int
+    counted: str
     ranks: int
     calibration: Calibration
     notes: tuple[str, ...]
@@ -92,7 +94,7 @@ class Prediction:
             "usual_step_ms": _ms(timing.usual),
             "sampled_step_ms": _ms(timing.sampled),
             "bf16_step_ms": None if baseline is None else _ms(baseline.mean),
-            "tokens_per_second": round(self.tokens / timing.mean),
+            f"{self.counted}_per_second": round(self.tokens / timing.mean),
             "ranks": self.ranks,
             "kernels": timing.kernels,
             "host_bound": timing.host_bound,
@@ -106,12 +108,16 @@ class Prediction:
         }
 
 
+# Optimizers whose update runs on fake tensors: torch's own.
+_ON_PAPER = ("adamw", "sgd", "muon")
+
+
 def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibration, ranks: int = 1) -> Prediction:
     """Trace the run on `card` and, where the card has it, the same run in bf16.
 
     ranks: processes that share the global batch; each is estimated alone, without what they say to each other.
     Raises MachineError if no rung of the recipe runs on the card, ConfigError as training would, and if the model
-    cannot be put on paper or the config asks for DeepSpeed.
+    or optimizer cannot be put on paper or the config asks for DeepSpeed.
     """
     if read_launch().launched:
         what, fix = "this is one process of a launcher's", "start it alone, with --ranks for the number of processes"
@@ -121,6 +127,10 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         if asked:
             what, why = "DeepSpeed is not estimated", "its engine moves memory and gradients in ways of its own"
             raise ConfigError(Problem(what, f"engine.{key}", why, "leave it out to estimate the engine for torch"))
+    if config.train.optimizer not in _ON_PAPER:
+        what, why = "its update is not estimated", "it does not run on fake tensors"
+        fix = f"one of {', '.join(_ON_PAPER)}; docs/training.md has what each keeps for a parameter"
+        raise ConfigError(Problem(what, f"train.optimizer {config.train.optimizer!r}", why, fix))
     notes = _notes(config, recipe, ranks)
 
     def on(rung: Rung, rungs: list[RungVerdict]) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
@@ -144,7 +154,8 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         timing=timing,
         bf16=bf16,
         bf16_timing=None if bf16 is None else _time(bf16, calibration.rates, recipe.fp8.stats_every),
-        tokens=config.train.global_batch * config.data.context,
+        tokens=config.train.global_batch * (config.data.context if config.data.target is None else 1),
+        counted="tokens" if config.data.target is None else "samples",
         ranks=ranks,
         calibration=calibration,
         notes=(*said, *notes, *calibration.notes),

@@ -22,20 +22,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from harness.build import Worker, build_run
+from harness.capability.cards import Card
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.facts import LayerPlan, Window
 from harness.core.protocols import Batch
 from harness.core.state import RunLedger
+from harness.data.dataset import DatasetBatches
 from harness.engines.process_group import Launch, ProcessGroup
 from harness.estimate import device
 from harness.estimate.recorder import Recorder, Transfer, Wait
-from harness.estimate.roofline import Card, Op
+from harness.estimate.roofline import Op
 from harness.models import build_model
 from harness.precision.backends.registry import BACKENDS
 from harness.precision.plan import Plan, make_plan
@@ -71,23 +73,30 @@ class PaperEvent:
         return 1.0
 
 
+_ATTEND = F.scaled_dot_product_attention
+
+
 class _Attention(TorchFunctionMode):
     """Which attention kernel a real card would take: flash from 8.0 on, memory-efficient below (not with grouped
-    queries), else plain mathematics. A CPU-only build knows the last one alone."""
+    queries), else plain mathematics. A CPU-only build knows the last one alone.
+
+    `attend` takes the place of torch's function: autograd knows of no mode when activation checkpointing computes
+    forward again in backward. The mode is for those who have imported the function itself.
+    """
 
     def __init__(self, card: Card) -> None:
         super().__init__()
         self._card = card
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or not _on_cuda(args, kwargs):
-            return func(*args, **kwargs)
-        return self._attend(func, *args, **kwargs)
+        return (self.attend if func is _ATTEND else func)(*args, **kwargs or {})
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`F.scaled_dot_product_attention`."""
+        return (self._attend if _on_cuda(args, kwargs) else _ATTEND)(*args, **kwargs)
 
     def _attend(
         self,
-        func: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -110,7 +119,7 @@ class _Attention(TorchFunctionMode):
             efficient = kernels._scaled_dot_product_efficient_attention
             trains = any(tensor.requires_grad for tensor in (query, key, value))
             return efficient(query, key, value, None, trains, dropout_p, is_causal, scale=scale)[0]
-        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _ATTEND(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _on_cuda(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -157,7 +166,8 @@ def on_paper(card: Card) -> Iterator[FakeTensorMode]:
         # An address tells one weight from another; fakes have none, and one weight is not taken for another here.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(_cuda_kernels())
-        stack.enter_context(_Attention(card))
+        attention = stack.enter_context(_Attention(card))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention.attend))
         yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 
@@ -346,14 +356,22 @@ def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:
 
 
 class _Tokens:
-    """Batches of fake tokens on the host."""
+    """Batches of fake tokens on the host, or of what the config's own data set has: zeros of the shapes of its first
+    micro-batch."""
 
     name = "tokens on paper"
     masked, unit = False, "loss"
 
     def __init__(self, config: RunConfig, batches: int, recorder: Recorder) -> None:
+        train, shape = config.train, (config.train.micro_batch, config.data.context)
         self.tokens_per_sample = config.data.context
-        self._shape = (config.train.micro_batch, config.data.context)
+        self._shapes = dict.fromkeys(("inputs", "targets"), (shape, torch.int64))
+        if config.data.target is not None:
+            with recorder.paused(), unset_fake_temporarily():
+                data = DatasetBatches(config.data, train.seed, train.global_batch, train.micro_batch)
+                first = data.micro_batches(data.window(0), 0, train.global_batch // train.micro_batch)[0]
+            self.tokens_per_sample = data.tokens_per_sample
+            self._shapes = {name: (tuple(values.shape), values.dtype) for name, values in first.items()}
         self._batches = batches
         self._recorder = recorder
 
@@ -362,13 +380,14 @@ class _Tokens:
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[Batch]:
         with self._recorder.paused():
-            return [{"inputs": self._tokens(), "targets": self._tokens()} for _ in range(self._batches)]
+            return [self._batch() for _ in range(self._batches)]
 
     def validation(self, rank: int, world_size: int) -> Sequence[Batch]:
         return []
 
-    def _tokens(self) -> Tensor:
-        return torch.zeros(self._shape, dtype=torch.int64, device="cpu")
+    def _batch(self) -> Batch:
+        shapes = self._shapes.items()
+        return {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in shapes}
 
 
 class _Engine:

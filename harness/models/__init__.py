@@ -47,8 +47,8 @@ def _checked(model: nn.Module, where: str) -> nn.Module:
 
 def check_vocab(model: nn.Module, ids: int, target: str) -> None:
     """Raises ConfigError if a model that tells its `vocab_size` cannot take `ids` different token ids."""
-    known = getattr(model, "vocab_size", None)
-    if isinstance(known, int) and known < ids:
+    known = Task(model, target).vocab_size
+    if known is not None and known < ids:
         why = f"the data has token ids up to {ids - 1}"
         fix = f"build it with at least {ids}, or give data of its own tokenizer"
         raise ConfigError(Problem(f"its vocab_size {known} is too small", f"model.target {target!r}", why, fix))

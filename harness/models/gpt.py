@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,16 +61,14 @@ class Scores(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q: [batch, heads, time, head_dim]; k, v: the same with as many or fewer heads -> the shape of q.
 
-        mask: [batch, 1, time, time], added to the scores in place of the plain causal one.
+        mask: [batch, 1, time, time], added to the scores in place of the plain causal one; in the dtype that they get.
         """
         grouped = q.shape[1] != k.shape[1]
         if grouped and not _fuses_groups(q, mask):
             k, v, grouped = spread(k, q.shape[1]), spread(v, q.shape[1]), False
         if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        # Autocast casts q, k and v alike, but not a mask.
-        dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(dtype), enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -212,9 +211,8 @@ class GPT(nn.Module):
         if segments is not None:
             position, mask = documents(segments)
             rotation = (rotation[0][position][:, None], rotation[1][position][:, None])
-            # One tensor for all blocks, which keep it for backward.
-            device = x.device.type
-            mask = mask.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
+            # Autocast casts queries, keys and values, but not a mask: one tensor, which all blocks keep for backward.
+            mask = mask.to(autocast_dtype(x.device.type) or x.dtype)
         whole = self.settings.recompute == "block" and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             again = whole and self._recomputes(index)
@@ -239,11 +237,11 @@ class GPT(nn.Module):
         """
         counted = (targets != IGNORED).sum()
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        device = x.device.type
+        dtype = autocast_dtype(x.device.type)
         # Autocast's cache would give all chunks one copy of the weight in 16 bits, and its gradients, one for each
         # chunk, would be added up in 16 bits.
-        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+        uncached = torch.autocast(x.device.type, dtype=dtype, cache_enabled=False) if dtype else nullcontext()
+        with uncached:
             for rows, labels in zip(x.split(chunk), targets.split(chunk), strict=True):
                 if torch.is_grad_enabled():
                     loss = loss + recomputed(self._share, rows, labels, counted)
@@ -254,6 +252,12 @@ class GPT(nn.Module):
     def _share(self, x: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
         # The norm within the chunk, too: a recipe may have it computed in one with the head.
         return self.loss(self.lm_head(self.norm(x)), targets, counted)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to now; None where it is off, or unknown to the device."""
+    known = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if known else None
 
 
 def recomputed(function: Any, *args: Any) -> Any:

@@ -12,8 +12,10 @@ Whether a model really is causal, and really keeps documents apart, is tried on 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -125,16 +127,22 @@ def tokenizer_of(target: str) -> Path | None:
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
     """Without progress bars and reports: what matters of them is told by our own errors."""
-    logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    own = transformers.utils.logging
+    level, bars = own.get_verbosity(), own.is_progress_bar_enabled()
+    own.set_verbosity_error()
+    own.disable_progress_bar()
+    # It imports torchao, which complains of kernels for other cards.
+    others = {each: each.level for each in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
+    for each in others:
+        each.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        for each, before in others.items():
+            each.setLevel(before)
+        own.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            own.enable_progress_bar()
 
 
 def _config_problems(path: Path, where: str) -> list[Problem]:
@@ -279,7 +287,9 @@ def _with_adapters(model: Any, lora: LoraConfig, where: str) -> Any:
         fan_in_fan_out=conv1d,
     )
     try:
-        return peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft calls what transformers has renamed
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(Problem(_short(error), "model.args.lora.targets", fix="name layers of the model")) from error
 
@@ -370,7 +380,7 @@ def check(model: Any, where: str) -> None:
     was_training = model.training
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _quiet(sys.modules["transformers"]):
             _check_causal(called, model, ids, where)
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             setattr(base, _UNPACKABLE, _unpackable(called, model, ids))

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.random import fork_rng
 
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match
 from harness.core.facts import IGNORED
@@ -113,7 +114,8 @@ class Task:
         kept = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count their forwards
         model.eval()
         try:
-            with torch.no_grad(), random_numbers_apart(), _autocast(device, half):
+            accelerators = [device] if device.type == "cuda" else []
+            with torch.no_grad(), random_numbers_apart(), fork_rng(accelerators), _autocast(device, half):
                 if causal:  # whose own loss was looked at when it was built
                     self.loss(model, one)
                     return ""
@@ -197,7 +199,7 @@ class Task:
         placed: list[str] = []
         if "inputs" in names and (not places or places[0].name == "inputs" or "inputs" not in known):
             placed.append("inputs")
-            if "targets" in names and self._takes_targets(places):
+            if "targets" in names and self._takes_targets(places, names):
                 placed.append("targets")
         filled = {p.name for p in places[: len(placed)]}
         rest = [name for name in names if name not in placed]
@@ -224,13 +226,15 @@ class Task:
             raise ConfigError(problems)
         return _Call(tuple(placed), tuple(named), labels[0] if labels else "")
 
-    def _takes_targets(self, places: Sequence[inspect.Parameter]) -> bool:
+    def _takes_targets(self, places: Sequence[inspect.Parameter], names: Sequence[str]) -> bool:
         """Whether forward's second place is for targets: it must be filled, or has their name."""
         if len(places) < 2:
             return any(p.kind is p.VAR_POSITIONAL for p in self._parameters)
         second, *others = places[1:]
-        named = any(p.name in _TARGETS for p in others)
-        return second.name in _TARGETS or (second.default is second.empty and not named)
+        if second.name in _TARGETS:
+            return True
+        taken = second.name in names or any(p.name in _TARGETS for p in others)
+        return second.default is second.empty and not taken
 
     @property
     def _where(self) -> str:

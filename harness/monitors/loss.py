@@ -14,6 +14,8 @@ JUDGED_AFTER = 16
 """Losses until spikes are told; a limit, which acts by itself, needs twice as many."""
 SIGMA_FLOOR = 0.01
 """Log units, about 1% of the loss: without it a very quiet window would call ordinary noise a spike."""
+HIGH_FIRST, LOW_FIRST = 1.5, 0.3
+"""Times ln(vocabulary), between which the first loss of an untrained model lies."""
 LOOK_EVERY = 16
 FIRST_MARK = 512
 IMPROVEMENT = 0.005
@@ -111,6 +113,47 @@ class LossMonitor(KeptWindow):
             skip=skipped,
             suspect=True,
         )
+
+
+class FirstLossMonitor(KeptWindow):
+    """Holds the first loss of a fresh language model against ln(vocabulary), which guessing blindly costs.
+
+    An untrained model gives about the same probability to every token, so its first loss is near that, in nats per
+    token. Over HIGH_FIRST times it, or under LOW_FIRST: something is not what it is taken for. Verdict, healthy:
+    `loss.first`, at step 1 alone; else `loss.ok`.
+    """
+
+    key = "first_loss"
+
+    def __init__(self, vocab_size: int, tokens_per_sample: int) -> None:
+        self.vocab_size, self.tokens_per_sample = vocab_size, tokens_per_sample
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> FirstLossMonitor | None:
+        """For runs on tokens."""
+        tokens: int | None = getattr(context.data, "vocab", None)  # other sources of data have none
+        if context.data is None or tokens is None:
+            return None
+        return cls(context.vocab_size or tokens, context.data.tokens_per_sample)
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic."""
+        blind = math.log(self.vocab_size)
+        if facts.step != 1 or not math.isfinite(facts.loss) or LOW_FIRST * blind <= facts.loss <= HIGH_FIRST * blind:
+            return Verdict("loss.ok", facts.step)
+        times = facts.loss / blind
+        if times > self.tokens_per_sample / 2:
+            why = (
+                f"probably the sum over the {self.tokens_per_sample} tokens of a sample, or of a batch, not their mean"
+            )
+        elif times > 1:
+            why = "probably a sum instead of a mean, or weights whose logits are far too large"
+        else:
+            why = "probably targets that the model can see (not shifted by one, or no causal mask), or weights that "
+            why += "were trained before: then all is well"
+        text = f"the first loss is {facts.loss:.4g}, {times:.3g} times ln({self.vocab_size}) = {blind:.4g}: {why}"
+        evidence = {"loss": facts.loss, "expected": blind, "vocab_size": self.vocab_size}
+        return Verdict("loss.first", facts.step, text, evidence=evidence)
 
 
 class PlateauMonitor(KeptWindow):

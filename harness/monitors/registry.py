@@ -13,7 +13,7 @@ from harness.monitors.data import DataMonitor
 from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.fp8 import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor
 from harness.monitors.gradients import ClippingMonitor, GradientMonitor, ParameterMonitor, UnderflowMonitor
-from harness.monitors.loss import LossMonitor, PlateauMonitor
+from harness.monitors.loss import FirstLossMonitor, LossMonitor, PlateauMonitor
 from harness.monitors.ranks import RanksMonitor
 from harness.monitors.scaler import ScalerMonitor
 
@@ -23,6 +23,7 @@ MONITORS = (
     ClippingMonitor,
     ParameterMonitor,
     LossMonitor,
+    FirstLossMonitor,
     ScalerMonitor,
     DataMonitor,
     RanksMonitor,

@@ -17,10 +17,11 @@ from harness.core.errors import MisuseError
 from harness.core.facts import SlotStats, StepFacts, Switch
 from harness.core.health import l2_norm
 from harness.core.update import StepClock, TorchGradients, update
-from harness.precision.misuse import misuse, parameters_of, step_problems
+from harness.precision.misuse import misuse, optimizer_problems, parameters_of, step_problems
 from harness.precision.plan import Plan
 from harness.precision.prepared import Prepared
 from harness.precision.recipe import Recipe, load_recipe
+from harness.precision.standard import Standard, WrappedOptimizer, unwrapped, wrap_problems
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,16 +59,25 @@ class Precision:
             precision.step(optimizer, max_grad_norm=1.0)
             optimizer.zero_grad()
 
+    Or torch's standard loop, with an optimizer that was wrapped:
+
+        optimizer = precision.wrap(optimizer, max_grad_norm=1.0)
+        for x, y in batches:
+            loss_function(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
     The contract is torch's own: you divide the loss by the number of micro-batches, zero the gradients and step the
-    schedulers. Evaluate inside `torch.no_grad()` and then `context()`: that leaves no trace in the FP8 state. Do not
-    clip or read gradients between `backward` and `step`: under fp16 they are scaled; pass `max_grad_norm` instead.
+    schedulers. Evaluate inside `evaluating()`: that leaves no trace in the FP8 state. Without `wrap` do not clip or
+    read gradients between `backward` and `step`: under fp16 they are scaled; pass `max_grad_norm` instead.
     docs/precision.md has the details.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._prepared: Prepared | None = None
-        self._inside = False
+        self._standard: Standard | None = None
+        self._inside = self.in_backward = self._training = False
         self._clock: StepClock | None = None
         self._loss = torch.zeros(())
 
@@ -95,6 +105,11 @@ class Precision:
         return model
 
     @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` was called."""
+        return self._prepared is not None
+
+    @property
     def prepared(self) -> Prepared:
         """What stands behind the interface, for `harness.Guard` and `harness.Telemetry`; raises as `plan`."""
         return self._ready("prepared")
@@ -113,14 +128,73 @@ class Precision:
         """FP8 layers that run in BF16 now, numbers padded as in `stats().names`."""
         return self._ready("demoted").backend.demoted
 
+    def wrap(
+        self, optimizers: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None, tokens: int = 0
+    ) -> WrappedOptimizer:
+        """An optimizer for the standard loop: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
+
+        What `standard_loop` does, and the wrapped optimizer's `step()` is `step`.
+
+        optimizers: one, or all of them when several share the model, as one. max_grad_norm, tokens: as for `step`.
+        Raises MisuseError naming everything that is wrong with the call.
+        """
+        ready = self._ready("wrap()")
+        chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        problems = optimizer_problems("wrap()", chosen, max_grad_norm, ready.owns_any) + wrap_problems(chosen)
+        if problems:
+            raise MisuseError(problems)
+        self.standard_loop()
+        return WrappedOptimizer(self, chosen, max_grad_norm, tokens)
+
+    def standard_loop(self) -> None:
+        """From now on a call of the model, or of a module of it, is a `context()` of its own, from which outputs come
+        in float32, and `backward()` of a loss that reaches the model is `backward`. Under fp16 gradients come out
+        unscaled, so that torch's own clipping, logging and hooks are right. What is called by hand keeps its meaning.
+        """
+        self._standard = self._standard or Standard(self, self._between_steps("standard_loop()"))
+
+    @property
+    def busy(self) -> bool:
+        """Inside of `context()`, or in a backward, which may run forwards again."""
+        return self._inside or self.in_backward
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around any number of forwards that train nothing: eval mode, no gradients, the plan's precision, no trace.
+
+        Every module's mode is put back afterwards. Raises MisuseError inside of `context()`.
+        """
+        modes = [(module, module.training) for module in self._outside("evaluating()").model.modules()]
+        try:
+            self.prepared.model.eval()
+            with torch.no_grad(), self.context():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Around every forward, loss included. With gradients off nothing is recorded. Raises MisuseError if nested."""
+        """Around every forward, loss included. With gradients off nothing is recorded.
+
+        Forwards with gradients in eval mode are an evaluation, which leaves nothing, if the model goes back to train
+        mode without a backward. Raises MisuseError if nested, where the model is not what was prepared any more, and
+        for such a forward after one in train mode that no step has followed yet.
+        """
         ready = self._outside("context()")
         if moved := ready.moved():
             why = "what runs where was decided for the model as it was; weights in less than float32 lose small updates"
             raise misuse("context()", f"the model {moved}", why, "move and cast the model first, then call prepare()")
+        if torch.is_grad_enabled() and self._clock is not None and self._training is not ready.model.training:
+            if self._training:
+                what = "in the middle of a window the model is in eval() mode, and gradients are on"
+                why = "an evaluation would enter the window's amaxes, as if it trained"
+                fix = "evaluate in precision.evaluating(), or torch.no_grad(); to train stay in one mode for a window"
+                raise misuse("context()", what, why, fix)
+            if not ready.window.backwards:
+                self._end_window(ready)  # it was an evaluation: what its forwards left is dropped with the window
         if torch.is_grad_enabled() and self._clock is None:
+            self._training = ready.model.training
             ready.window.begun = True
             ready.backend.begin_window(sample=ready.judge.samples(self.recipe.fp8.stats_every))
             self._clock = StepClock(ready.device)
@@ -135,8 +209,8 @@ class Precision:
         finally:
             self._inside = False
 
-    def backward(self, loss: Tensor) -> None:
-        """`loss.backward()` under the loss scale, after leaving `context()`; once per micro-batch.
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """`loss.backward(**options)` under the loss scale, after leaving `context()`; once per micro-batch.
 
         loss: one element, already divided by the number of micro-batches. Raises MisuseError without a forward in
         `context()` since the last step, inside of it, on a loss without a graph, or where the gradients are gone, or
@@ -158,10 +232,15 @@ class Precision:
             fix = "zero_grad() only after step(); to give up a window, after an error say, drop_window() too"
             raise misuse("backward()", what, why, fix)
         ready.window.check_gradients("backward()")
-        with _no_autocast(ready.device), ready.backend.backward_context():
-            (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward()
+        true = nullcontext() if self._standard is None else self._standard.true_gradients(loss)
+        self.in_backward = True
+        try:
+            with _no_autocast(ready.device), ready.backend.backward_context(), true:
+                (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward(**options)
+        finally:
+            self.in_backward = False
         self._loss += loss.detach().float().reshape(()).to(ready.device)
-        scaled = ready.loss_scale is not None and not ready.loss_scale.retired
+        scaled = ready.loss_scale is not None and not ready.loss_scale.retired and self._standard is None
         ready.window.backward_done(ready.model.parameters(), scaled)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
@@ -187,15 +266,18 @@ class Precision:
         Raises MisuseError naming everything that is wrong with the call.
         """
         ready = self._outside("step()")
-        chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        problems = step_problems(chosen, max_grad_norm, ready.window.backwards, ready.owns_any)
+        chosen = unwrapped(optimizers)
+        problems = step_problems(chosen, ready.window.backwards)
+        problems += optimizer_problems("step()", chosen, max_grad_norm, ready.owns_any)
         problems += ready.guard_problems(chosen)
         if problems:
             raise MisuseError(problems)
         ready.window.check_gradients("step()")
         ready.window.step_begins()
         limit = math.inf if max_grad_norm is None else max_grad_norm
-        owner = TorchGradients(chosen, parameters_of(chosen), limit, ready.loss_scale, ready.device)
+        true = None if self._standard is None else self._standard.gradients
+        overflow = None if true is None else true.found
+        owner = TorchGradients(chosen, parameters_of(chosen), limit, ready.loss_scale, ready.device, overflow)
         measure = ready.guarded and ready.judge.measures()
         own: dict[str, float | Tensor] = {"loss": mean_over_ranks(self._loss)}
         if ready.forward_clock is not None:
@@ -298,6 +380,8 @@ class Precision:
         self._clock = None
         ready.window.close()
         ready.buffers.drop()
+        if self._standard is not None and self._standard.gradients is not None:
+            self._standard.gradients.forget()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
 
 

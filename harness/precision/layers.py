@@ -18,12 +18,12 @@ transformers' Conv1D (GPT-2) is a Linear here, whose weight is [in, out]; not ev
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, wraps
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -234,7 +234,7 @@ def _fp32_class(base: type[nn.Module], device_type: str) -> type[nn.Module]:
     @wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
-            return base.forward(self, *_widened(args), **_widened(kwargs))
+            return base.forward(self, *widened(args), **widened(kwargs))
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = object.__new__(type(self))
@@ -248,16 +248,23 @@ def _fp32_class(base: type[nn.Module], device_type: str) -> type[nn.Module]:
     return type(base.__name__, (base,), methods)
 
 
-def _widened(value: Any) -> Any:
-    """`value` with every float16 and bfloat16 tensor in it as float32; looks into tuples, lists and dicts."""
+def widened(value: Any) -> Any:
+    """`value` with every float16 and bfloat16 tensor in it as float32; looks into tuples, lists, dicts, dataclasses."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALF else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_widened, value))
+        return type(value)(*map(widened, value))
     if type(value) is tuple or type(value) is list:
-        return type(value)(_widened(item) for item in value)
+        return type(value)(widened(item) for item in value)
+    if not isinstance(value, type) and is_dataclass(value):  # transformers' outputs are dicts as well
+        found = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        wide = {name: widened(item) for name, item in found.items()}
+        changed = any(wide[name] is not item for name, item in found.items())
+        return replace(cast(Any, value), **wide) if changed else value
+    if type(value) is OrderedDict:
+        return OrderedDict((key, widened(item)) for key, item in value.items())
     if type(value) is dict:
-        return {key: _widened(item) for key, item in value.items()}
+        return {key: widened(item) for key, item in value.items()}
     return value
 
 

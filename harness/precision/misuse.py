@@ -27,33 +27,37 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
     return iter({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
-def step_problems(
-    optimizers: Sequence[object], max_grad_norm: float | None, backwards: int, owns_any: OwnsAny
+def optimizer_problems(
+    call: str, optimizers: Sequence[object], max_grad_norm: float | None, owns_any: OwnsAny
 ) -> list[Problem]:
-    """Everything that is wrong with a call of `step`. backwards: since the last step."""
+    """What `call` has against these optimizers, whenever it comes."""
+    problems: list[Problem] = []
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        problems.append(Problem(f"max_grad_norm is {max_grad_norm}", call, fix="over 0, or None for no clipping"))
+    if not optimizers:
+        problems.append(Problem("no optimizer", call, fix="give the model's optimizer"))
+    for each in optimizers:
+        name = type(each).__name__
+        if not isinstance(each, Optimizer):
+            problems.append(Problem(f"{name} is no torch.optim.Optimizer", call, fix="give the optimizer itself"))
+            continue
+        if not owns_any(parameters_of([each])):
+            fix = "build the optimizer from the parameters of this model"
+            problems.append(Problem(f"{name} holds no parameter of the prepared model", call, fix=fix))
+        if isinstance(each, LBFGS):
+            why, fix = "it wants to compute the loss several times a step", "take one that wants no closure"
+            problems.append(Problem("LBFGS cannot be gated", call, why, fix))
+    return problems
+
+
+def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]:
+    """What is wrong with `step` at this moment. backwards: since the last step."""
     problems: list[Problem] = []
     if not backwards:
         why = "a second step() on the same gradients would apply them twice"
-        fix = "call backward() first; with several optimizers: step([first, second])"
+        fix = "call backward() first; with several optimizers: step([first, second]), or one wrap([first, second])"
         problems.append(Problem("no backward() since the last step", "step()", why, fix))
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        problems.append(Problem(f"max_grad_norm is {max_grad_norm}", "step()", fix="over 0, or None for no clipping"))
-    if not optimizers:
-        problems.append(Problem("no optimizer", "step()", fix="give the model's optimizer"))
     real = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-    problems += [
-        Problem(f"{type(other).__name__} is no torch.optim.Optimizer", "step()", fix="give the optimizer itself")
-        for other in optimizers
-        if other not in real
-    ]
-    for optimizer in real:
-        if not owns_any(parameters_of([optimizer])):
-            what = f"{type(optimizer).__name__} holds no parameter of the prepared model"
-            fix = "build the optimizer from the parameters of this model"
-            problems.append(Problem(what, "step()", fix=fix))
-        if isinstance(optimizer, LBFGS):
-            why, fix = "it wants to compute the loss several times a step", "take one that wants no closure"
-            problems.append(Problem("LBFGS cannot be gated", "step()", why, fix))
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters_of(real)):
         fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
         problems.append(Problem("a gradient is sparse, and cannot be gated", "step()", fix=fix))
@@ -133,6 +137,7 @@ class OpenWindow:
         if not self.begun:
             why = "outside of context() the model computes in plain precision, against the plan"
             fix = f"with precision.context(): loss = ...; then {fix}"
+        fix = f"optimizer = precision.wrap(optimizer), before schedulers and the loop, makes this loop right; or {fix}"
         raise misuse("step()", what, why, fix)
 
 

@@ -62,8 +62,8 @@ class Prepared:
         scaled = self.loss_scale is not None
         self.context = monitor_context(recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled)
         self.model = model
-        self._dtype = next(model.parameters()).dtype
-        self._owned: dict[int, nn.Parameter] = {}
+        self._remember()
+        self.owned: dict[int, nn.Parameter] = {}
         self.window = OpenWindow(self.owns_any)
         self.buffers = WindowBuffers(model)
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -97,18 +97,49 @@ class Prepared:
         return self.judge
 
     def moved(self) -> str:
-        """Where the model went, or what it was turned into, after it was prepared; empty if it stayed as it was."""
-        first = next(self.model.parameters())
-        if first.device != self.device:
-            return f"was prepared on {self.device} and is on {first.device} now"
-        return "" if first.dtype == self._dtype else f"was prepared in {self._dtype} and is in {first.dtype} now"
+        """Where the model went, or what it was turned into, after it was prepared; empty if it stayed as it was.
+
+        Adapters may come, and parts of the model may move within it; a part that the plan is about may not go.
+        """
+        if vars(self.model).get("forward") is not self._forward:
+            return "is another: its forward was replaced after it was prepared, as by another library's autocast"
+        for name, store, key, dtype in self._places:
+            value = store.get(key)
+            if value is None:
+                continue
+            if value.device != self.device:
+                return f"was prepared on {self.device} and is on {value.device} now ({name})"
+            if value.dtype != dtype:
+                return f"was prepared in {dtype} and is in {value.dtype} now ({name})"
+        if any(store.get(key) is not module for store, key, module in self._children):
+            here = set(self.model.modules())
+            for name, module in self._planned:
+                if module not in here:
+                    return f"has another module for {name}, which was to run {self._as_planned[name]}"
+            self._children = _children(self.model)
+        return ""
+
+    def _remember(self) -> None:
+        """What `moved` compares: looked up in dicts, as it is asked in every forward."""
+        rows = {row.module: row for row in self.plan.layers}
+        kept = dict.fromkeys(self.plan.keep_fp32, "in fp32")
+        self._as_planned = {name: f"in {rows[name].precision}" for name in rows if rows[name].shape} | kept
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        self._planned = [(name, modules[name]) for name in self._as_planned if name in modules]
+        self._children, self._forward = _children(self.model), vars(self.model).get("forward")
+        self._places = [
+            (f"{name}.{key}" if name else key, module._parameters, key, value.dtype)
+            for name, module in modules.items()
+            for key, value in module._parameters.items()
+            if value is not None
+        ]
 
     def owns_any(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of them is the model's: looked up again if none is, as adapters may have come since `prepare`."""
         asked = {id(parameter) for parameter in parameters}
-        if asked.isdisjoint(self._owned):
-            self._owned = {id(own): own for own in self.model.parameters()}
-        return not asked.isdisjoint(self._owned)
+        if asked.isdisjoint(self.owned):
+            self.owned = {id(own): own for own in self.model.parameters()}
+        return not asked.isdisjoint(self.owned)
 
     def guard_problems(self, optimizers: Iterable[object]) -> list[Problem]:
         """What a guard has against a step of these optimizers."""
@@ -235,12 +266,28 @@ class Prepared:
                 self.pending.append(self.last)
 
 
+def _children(model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
+    """Every module with the place that it is at."""
+    return [
+        (parent._modules, key, child)
+        for parent in model.modules()
+        for key, child in parent._modules.items()
+        if child is not None
+    ]
+
+
 def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
     """The one device of a trainable float32 model. Raises MisuseError with everything that is wrong with it."""
     problems: list[Problem] = []
     if isinstance(model, DistributedDataParallel | DataParallel):
         fix = "prepare the bare model, then wrap what prepare() returned"
         problems.append(Problem(f"the model is wrapped in {type(model).__name__}", "prepare()", fix=fix))
+    if hasattr(model, "_original_forward"):
+        why, fix = (
+            "its autocast would go against the plan",
+            'prepare the model first, with Accelerator(mixed_precision="no")',
+        )
+        problems.append(Problem("the model's forward was replaced by accelerate", "prepare()", why, fix))
     devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trainable:

@@ -22,13 +22,13 @@ DATA = {NON_FINITE_INPUT: "inputs that are not finite", BAD_LABEL: "ids out of r
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One sample of the window, run alone without an update. number: in the data. first_token: where it begins in the
-    run's training tokens. rank: that had it. micro_batch: which of the step's it is in here, from 1. text: how its
-    bytes begin."""
+    run's training tokens, None in a data set of the user's own. rank: that had it. micro_batch: which of the step's it
+    is in here, from 1. text: how its bytes begin, or what it has."""
 
     number: int
     rank: int
     micro_batch: int
-    first_token: int
+    first_token: int | None
     text: str
     loss: float
     grad_norm: float
@@ -302,7 +302,8 @@ def _samples(answer: Answer) -> list[str]:
 
 def _sample(sample: Sample) -> str:
     where = f"rank {sample.rank}, micro-batch {sample.micro_batch}"
-    text = f"sample {sample.number} ({where}, training token {sample.first_token} on)"
+    begins = "" if sample.first_token is None else f", training token {sample.first_token} on"
+    text = f"sample {sample.number} ({where}{begins})"
     text += f": loss {sample.loss:g}, gradient norm {sample.grad_norm:g}"
     what = ", ".join(text for bit, text in DATA.items() if sample.bad_data & bit)
     return text + (f", {what}" if what else "") + f": {sample.text!r}"

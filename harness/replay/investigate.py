@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness import loop
 from harness.checkpoint.store import Store
@@ -24,7 +24,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
-from harness.core.protocols import Meta, Tensors
+from harness.core.protocols import Batch, Meta, Tensors
 from harness.core.state import RunLedger
 from harness.engines.registry import ENGINES
 from harness.replay.answer import Answer, Sample, growth, unfit
@@ -102,8 +102,8 @@ class Rerun:
             self.take()
         return replace(finding, operation=first.operation, where=first.where)
 
-    def alone(self, place: int, kept: Kept) -> tuple[Tensor, StepFacts]:
-        """The next step with the sample at `place` of `samples` only: its inputs, int64 [1, context], and its facts.
+    def alone(self, place: int, kept: Kept) -> tuple[Batch, StepFacts]:
+        """The next step with the sample at `place` of `samples` only: that sample, as a batch, and its facts.
 
         No update: weights and optimizer stay, the rest goes back to `kept`.
         """
@@ -114,7 +114,7 @@ class Rerun:
         one = one_sample(batch, row)
         try:
             with eager(self.compiled):  # another batch size would be compiled anew
-                return one["inputs"], train_step(self.run, window, [Share(rank, [one])], NEVER_APPLIED).facts()
+                return one, train_step(self.run, window, [Share(rank, [one])], NEVER_APPLIED).facts()
         finally:
             self._put_back(*kept)
 
@@ -151,7 +151,8 @@ def eager(compiled: bool) -> Iterator[None]:
 
 
 _PROGRESS_SECONDS = 5.0
-# Bytes of a sample that are shown.
+_BYTES = "nats per byte"
+# Tokens of a sample that are shown.
 _TEXT = 48
 
 Say = Callable[[str], None]
@@ -265,12 +266,22 @@ class Investigation:
     def _samples(self, kept: Kept, window: Window) -> list[Sample]:
         """Every sample of the window alone."""
         order, told, found = self.run.samples(window), time.monotonic(), list[Sample]()
+        data, own = self.run.run.data, self.config.data.target is not None
         for place, number in enumerate(order):
-            inputs, facts = self.run.alone(place, kept)
-            first = number * self.run.run.data.tokens_per_sample
+            sample, facts = self.run.alone(place, kept)
+            first = None if own else number * data.tokens_per_sample
             micro_batch, rank = place // self.config.train.micro_batch, place * self.world_size // len(order)
             found.append(
-                Sample(number, rank, micro_batch + 1, first, _text(inputs), facts.loss, facts.grad_norm, facts.bad_data)
+                Sample(
+                    number,
+                    rank,
+                    micro_batch + 1,
+                    first,
+                    _text(sample, data.unit),
+                    facts.loss,
+                    facts.grad_norm,
+                    facts.bad_data,
+                )
             )
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
@@ -348,7 +359,12 @@ def _was_bad(row: Mapping[str, float]) -> bool:
     return row.get("train/step_applied", 1.0) == 0.0 or not all(map(math.isfinite, figures))
 
 
-def _text(inputs: Tensor) -> str:
-    """How a sample begins, if its tokens are bytes."""
-    tokens = inputs.reshape(-1)[:_TEXT].tolist()
-    return bytes(tokens).decode(errors="backslashreplace") if all(0 <= token < 256 for token in tokens) else str(tokens)
+def _text(sample: Batch, unit: str) -> str:
+    """How a sample begins, if its tokens are bytes; else its names and shapes, and how its whole numbers begin."""
+    if unit == _BYTES and sample["inputs"].min() >= 0 and sample["inputs"].max() < 256:
+        return bytes(sample["inputs"].reshape(-1)[:_TEXT].tolist()).decode(errors="backslashreplace")
+    told = {
+        name: "" if values.is_floating_point() else f" {values.reshape(-1)[:_TEXT].tolist()}"
+        for name, values in sample.items()
+    }
+    return ", ".join(f"{name} {list(sample[name].shape[1:])}{numbers}" for name, numbers in told.items())

@@ -1,4 +1,4 @@
-"""The report of a run: two pictures and one HTML file that needs nothing else, all from the journal."""
+"""The report of a run: pictures and one HTML file that needs nothing else, all from the journal."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from harness.core.facts import ROLES
 from harness.core.files import atomic_file
 from harness.report import RunFolder
+from harness.report.fp8_pictures import ROLE_COLOURS, pictures
 from harness.report.summary import account
 from harness.tracking.console import fold, rung_lines
 from harness.tracking.history import BYTES, RunHistory, Series, bare, split_slot
@@ -52,12 +53,12 @@ def command(run: RunFolder) -> int:
 
 
 def write(run_dir: Path) -> list[Path]:
-    """Draw `plots/loss.png`, `plots/fp8_saturation.png` and write `report.html`; the paths of those made.
+    """Draw `plots/*.png` and write `report.html`; the paths of those made.
 
     A picture with nothing to show is left out. Raises ConfigError if `run_dir` is no run folder.
     """
     history = RunHistory.read(run_dir)
-    pictures = [
+    made = [
         path
         for path, draw in (
             (run_dir / "plots" / "loss.png", loss_plot),
@@ -65,15 +66,16 @@ def write(run_dir: Path) -> list[Path]:
         )
         if draw(history, path)
     ]
+    made += pictures(history, run_dir / "plots")
     report = run_dir / "report.html"
     with atomic_file(report) as stream:
-        stream.write(_page(history, pictures).encode())
-    return [*pictures, report]
+        stream.write(_page(history, made).encode())
+    return [*made, report]
 
 
-def _page(history: RunHistory, pictures: Sequence[Path]) -> str:
+def _page(history: RunHistory, made: Sequence[Path]) -> str:
     name = escape(history.run_dir.name)
-    images = [f'<p><img alt="{escape(path.stem)}" src="{_embedded(path)}"></p>' for path in pictures]
+    images = [f'<p><img alt="{escape(path.stem)}" src="{_embedded(path)}"></p>' for path in made]
     sections = [
         f"<h1>Run {name}</h1>",
         _table((), account(history)),
@@ -134,7 +136,6 @@ MAX_COLUMNS = 600
 MAX_LABELS = 60
 OCTAVES = 2.0
 """The colour scale ends at a factor 2**OCTAVES on either side of 1."""
-ROLE_COLOURS = {"input": "#8c6bb1", "weight": "#737373", "grad_output": "#e6a117"}
 INK = "#222222"
 
 

@@ -50,12 +50,22 @@ class Stamp:
         return ran
 
 
-def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, weights: str, loads: str) -> str:
-    """README.md in Markdown. weights: what they are, a sentence. loads: the Python that loads them."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Of an exported folder. weights: what they are. loads: the Python that loads them. tokenizer: which one."""
+
+    weights: str
+    loads: str
+    tokenizer: str
+
+
+def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: Contents) -> str:
+    """README.md, in Markdown."""
     tags = ["hopper-harness", *([history.plan["recipe"]] if history.plan else [])]
     lines = ["---", "tags:", *(f"- {tag}" for tag in tags), "---", f"# {history.run_dir.name}", ""]
-    lines += [weights, "", "```python", loads, "```", "", "## Training", ""]
-    lines += [*_table(("what", ""), _training(history, stamp, config)), "", "## Precision passport", ""]
+    lines += [contents.weights, "", "```python", contents.loads, "```", "", "## Training", ""]
+    facts = [*_training(history, stamp, config), ("tokenizer", contents.tokenizer)]
+    lines += [*_table(("what", ""), facts), "", "## Precision passport", ""]
     if history.plan:
         lines += _passport(history, stamp)
     else:
@@ -74,14 +84,19 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
     back = [each for each in history.rollbacks if each.to_step <= step]
     windows = sum(len(each.passed_over) for each in back)
     yield "rollbacks", f"{len(back)}, {windows} windows of the data passed over" if back else "none"
-    # A card is for others, whom the folders of this machine do not concern.
-    source = Path(str(data.get("source", "not recorded"))).name
-    yield "data", f"`{source}`, SHA-256 `{data.get('sha256', 'not recorded')}`"
+    yield "data", f"`{_last(data.get('source', 'not recorded'))}`, SHA-256 `{data.get('sha256', 'not recorded')}`"
     yield "batch", f"{train.global_batch} samples of {config.data.context} tokens a step"
     yield "seed", str(train.seed)
-    yield "model", f"`{config.model.target}`, args `{config.model.args}`"
+    args = {key: _last(value) if isinstance(value, str) else value for key, value in config.model.args.items()}
+    kind, _, of = config.model.target.partition(":")
+    yield "model", f"`{kind}:{_last(of)}`, args `{args}`"
     yield "commit", history.run["tags"].get("git.commit", "not recorded")
     yield "versions", ", ".join(f"{name} {version}" for name, version in sorted(stamp.versions.items()))
+
+
+def _last(path: object) -> str:
+    """A card is for others, whom the folders of this machine do not concern."""
+    return Path(str(path)).name
 
 
 def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:

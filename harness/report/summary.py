@@ -17,7 +17,7 @@ from harness.core.errors import some
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tracking.history import BYTES, SWITCHED, RunHistory, bare
-from harness.tracking.journal import POSITION, delivered, tracking_uri
+from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
 
 MAX_NAMED = 8
 
@@ -103,13 +103,19 @@ def counts(history: RunHistory) -> dict[str, int]:
     applied = history.series.get("train/step_applied", {})
     rollbacks = history.last("guard/rollbacks") or 0
     demoted = sum(len(event["demote"]) for event in history.events if event["code"] == SWITCHED)
-    return {
+    counted = {
         "steps": len(applied),
         "applied": sum(value == 1 for value in applied.values()),
         "skipped": sum(value == 0 for value in applied.values()),
         "rollbacks": int(rollbacks),
         "demotions": demoted,
     }
+    # Rows may be missing where a disk was full: what the state says counts.
+    known = {name: history.outcome.get(name) for name in ("applied", "skipped", "rollbacks")}
+    told = {name: value for name, value in known.items() if type(value) is int and value >= 0}
+    if len(told) == len(known):
+        counted |= told | {"steps": told["applied"] + told["skipped"]}
+    return counted
 
 
 def _outcome(history: RunHistory) -> str:
@@ -163,9 +169,17 @@ def _steps(history: RunHistory) -> str:
 
 
 def _speed(history: RunHistory) -> str:
-    rates = [value for value in history.series.get("train/tokens_per_second", {}).values() if math.isfinite(value)]
+    found = {
+        key: [value for value in history.series.get(f"train/{key}", {}).values() if math.isfinite(value)]
+        for key in ("tokens_per_second", "mfu", "peak_memory_gib")
+    }
+    rates, shares, sizes = found.values()
     counted = history.run["data"].get("counted", "tokens")
-    return f"{statistics.median(rates):,.0f} {counted}/s (median)" if rates else "not measured"
+    told = [f"{statistics.median(rates):,.0f} {counted}/s (median)" if rates else "not measured"]
+    told += [f"MFU {statistics.median(shares):.1%} (median)"] if shares else []
+    what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
+    told += [f"peak memory {max(sizes):.2f} GiB{what}"] if sizes else []
+    return ", ".join(told)
 
 
 def _where(history: RunHistory) -> list[tuple[str, str]]:
@@ -184,7 +198,8 @@ def _mlflow(run_dir: Path) -> str:
     if not delivered(run_dir):
         command = f"{tool('harness')} sync {short(run_dir)}"
         return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
-    uri = tracking_uri()
+    uri, page = tracking_uri(), run_page(run_dir)
     if uri.startswith(("http://", "https://")):
-        return f"delivered to {uri}"
-    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}"
+        return f"delivered to {uri}{page}"
+    then = f", then http://127.0.0.1:5000{page}" if page else ""
+    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}{then}"

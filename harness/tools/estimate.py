@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.capability.cards import GIB, Card
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
-from harness.estimate.roofline import GIB, Calibration, Card, find_card, read_calibration, uncalibrated
+from harness.estimate.roofline import Calibration, find_card, read_calibration, uncalibrated
 from harness.precision.recipe import Recipe
 from harness.tools.start import ConfigName, Overrides, RecipeName, read_policies
 
@@ -134,7 +135,7 @@ def _memory(made: Prediction) -> list[tuple[str, str]]:
 
 def _time(made: Prediction) -> list[tuple[str, str]]:
     timing, baseline = made.timing, made.bf16_timing
-    text = f"{timing.mean * 1e3:,.1f} ms, {made.tokens / timing.mean:,.0f} tokens/s"
+    text = f"{timing.mean * 1e3:,.1f} ms, {made.tokens / timing.mean:,.0f} {made.counted}/s"
     if made.ranks > 1:
         text += f" over {made.ranks} ranks"
     if baseline is not None and made.bf16 is not made.trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
@@ -14,12 +15,14 @@ import typer
 
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, some
-from harness.core.files import sync_folder, write_json
+from harness.core.files import MAX_LARGE, read_mapping, sync_folder, write_json
 from harness.core.schema import read_yaml, validate
 from harness.report import RunFolder, short
 from harness.tracking.journal import require_run
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from harness.checkpoint.store import Store
     from harness.core.protocols import TensorDict
     from harness.models.gpt import GPT
@@ -43,8 +46,8 @@ _TOKENIZER = (
     "chat_template.jinja",
 )
 _SHOWN = 8
-_HERE = "THIS FOLDER"
-_LOADS = f'model = transformers.AutoModelForCausalLM.from_pretrained("{_HERE}")'
+_FROM = 'from_pretrained("THIS FOLDER")'
+_LOADS = f"transformers.AutoModelForCausalLM.{_FROM}"
 
 
 class Format(StrEnum):
@@ -72,8 +75,7 @@ def command(
     folder = require_run(run)
     config = _read_config(folder)
     target = config.model.target
-    tokenizer, problems = _tokenizer(config)
-    problems = _taken(out) + problems
+    problems = _taken(out)
     if format is Format.hf and target not in BUILT_IN and not target.startswith(HF):
         fix = "use --format safetensors: the names of its own state_dict"
         what, why = f"model.target {target!r} has no Hugging Face format", "transformers has no class for it"
@@ -81,30 +83,33 @@ def command(
     if problems:
         raise ConfigError(problems)
 
+    from safetensors import SafetensorError
+
     from harness.checkpoint.manifest import failed
     from harness.checkpoint.store import Store
-    from harness.report.passport import model_card
+    from harness.report.passport import Contents, model_card
     from harness.tracking.history import RunHistory
 
     store = Store(folder / "checkpoints", readonly=True)
     at = _choose(store, step)
     tensors, meta = store.load(at, parts=("model", "fp8"))
-    state, tied = tensors["model"], meta["parts"]["model"]["tied"]
+    state, of_model = tensors["model"], meta["parts"]["model"]
     if format is Format.safetensors:
-        ready = _plain(folder, target, state, tied)
+        ready = _plain(folder, target, state, of_model)
     elif target in BUILT_IN:
-        ready = _llama(config, state)
+        ready = _llama(folder, config, state)
     else:
-        ready = _hugging_face(config, state, tied)
+        ready = _hugging_face(config, state, of_model)
     what, loads, write = ready
-    count = f"{sum(tensor.numel() for tensor in state.values()):,} parameters"
+    tokenizer, told = _tokenizer(folder, config)
     stamp = _stamp(store, at, tensors.get("fp8", {}), meta)
-    card = model_card(RunHistory.read(folder), stamp, config, f"{count}, {what}, after step {at}.", loads)
+    what = f"{what}, after step {at}"
+    card = model_card(RunHistory.read(folder), stamp, config, Contents(f"{what[0].upper()}{what[1:]}.", loads, told))
     try:
         _write(out, write, card, tokenizer)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise failed("the export was not written", out, error) from error
-    print(f"step {at} of {short(folder)}: {count}, {what}, in {short(out)}")
+    print(f"{short(folder)}: {what}, in {short(out)}; tokenizer: {told.replace('`', '')}")
     return int(ExitCode.DONE)
 
 
@@ -127,21 +132,29 @@ def _taken(out: Path) -> list[Problem]:
     return []
 
 
-def _tokenizer(config: RunConfig) -> tuple[list[Path], list[Problem]]:
-    """The files of `data.tokenizer`, and what is wrong with them; none where the data are bytes or ids."""
-    given = getattr(config.data, "tokenizer", None)
-    if given is None:
-        return [], []
-    path = Path(given).expanduser()
-    files = [path] if path.is_file() else [path / name for name in _TOKENIZER if (path / name).is_file()]
-    if not files:
-        fix = "put it back where the run found it, or start from a copy of the run with data.tokenizer=null"
-        return [], [Problem("the run's tokenizer is not there any more", f"data.tokenizer {given}", fix=fix)]
-    return files, []
+def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
+    """The files of the tokenizer that made the run's data, and what is to be said of it.
+
+    None where the data are bytes, or ids of which nobody said whose, or where it is gone: another would read other ids.
+    """
+    wanted = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("tokenizer")
+    if not isinstance(wanted, str) or not wanted:
+        return [], "none: token ids are bytes, or as they came"
+    for place in (config.data.tokenizer, config.data.path, config.model.target.removeprefix(HF)):
+        path = Path(place or "").expanduser()
+        beside = path if path.is_dir() else path.parent
+        file = path if path.name.endswith(".json") else path / _TOKENIZER[0]
+        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == wanted:
+            return [
+                file,
+                *(beside / name for name in _TOKENIZER[1:] if (beside / name).is_file()),
+            ], f"SHA-256 `{wanted}`"
+    return [], f"SHA-256 `{wanted}`, which is not here: it was gone or changed when this was exported"
 
 
 def _choose(store: Store, step: int | None) -> int:
-    """The step to export. Raises CheckpointError if there is none that verifies; says which newer ones do not."""
+    """The step to export, which is verified as it is loaded. Says which newer ones are damaged. Raises CheckpointError
+    if there is none."""
     steps = store.steps()
     if step is None:
         newest = store.newest_valid()
@@ -154,23 +167,26 @@ def _choose(store: Store, step: int | None) -> int:
     if step not in steps:
         fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
         raise CheckpointError(Problem(f"no checkpoint of step {step}", str(store.root), fix=fix))
-    if problems := store.verify(step):
-        raise CheckpointError(problems)
     return step
 
 
-def _plain(folder: Path, target: str, state: TensorDict, tied: Mapping[str, str]) -> Ready:
-    """Every key of the model's state_dict; tied weights under each of their names."""
-    whole = state | {alias: state[name].clone() for alias, name in tied.items()}
+def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
+    """Every key of the model's state_dict, but for frozen weights; tied ones are under each of their names."""
+    whole = state | {alias: state[name].clone() for alias, name in meta["tied"].items() if name in state}
+    frozen = f", without the {meta['frozen']['count']} frozen ones of its folder" if "frozen" in meta else ""
 
     def write(out: Path) -> None:
         _save(whole, out)
         shutil.copyfile(folder / "config.yaml", out / "config.yaml")
 
-    return f"under the names of {target}", f'model.load_state_dict(safetensors.torch.load_file("{_WEIGHTS}"))', write
+    return (
+        f"{_count(state)} under the names of {target}{frozen}",
+        f'model.load_state_dict(safetensors.torch.load_file("{_WEIGHTS}"))',
+        write,
+    )
 
 
-def _llama(config: RunConfig, state: TensorDict) -> Ready:
+def _llama(folder: Path, config: RunConfig, state: TensorDict) -> Ready:
     """The built-in GPT as a Llama or a Qwen3; nothing of transformers is needed."""
     from harness.models.llama import ARCHITECTURES, config_of, to_llama
 
@@ -180,13 +196,15 @@ def _llama(config: RunConfig, state: TensorDict) -> Ready:
         what = "the weights are not those of the model that config.yaml describes"
         raise CheckpointError(Problem(what, "model.args", fix="put config.yaml back as the run wrote it"))
     settings = model.settings
+    end = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("separator")
     described, weights = config_of(settings, config.data.context), to_llama(state, settings)
+    described["eos_token_id"] = end if isinstance(end, int) else None
 
     def write(out: Path) -> None:
         _save(weights, out)
         write_json(out / "config.json", described)
 
-    return f"a {ARCHITECTURES[described['model_type']]}", _LOADS, write
+    return f"a {ARCHITECTURES[described['model_type']]} of {_count(weights)}", _LOADS, write
 
 
 def _skeleton(config: RunConfig) -> GPT:
@@ -200,19 +218,26 @@ def _skeleton(config: RunConfig) -> GPT:
         return build(**config.model.args)
 
 
-def _hugging_face(config: RunConfig, state: TensorDict, tied: Mapping[str, str]) -> Ready:
+def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
     """A model of transformers, which writes itself as it does; of LoRA the adapters alone."""
+    from harness.engines.torch_engine import ModelPart
     from harness.models import build_model
 
     model: Any = build_model(config.model)
-    model.load_state_dict(state | {alias: state[name] for alias, name in tied.items()})
+    ModelPart(model).load_state_dict(state, meta)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = True  # off in training alone
-    adapters = hasattr(model, "peft_config")
     base = config.model.target.removeprefix(HF)
-    what = f"adapters for {base} of all that was trained" if adapters else f"a {type(model).__name__}"
-    loads = f'model = peft.AutoPeftModelForCausalLM.from_pretrained("{_HERE}")' if adapters else _LOADS
+    if hasattr(model, "peft_config"):
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        what, loads = f"adapters of {_count(trained)} for {Path(base).name}", f"peft.AutoPeftModelForCausalLM.{_FROM}"
+    else:
+        what, loads = f"a {type(model).__name__} of {_count(state)}", _LOADS
     return what, loads, lambda out: model.save_pretrained(out)
+
+
+def _count(tensors: Mapping[str, Tensor]) -> str:
+    return f"{sum(tensor.numel() for tensor in tensors.values()):,} parameters"
 
 
 def _stamp(store: Store, step: int, fp8: TensorDict, meta: Mapping[str, Any]) -> Stamp:
@@ -237,8 +262,8 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
     made.mkdir()
     try:
         write(made)
-        for path in tokenizer:
-            shutil.copyfile(path, made / path.name)
+        for number, path in enumerate(tokenizer):
+            shutil.copyfile(path, made / (path.name if number else _TOKENIZER[0]))
         card_file = made / "README.md"
         card_file.write_text(card, encoding="utf-8")
         for path in made.iterdir():

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.core.errors import ConfigError, DataError, Problem
+from harness.core.errors import DataError, Problem
 from harness.report import RunFolder
+from harness.tools.restored import check_recipe
 
 if TYPE_CHECKING:
     from harness.build import Worker
@@ -47,7 +48,7 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     branches.attempt_of(step)
     # One process plays all ranks, whatever engine the run was told to take.
     config = load_config(str(branches.folder / "config.yaml"), ["engine.name=auto"])
-    _check_recipe(branches.folder, config.recipe)
+    check_recipe(branches.folder, config.recipe)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
         build = partial(rebuild, branches.folder, Path(scratch), join_worker(config, "python"))
         answer = Investigation(branches, step, config, build, say).answer(anomaly)
@@ -58,21 +59,6 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     write_json(report, plain(answer))
     say(f"report: {report}")
     return 0
-
-
-def _check_recipe(folder: Path, recipe: str) -> None:
-    from harness.precision.recipe import load_recipe
-    from harness.run_folder import read_plan
-
-    sha256 = load_recipe(recipe).sha256()
-    if sha256 != read_plan(folder).get("recipe_sha256", sha256):
-        raise ConfigError(
-            Problem(
-                "the recipe's contents changed since the run",
-                f"recipe {recipe}",
-                fix="put the recipe back as it was when the run was started, and replay from the same folder",
-            )
-        )
 
 
 def rebuild(

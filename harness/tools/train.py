@@ -25,14 +25,16 @@ from harness.build import (
     read_ledger,
 )
 from harness.checkpoint.policy import load_ledger
+from harness.checkpoint.recovery import bring_back
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
-from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
-from harness.optim import Schedule, lr_jump, optimizer_bytes
+from harness.optim.optimizers import optimizer_bytes
+from harness.optim.schedule import Schedule, lr_jump
 from harness.precision.plan import Plan
 from harness.report.summary import trained_on
 from harness.run import Run
@@ -56,6 +58,7 @@ from harness.run_folder import (
     read_plan,
     read_source,
     same_data_order,
+    spare_folders,
     write_config,
     write_plan,
     write_source,
@@ -109,7 +112,11 @@ def train(request: Request) -> int:
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
         console.say(plan_table(plan.as_dict()))
+        back: list[int] = []
         if lead:
+            # Before config.yaml forgets where the last save of a run without room may be.
+            for spare in spare_folders(folder, config.checkpoint.emergency_path) if resuming else ():
+                back += filter(None, [bring_back(open_store(folder, worker), spare)])
             if source and not resuming:
                 write_source(folder, source)
             if not resuming:
@@ -136,6 +143,8 @@ def train(request: Request) -> int:
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store, task)
             run.recovery.bound = bound(config, request.recipe.sha256(), facts)
             try:
+                for step in back:
+                    telemetry.tell(step, "checkpoint.taken_back", f"the last save, made elsewhere, is in {folder} now")
                 try:
                     _restore(run, source, start, request.accepted)
                 except CheckpointError:
@@ -247,7 +256,7 @@ def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequenc
                 run.recovery.keep_ledger(ledger)
         telemetry.event(step, "run.started_from", path=str(source))
         telemetry.screen.event(f"started from {source}")
-        run.recovery.save({}, wait=True)  # a kill before the first periodic save must not lose where the run started
+        run.recovery.save_surely({})  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
         check_bound(start, run.recovery.load(start).get("bound"), run.recovery.bound, accepted)
         telemetry.event(start, "run.resumed")
@@ -288,6 +297,8 @@ def _config_of(source: Path | None) -> RunConfig | None:
 def _drive(run: Run) -> Outcome:
     """The loop under signal handlers; whatever ends it becomes an outcome."""
     run.stop.install()
+    if run.engine.rank == 0:
+        tell_wrapper(ExitCode.FAILED)  # until there is an outcome: without a word, a wrapper knows that none was lost
     try:
         return loop.train(run)
     except BaseException as error:

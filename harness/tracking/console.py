@@ -5,6 +5,7 @@ A validation in nats per byte is shown in bits per byte too (nats / ln 2).
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import sys
@@ -69,11 +70,14 @@ class Console:
             self._pace = old + SMOOTHING * (facts.seconds - old)
         # The first step pays for compilation and cold caches: it says nothing about the rest.
         pace = facts.seconds if self._pace is None else self._pace
+        ideal = facts.ideal_seconds if pace > 0 else math.nan
         figures = {
             "loss": f"{facts.loss:.4f}",
             "lr": f"{facts.lr:.1e}",
             "norm": f"{facts.grad_norm:.2f}",
             "rate": rate(facts.tokens / pace if pace > 0 else math.nan, self.counted),
+            "memory": "" if math.isnan(facts.peak_memory) else f"  {facts.peak_memory:.1f} GiB",
+            "mfu": "" if math.isnan(ideal) else f"  MFU {ideal / pace:.0%}",
             "fp8": f"{fp8_layers}/{fp8_total}",
             "skipped": str(skipped),
             "eta": clock((self._total - done) * pace),
@@ -88,8 +92,8 @@ class Console:
             back = f"  rollbacks {rollbacks}" if rollbacks else ""
             self._plain(
                 f"step {done:>{width + 2}}/{self._total}  loss {figures['loss']}  lr {figures['lr']}  "
-                f"|g| {figures['norm']}  {figures['rate']}  fp8 {figures['fp8']}  skipped {skipped}{back}  "
-                f"eta {figures['eta']}"
+                f"|g| {figures['norm']}  {figures['rate']}{figures['mfu']}{figures['memory']}  fp8 {figures['fp8']}  "
+                f"skipped {skipped}{back}  eta {figures['eta']}"
             )
 
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
@@ -141,7 +145,10 @@ class Console:
 
 
 class _Forgiving:
-    """A text stream that falls silent at its first error. (rich itself ends the process at a closed pipe.)"""
+    """A text stream that falls silent once nobody reads it. (rich itself ends the process at a closed pipe.)
+
+    A log on a full disk misses lines only while it is full.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -153,19 +160,23 @@ class _Forgiving:
                 return self._stream.write(text)
             except UnicodeEncodeError as error:
                 return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
-            except (OSError, ValueError):
-                self._lost = True
+            except (OSError, ValueError) as error:
+                self._lost = not _is_full(error)
         return len(text)
 
     def flush(self) -> None:
         if not self._lost:
             try:
                 self._stream.flush()
-            except (OSError, ValueError):
-                self._lost = True
+            except (OSError, ValueError) as error:
+                self._lost = not _is_full(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def rate(per_second: float, counted: str = "tokens") -> str:
@@ -195,7 +206,7 @@ def _live(console: RichConsole, total: int) -> tuple[TaskID, Progress]:
         BarColumn(bar_width=None),
         TextColumn("loss {task.fields[now][loss]}"),
         TextColumn("val {task.fields[now][val]}"),
-        TextColumn("{task.fields[now][rate]}"),
+        TextColumn("{task.fields[now][rate]}{task.fields[now][mfu]}{task.fields[now][memory]}"),
         TextColumn("fp8 {task.fields[now][fp8]}"),
         TextColumn("skipped {task.fields[now][skipped]}"),
         TextColumn("eta {task.fields[now][eta]}"),
@@ -203,7 +214,7 @@ def _live(console: RichConsole, total: int) -> tuple[TaskID, Progress]:
         auto_refresh=False,
         expand=True,
     )
-    blank = dict.fromkeys(("loss", "val", "rate", "fp8", "skipped", "eta"), "-")
+    blank = dict.fromkeys(("loss", "val", "rate", "fp8", "skipped", "eta"), "-") | {"mfu": "", "memory": ""}
     task = progress.add_task("", total=total, now=blank)
     progress.start()
     return task, progress

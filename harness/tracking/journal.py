@@ -11,7 +11,7 @@ import math
 import os
 import time
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -144,21 +144,23 @@ POSITION = "shipper.json"
 @dataclass
 class Position:
     """run_id: MLflow's, None until it exists. offset: journal bytes delivered. key: finds a run created just before a
-    kill, whose id was never written down."""
+    kill, whose id was never written down. experiment_id: MLflow's, for links."""
 
     run_id: str | None = None
     offset: int = 0
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    experiment_id: str | None = None
 
     @classmethod
     def load(cls, run_dir: Path) -> Position:
         """The stored position; the beginning if there is none, it is damaged, or the journal does not reach it."""
         try:
             stored = read_json(run_dir / POSITION)
-            position = cls(stored["run_id"], stored["offset"], stored["key"])
+            position = cls(stored["run_id"], stored["offset"], stored["key"], stored.get("experiment_id"))
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
-        texts = isinstance(position.key, str) and isinstance(position.run_id, str | None)
+        ids = (position.run_id, position.experiment_id)
+        texts = isinstance(position.key, str) and all(isinstance(each, str | None) for each in ids)
         if not texts or type(position.offset) is not int or position.offset < 0:
             return cls()
         # After a power cut the journal may be shorter than what was delivered of it. To send a row again is harmless.
@@ -171,6 +173,17 @@ class Position:
         write_json(run_dir / POSITION, asdict(self))
 
 
+def run_page(run_dir: Path) -> str:
+    """Where the run is in MLflow's pages, behind the server's address; empty while it is nowhere.
+
+    The page opens for training and not for GenAI, which a browser does that was never told otherwise.
+    """
+    position = Position.load(run_dir)
+    if position.run_id is None or position.experiment_id is None:
+        return ""
+    return f"/#/experiments/{position.experiment_id}/runs/{position.run_id}?workflowType=machine_learning"
+
+
 def delivered(run_dir: Path) -> bool:
     """Whether MLflow has every finished row of this run's journal."""
     journal = run_dir / JOURNAL
@@ -180,6 +193,18 @@ def delivered(run_dir: Path) -> bool:
 def tracking_uri(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
     """MLFLOW_TRACKING_URI where it is set, else an SQLite file in `folder` (default: the working folder)."""
     return environment.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder or Path.cwd()).resolve() / 'mlflow.db'}"
+
+
+def misplaced(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
+    """Why the SQLite file of `tracking_uri` would not be where it says, empty if it will be.
+
+    In such an address a ? begins settings and a % a character's number, whatever the library's version makes of them.
+    """
+    here = str((folder or Path.cwd()).resolve())
+    found = [] if environment.get("MLFLOW_TRACKING_URI") else [each for each in "?%" if each in here]
+    if not found:
+        return ""
+    return f"its path has a {' and a '.join(found)}, which means something else in the address of a database"
 
 
 def _ends_a_row(journal: Path, offset: int) -> bool:
@@ -211,16 +236,20 @@ class Journal:
     """Writer of one run's `journal.jsonl`; implements `core.protocols.Tracker`.
 
     attempt: raised by a rollback, part of every row. resume_step: first step that is executed again; rows that
-    already stand for it and later are not written twice (see `StandingRows`). dropped: rows lost to disk errors so far;
-    those are never raised into training, and a `journal.dropped` event follows once writing works again. Times
-    of rows never go back, even if the machine's clock does.
+    already stand for it and later are not written twice (see `StandingRows`). Errors of the disk are never raised into
+    training: rows wait in memory, `patience` bytes of them at most, and are written in order once that works again,
+    followed by an event `journal.late`, or `journal.dropped` where some had no place. Times of rows never go back, even
+    if the machine's clock does.
     """
+
+    patience = 64 << 20
 
     def __init__(self, path: Path, attempt: int = 1, resume_step: int | None = None) -> None:
         self.path = path
         self.attempt = attempt
-        self.dropped = 0
-        self._lost = 0
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._lost = self._late = self._told = 0
         self._failed_syncs = 0
         self._torn: int | None = None
         try:
@@ -260,6 +289,10 @@ class Journal:
         head = {"kind": "event", "step": int(step), "attempt": self.attempt, "time": self._now(), "code": code}
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
+    def tell(self, step: int, code: str, text: str, **fields: Any) -> None:
+        """An event; a journal has no screen."""
+        self.event(step, code, text=text, **fields)
+
     def note(self, kind: str, **fields: Any) -> None:
         """One row of another kind.
 
@@ -270,8 +303,14 @@ class Journal:
         head = {"kind": kind, "attempt": self.attempt, "time": self._now()}
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
+    @property
+    def dropped(self) -> int:
+        """Rows that the disk has refused: those that had no place in memory, and those that still wait there."""
+        return self._lost + len(self._waiting)
+
     def flush(self) -> None:
         """Everything logged so far is on disk (fsync). A disk that fails is not raised but reported like a lost row."""
+        self._catch_up()
         try:
             os.fsync(self._fd)
         except OSError:
@@ -293,22 +332,34 @@ class Journal:
         self.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        if not self._append(row):
-            self.dropped += 1
-            self._lost += 1
-        elif self._lost or self._failed_syncs:
+        line = encode(row)
+        self._catch_up()
+        if self._waiting or not self._append(line):
+            if self._waiting_bytes + len(line) > self.patience:
+                self._lost += 1
+                return
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+            self._late += 1
+        elif self._late or self._lost > self._told or self._failed_syncs:
+            lost = self._lost - self._told
             trouble = {
-                "code": "journal.dropped",
-                "rows": self._lost,
-                "total": self.dropped,
+                "code": "journal.dropped" if lost or self._failed_syncs else "journal.late",
+                "rows": lost,
+                "total": self._lost,
+                "late": self._late,
                 "failed_syncs": self._failed_syncs,
             }
             head = {"kind": "event", "step": row.get("step", 0), "attempt": self.attempt, "time": self._now()}
-            if self._append(head | trouble):
-                self._lost = self._failed_syncs = 0
+            if self._append(encode(head | trouble)):
+                self._told, self._late, self._failed_syncs = self._lost, 0, 0
 
-    def _append(self, row: Mapping[str, Any]) -> bool:
-        line = encode(row)
+    def _catch_up(self) -> None:
+        """Write what waits, in order, as far as the disk takes it."""
+        while self._waiting and self._append(self._waiting[0]):
+            self._waiting_bytes -= len(self._waiting.popleft())
+
+    def _append(self, line: bytes) -> bool:
         try:
             self._take_back()
             end = os.fstat(self._fd).st_size
@@ -406,10 +457,14 @@ class StandingRows:
 def _first_difference(old: Metrics, new: Metrics) -> str | None:
     # repr tells every two floats apart, 0.0 and -0.0 too, but not one NaN from another.
     for name in sorted(new):
-        if not _timing(name) and repr(old[name]) != repr(new[name]):
+        if not _of_the_process(name) and repr(old[name]) != repr(new[name]):
             return name
     return None
 
 
-def _timing(name: str) -> bool:
-    return name.startswith("time/") or name == "train/tokens_per_second"
+_OF_THE_PROCESS = ("train/tokens_per_second", "train/mfu", "train/peak_memory_gib")
+
+
+def _of_the_process(name: str) -> bool:
+    """Whether it says how fast or large the process was, which is another each time."""
+    return name.startswith("time/") or name in _OF_THE_PROCESS

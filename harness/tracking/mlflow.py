@@ -22,11 +22,14 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus, Metric, Param, Run, RunTag
+from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
 from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from harness.core.files import step_name
 from harness.tracking.journal import JOURNAL, Position, read_rows
+from harness.tracking.mlflow_page import Description, arrange, data_input
 
 # A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
 _UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
@@ -90,6 +93,30 @@ class CheckpointModels:
         return self._ids[step]
 
 
+class MachineWatch:
+    """Load and memory of this machine and its GPUs into the run, by MLflow's own collector: `system/...`.
+
+    Raises ImportError without psutil (GPUs: nvidia-ml-py), and what mlflow raises.
+    """
+
+    def __init__(self, uri: str, run_id: str, seconds: float) -> None:
+        self._monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
+        # A number of seconds, whatever its annotation says; the environment's wins, as everywhere in MLflow.
+        if not MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get():
+            self._monitor.sampling_interval = seconds
+        self._monitor.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it goes on; it gives up for good when it cannot reach the server."""
+        thread = self._monitor._process
+        return thread is not None and thread.is_alive()
+
+    def finish(self) -> None:
+        """End it; what was measured is delivered."""
+        self._monitor.finish()
+
+
 MAX_METRICS = 1000
 MAX_ENTRIES = 100
 MAX_NAME = 250
@@ -114,6 +141,7 @@ class Sink:
     """
 
     def __init__(self, uri: str, run_dir: Path, experiment: str, position: Position) -> None:
+        self._uri = uri
         self._client = MlflowClient(tracking_uri=uri)
         self._run_dir = run_dir
         self._position = position
@@ -124,17 +152,25 @@ class Sink:
             position.save(run_dir)
         self._run_id: str = run.info.run_id
         self._status: str = run.info.status
+        arrange(self._client, run.info.experiment_id)
+        if position.experiment_id != run.info.experiment_id:
+            position.experiment_id = run.info.experiment_id
+            position.save(run_dir)
         self._models = CheckpointModels(self._client, run)
         self._attempt = 0
         self._counts: Counter[str] = Counter()
         self._last: deque[str] = deque(maxlen=LAST_EVENTS)
+        self._description = Description(self._client, self._run_id, run.info.experiment_id, run_dir)
         if position.offset:
-            self._count(read_rows(run_dir / JOURNAL, position.offset, metrics=False))
+            for row in read_rows(run_dir / JOURNAL, position.offset, metrics=False):
+                self._count([row])
+                self._description.take(row)
 
     def deliver(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send `rows` in order. If this raises, make a new Sink and send the same rows again."""
         metrics: list[Metric] = []
         for row in rows:
+            self._description.take(row)
             if row["kind"] == "metrics":
                 stamp = _milliseconds(row)
                 metrics += [
@@ -148,11 +184,21 @@ class Sink:
             self._note(row)
         self._send(metrics)
         self._tag_events(rows)
+        if any(row["kind"] == "end" for row in rows):
+            self._description.write()
+
+    def rest(self) -> None:
+        """Nothing waits to be sent: bring the description up to date."""
+        self._description.write()
 
     def resumed(self) -> None:
         """A trainer is there, whatever the shipper of the one before it has said last."""
         if self._status != "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
+
+    def watch_machine(self, seconds: float) -> MachineWatch:
+        """Begin to tell how busy this machine is."""
+        return MachineWatch(self._uri, self._run_id, seconds)
 
     def lost(self) -> None:
         """The trainer went without an "end" row: killed. A resume sets the run RUNNING again."""
@@ -196,6 +242,10 @@ class Sink:
             self._client.update_run(self._run_id, status="RUNNING")
             self._tag(row.get("tags", {}))
             self._set_params(row.get("params", {}))
+            if row.get("data"):
+                self._client.log_inputs(self._run_id, datasets=[data_input(row["data"])])
+        elif row["kind"] == "tags":
+            self._tag(row.get("tags", {}))
         elif row["kind"] == "artifact":
             self._upload(str(row["path"]))
         elif row["kind"] == "checkpoint":

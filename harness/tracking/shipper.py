@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from harness.tracking.journal import JOURNAL, Position, decode, delivered, require_run, tracking_uri
 
 if TYPE_CHECKING:
-    from harness.tracking.mlflow import Sink
+    from harness.tracking.mlflow import MachineWatch, Sink
 
 GRACE = 30.0
 POLL = 0.5
@@ -58,14 +58,16 @@ class ShipperHandle:
         return True
 
 
-def start(run_dir: Path, experiment: str) -> ShipperHandle:
+def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> ShipperHandle:
     """Start the shipper of `run_dir`. Call it after the journal's "run" row is written.
 
     Its output goes to `<run_dir>/shipper.log`. If another shipper still holds the run, it waits for its turn.
+    system_seconds: between figures of this machine and its GPUs, which are sent too; 0: none.
     """
     journal = run_dir / JOURNAL
     size = journal.stat().st_size if journal.exists() else 0
     command = [*_command(run_dir, experiment), "--pid", str(os.getpid()), "--from", str(size)]
+    command += ["--system-seconds", str(system_seconds)]
     with (run_dir / "shipper.log").open("ab") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
@@ -98,13 +100,16 @@ def _environment() -> dict[str, str]:
 @dataclass
 class _Follower:
     """The shipper's own side. pid: the trainer's, None under `sync`. born: journal size at start; an "end" row before
-    it belongs to an earlier process."""
+    it belongs to an earlier process. system_seconds: between figures of the machine, 0 for none."""
 
     run_dir: Path
     experiment: str
     pid: int | None
     born: int
     patience: float
+    system_seconds: float = 0.0
+    _machine: MachineWatch | None = None
+    _look_again: float = 0.0
 
     def run(self) -> int:
         """Follow until the end; 0 if all is delivered."""
@@ -113,7 +118,11 @@ class _Follower:
             _say("another shipper holds this run")
             return 1
         with lock:
-            return self._follow()
+            try:
+                return self._follow()
+            finally:
+                if self._machine is not None:
+                    self._machine.finish()
 
     def trainer_gone(self) -> bool:
         """The trainer is our parent: once it is gone, even as a zombie, we have another. (Pids are used again.)"""
@@ -153,8 +162,11 @@ class _Follower:
                     ended = offset > self.born and bool(rows) and rows[-1]["kind"] == "end"
                     backoff, success = POLL, time.monotonic()
                     continue
+                sink.rest()
                 if gone and not ended:
                     sink.lost()
+                if not (gone or ended):
+                    self._watch_machine(sink)
             except Exception as error:
                 # A new connection takes up at what is written down, so that nothing half done is counted twice.
                 sink, position = None, Position.load(self.run_dir)
@@ -167,6 +179,18 @@ class _Follower:
             if ended or gone or self.pid is None:
                 return 0
             time.sleep(POLL)
+
+    def _watch_machine(self, sink: Sink) -> None:
+        """While the trainer trains; taken up again where an outage ended it."""
+        if not self.system_seconds or self.pid is None or time.monotonic() < self._look_again:
+            return
+        self._look_again = time.monotonic() + 3 * self.system_seconds
+        if self._machine is None or not self._machine.alive:
+            try:
+                self._machine = sink.watch_machine(self.system_seconds)
+            except ImportError as error:
+                self.system_seconds = 0.0
+                _say(f"no figures of the machine: {error}")
 
     def _ended(self, offset: int) -> bool:
         """Whether what was delivered ends with our trainer's end: another shipper may have come that far."""
@@ -215,9 +239,12 @@ def main() -> int:
     parser.add_argument("--pid", type=int, help="the trainer to follow, our parent; without it: deliver once and end")
     parser.add_argument("--from", dest="born", type=int, default=0, help="journal bytes older than the trainer")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without success before giving up")
+    parser.add_argument("--system-seconds", type=float, default=0.0, help="between figures of the machine; 0: none")
     options = parser.parse_args()
     os.environ.update(DEFAULTS | dict(os.environ) | FIXED)
-    follower = _Follower(options.run_dir, options.experiment, options.pid, options.born, options.patience)
+    follower = _Follower(
+        options.run_dir, options.experiment, options.pid, options.born, options.patience, options.system_seconds
+    )
     if follower.pid is not None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -271,6 +271,7 @@ def write_parquet(run_dir: Path) -> Path | None:
             schema,
             compression="zstd",
             use_dictionary=["step", "layer", "role", "scale"],
+            column_encoding={name: "BYTE_STREAM_SPLIT" for name in FIGURES if name != "scale"},
         ) as writer,
     ):
         for names, block in _blocks(found):

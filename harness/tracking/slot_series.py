@@ -24,7 +24,7 @@ from harness.core.metrics import role_row
 from harness.tracking.journal import JOURNAL, read_rows
 from harness.tracking.slot_file import FIGURES, SLOT_FILE, Floats, SlotFile, SlotSteps, stacked
 
-MAX_PICKED = 24
+MAX_PICKED = 9
 """Slots that are picked for what they do; asked for by pattern there may be `tracking.fp8_series` more."""
 PICKED = "fp8.picked"
 DEMOTED, NEAR = "its layer left FP8", "beyond a limit of the fallback"

@@ -34,8 +34,9 @@ from torch._dynamo.device_interface import CudaInterface  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+from harness.capability.cards import Card  # noqa: E402
 from harness.capability.probe import probe  # noqa: E402
-from harness.estimate.roofline import Card, find_card  # noqa: E402
+from harness.estimate.roofline import find_card  # noqa: E402
 from harness.estimate.trace import on_paper  # noqa: E402
 from harness.models.gpt import build, rotary  # noqa: E402
 from harness.precision.convert import build_backend  # noqa: E402

@@ -25,13 +25,15 @@ from harness.precision.recipe import load_recipe
 _WIDE = {"vocab": 256, "dim": 512, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 1408}
 _DEEP = {"vocab": 4096, "dim": 192, "layers": 8, "heads": 6, "kv_heads": 3, "ffn": 512}
 # name -> (recipe, rung, model, samples in a micro-batch, micro-batches, tokens, optimizer)
-RUNS: dict[str, tuple[str, str, dict[str, int], int, int, int, str]] = {
+RUNS: dict[str, tuple[str, str, dict[str, Any], int, int, int, str]] = {
     "bf16, weights": ("bf16", "autocast:bf16", _WIDE, 1, 1, 64, "adamw"),
     "bf16, activations": ("bf16", "autocast:bf16", _WIDE, 8, 2, 128, "adamw"),
     "fp32, activations": ("fp32", "autocast:fp32", _DEEP, 4, 2, 256, "sgd"),
     "fp16, deep": ("fp16_scaler", "autocast:fp16", _DEEP, 1, 2, 64, "adamw"),
     "native, weights": ("fp8_hybrid", "native:fp8", _WIDE, 1, 2, 64, "adamw"),
     "native, activations": ("fp8_hybrid", "native:fp8", _DEEP, 4, 1, 256, "adamw"),
+    "bf16, recomputed": ("bf16", "autocast:bf16", _DEEP | {"recompute": "block"}, 4, 2, 256, "adamw"),
+    "native, in chunks": ("fp8_hybrid", "native:fp8", _DEEP | {"recompute": "mlp", "loss_chunk": 64}, 4, 1, 256, "sgd"),
     "torchao, activations": ("fp8_dynamic", "torchao:fp8", _WIDE, 4, 1, 128, "sgd"),
 }
 

@@ -73,6 +73,15 @@ def test_overrides_and_ranks() -> None:
     assert any("one of 2 processes" in note for note in two["notes"])
 
 
+def test_recomputed_blocks_and_a_loss_in_chunks_need_less() -> None:
+    """Forward again in backward takes the same attention kernel, or PyTorch would refuse what it saved."""
+    large = ("--card", "H100", *QUICK, "train.micro_batch=4", "data.context=512")
+    plain = answer(*large, "model.args={vocab: 8192}")
+    less = answer(*large, "model.args={vocab: 8192, recompute: block, loss_chunk: 64}")
+    assert less["peak_gib"] < plain["peak_gib"] / 2
+    assert less["kernels"] > plain["kernels"]
+
+
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     wrong = tmp_path / "proof.json"
     wrong.write_text("{}")
@@ -99,6 +108,13 @@ def test_a_launcher_is_refused_by_name() -> None:
     done = run("--card", "H100", *QUICK, **LAUNCHED)
     assert done.returncode == 2
     assert "--ranks" in done.stderr
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fp8", "torch.optim:RMSprop"])
+def test_an_optimizer_that_fake_tensors_cannot_take_is_refused(optimizer: str) -> None:
+    done = run("--card", "H100", *QUICK, f"train.optimizer={optimizer}")
+    assert done.returncode == 2
+    assert f"train.optimizer '{optimizer}': its update is not estimated" in done.stderr
 
 
 @pytest.mark.parametrize("asked", ["engine.deepspeed=configs/deepspeed/nowhere.json", "engine.name=deepspeed"])

@@ -13,6 +13,8 @@ RUNS = (
     "fp16, deep",
     "native, weights",
     "native, activations",
+    "bf16, recomputed",
+    "native, in chunks",
     "torchao, activations",
 )
 

@@ -23,7 +23,8 @@ from harness.core.errors import CheckpointError
 from harness.core.state import TrainState
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import Schedule, build_optimizer
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
 from harness.tracking.journal import Journal
 from tests.support.ranks import run_ranks
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import Schedule, build_optimizer
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
 from tests.support.ranks import group_threads, run_ranks, train
 
 CPU = torch.device("cpu")

@@ -23,7 +23,8 @@ from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import Schedule, build_optimizer
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
 from tests.support.ranks import MICRO, SAMPLES, run_ranks, train
 
 CPU = torch.device("cpu")

@@ -30,7 +30,8 @@ from harness.engines.torch_engine import ModelPart, OptimizerPart
 from harness.loop import train
 from harness.models import Task, build_model
 from harness.models.gpt import GPT, build
-from harness.optim import Schedule, build_optimizer
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
 from harness.precision.recipe import Recipe, load_recipe
 from harness.run import seed_step
 from harness.tracking.console import Console

@@ -97,6 +97,14 @@ def test_a_fault_that_stays_halts_within_budget(tmp_path: Path) -> None:
     assert "halted" in done.stdout
 
 
+def test_a_rollback_that_has_nowhere_to_go_is_not_counted(tmp_path: Path) -> None:
+    run, done = run_faulty(tmp_path, "nan_from", "{first: 3}", "train.steps=40", "checkpoint.every=5")
+    assert done.returncode == 3, done.stdout
+    assert events(run, "guard.rollback") == []
+    assert "rollbacks 1" not in done.stdout
+    assert json.loads((run / "outcome.json").read_text())["rollbacks"] == 0
+
+
 @pytest.mark.slow
 def test_without_the_guard_nothing_rolls_back(tmp_path: Path) -> None:
     run, done = run_faulty(tmp_path, "nan_from", "{first: 6}", "train.steps=20", "guard.enabled=false")

@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.runs import harness, metrics, start, train, wait_for_step
 
-ARGUMENTS = ("--name", "r", "train.steps=24", "checkpoint.every=6", "tracking.mlflow=true", "tracking.report=true")
+ARGUMENTS = ("--name", "r", "train.steps=24", "checkpoint.every=6", "tracking.mlflow=true", "tracking.report=true",
+             "tracking.drain_seconds=500")  # fmt: skip
 SLOTS = [
     f"blocks.{block:02d}.{layer}.{role}"
     for block in range(2)

@@ -69,6 +69,11 @@ def test_ranks_stay_equal_under_quantised_moments(tmp_path: Path) -> None:
     assert events(run, "ranks.diverged") == []
     losses = metrics(run)
     assert len(losses) == 8
+    sizes = [value for _, value in metrics(run, "train/peak_memory_gib")]
+    assert len(sizes) == 8
+    assert 0.05 < sizes[0] <= sizes[-1] < 50, "GiB, the larger of both ranks, and never less than before"
+    assert sizes == sorted(sizes)
+    assert metrics(run, "train/mfu") == [], "a CPU's peak is not known"
     assert losses[-1][1] < losses[0][1]
 
 

@@ -190,8 +190,8 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a journal is not written through a link",
-        "os.O_APPEND | os.O_NOFOLLOW",
-        "os.O_APPEND",
+        "os.O_APPEND | os.O_NOFOLLOW, 0o644",
+        "os.O_APPEND, 0o644",
         "tests/faults/test_planted_files.py -k journal",
     ),
     Mutation(

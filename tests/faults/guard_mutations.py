@@ -6,6 +6,13 @@ from mutation import Mutation
 
 GUARD = (
     Mutation(
+        11,
+        "only rollbacks that happened are counted",
+        "ledger.skips, len(ledger.returned_to))",
+        "ledger.skips, ledger.rollbacks)",
+        "tests/e2e/test_guard.py -k nowhere_to_go",
+    ),
+    Mutation(
         8,
         "unfit samples gate the update",
         ' | bool(own.get("bad_data"))',

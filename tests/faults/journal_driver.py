@@ -19,6 +19,8 @@ from typing import Any
 from harness.tracking.journal import Journal
 
 MODES = {"kill": 1, "full": 2, "once": 3}
+IMPATIENT = "impatient-"
+"""A journal that keeps nothing in memory for a disk that is full or fails once."""
 AMID, AFTER = 6, 3
 
 
@@ -33,7 +35,9 @@ def swept(library: ctypes.CDLL, n: int, mode: str, journal: Journal) -> int:
     """Two good steps, AMID in which the n-th call fails, AFTER good ones; how many calls failed."""
     for step in (1, 2):
         step_of(journal, step)
-    library.inject_arm(n, MODES[mode])
+    if mode.startswith(IMPATIENT):
+        journal.patience = 0
+    library.inject_arm(n, MODES[mode.removeprefix(IMPATIENT)])
     for step in range(3, 3 + AMID):
         step_of(journal, step)
     fired: int = library.inject_disarm()
@@ -82,7 +86,7 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {
         "torn": [in_fork(scratch / "torn", lambda journal: torn(library, journal))]
     }
-    for mode in MODES:
+    for mode in (*MODES, f"{IMPATIENT}full", f"{IMPATIENT}once"):
         results[mode] = []
         for n in range(1, 1000):
             folder = scratch / f"{mode}-{n}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from data_mutations import DATA
 from guard_mutations import GUARD
+from loop_mutations import LOOP
+from model_mutations import MODELS
 from mutation import Mutation
 from native_mutations import NATIVE
 from process_mutations import PROCESS
@@ -19,10 +21,12 @@ MUTATIONS: tuple[Mutation, ...] = (
     *RESUME,
     *PROCESS,
     *GUARD,
+    *LOOP,
     *TRACKING,
     *DATA,
     *TOKENS,
     *NATIVE,
     *TORCHAO,
     *TRANSFORMER_ENGINE,
+    *MODELS,
 )

@@ -15,7 +15,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a rank notices that its launcher is gone",
-        "if self._parent and os.getppid() != self._parent:",
+        "if parent and os.getppid() != parent:",
         "if False:",
         "tests/unit/test_stop.py -k dies_while",
     ),
@@ -56,6 +56,34 @@ PROCESS: tuple[Mutation, ...] = (
     ),
     Mutation(
         6,
+        "a signal before anything is imported ends it with 75",
+        "end_while_importing()  # before what takes its time\n",
+        "",
+        "tests/faults/test_signals.py -k before_anything",
+    ),
+    Mutation(
+        6,
+        "a process that trained ends past the interpreter's last moments",
+        '_guarded(lambda: command(**arguments), trains=name == "train")',
+        "_guarded(lambda: command(**arguments))",
+        "tests/faults/test_signals.py -k more_signals",
+    ),
+    Mutation(
+        6,
+        "a rank that starts misses its launcher",
+        "            if _launcher_gone(_PARENT, _GRANDPARENT):\n",
+        "            if False:\n",
+        "tests/faults/test_signals.py -k miss_their_launcher",
+    ),
+    Mutation(
+        6,
+        "a wrapper that was asked to stop before ranks trained says 75",
+        'elif [ -n "$signalled" ]; then',
+        "elif false; then",
+        "tests/unit/test_launch_scripts.py -k before_any_rank",
+    ),
+    Mutation(
+        6,
         "a hang-up is a request to stop",
         "signal.SIGUSR1, signal.SIGHUP)",
         "signal.SIGUSR1)",
@@ -78,8 +106,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "the reason of a rank that was asked alone is known to all",
-        "        reason = _reason(run)\n",
-        "        reason = run.stop.reason\n",
+        "        reason = _with_note(_reason(run), kept)\n",
+        "        reason = _with_note(run.stop.reason, kept)\n",
         "tests/faults/test_signals.py::test_signals_to_the_launcher_or_one_rank_stop_all[torchrun-2]",
     ),
     Mutation(
@@ -116,6 +144,27 @@ PROCESS: tuple[Mutation, ...] = (
         "        limit_every_group(timeout_seconds)\n",
         "",
         "tests/faults/test_lost_ranks.py -k deepspeed-SIGSTOP",
+    ),
+    Mutation(
+        7,
+        "the lock of a build whose maker is dead is taken away",
+        "if not owner and _unchanged(lock.parent) >= QUIET:",
+        "if False:",
+        "tests/unit/engines/test_deepspeed_build.py -k killed_build",
+    ),
+    Mutation(
+        7,
+        "a build that lives is left alone",
+        "if not owner and _unchanged(",
+        "if _unchanged(",
+        "tests/unit/engines/test_deepspeed_build.py -k living",
+    ),
+    Mutation(
+        7,
+        "a build is not waited for for ever",
+        "    if waited > seconds:\n",
+        "    if False:\n",
+        "tests/unit/engines/test_deepspeed_build.py -k living",
     ),
     Mutation(
         1,

@@ -16,6 +16,7 @@ from harness.data.text import Document, split_documents
 from harness.tracking.journal import read_rows
 
 BATCH = 4
+OF_THE_PROCESS = ("train/tokens_per_second", "train/peak_memory_gib")
 # What a resume adds to a journal.
 _OF_PROCESSES = ("run.resumed", "checkpoint.quarantined")
 
@@ -46,7 +47,7 @@ def history(run: Path) -> list[str]:
     told = []
     for row in read_rows(run / "journal.jsonl"):
         if row["kind"] == "metrics":
-            metrics = {name: value for name, value in row["metrics"].items() if name != "train/tokens_per_second"}
+            metrics = {name: value for name, value in row["metrics"].items() if name not in OF_THE_PROCESS}
             told.append(repr((row["step"], row["attempt"], sorted(metrics.items()))))
         elif row["kind"] == "event" and row["code"] not in _OF_PROCESSES:
             told.append(repr(sorted((key, value) for key, value in row.items() if key != "time")))

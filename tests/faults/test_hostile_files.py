@@ -134,9 +134,38 @@ def test_hostile_deepspeed_json_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/b", "/tmp/x", ".hidden", "a\0b", "a\nb", "\x1b[2J", "\udcff", "a" * 300]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/b",
+        "/tmp/x",
+        ".hidden",
+        "a\0b",
+        "a\nb",
+        "\x1b[2J",
+        "\udcff",
+        "a" * 300,
+        "*",
+        "~",
+        "~root",
+        "--help",
+        "-",
+        "a?",
+        "a[1]",
+        "$HOME",
+        "`id`",
+        "a;b",
+        "a&",
+        "a|b",
+        "'a'",
+        "{a,b}",
+        "a\\b",
+    ],
 )
-def test_a_run_name_cannot_lead_out_of_runs(name: str) -> None:
+def test_a_run_name_leads_nowhere_else_and_means_nothing_else(name: str) -> None:
     with pytest.raises(ConfigError, match="no folder name"):
         choose_folder("tiny", "fp32", name, "auto", 1)
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from launch_support import (
     check_stopped,
     finishes,
     launch,
+    launcher,
     nothing_left,  # noqa: F401
     script,
     steps_done,
@@ -66,6 +68,32 @@ def sleepy():
             time.sleep(33)
     model.register_forward_pre_hook(sleep)
     return model
+"""
+# launch/train.py that sends itself a signal when it begins to import the first thing that takes its time.
+AT_IMPORT = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "typer":
+            open("fired", "w").close()
+            os.kill(os.getpid(), signal.{name})
+sys.meta_path.insert(0, Finder)
+runpy.run_path({program!r}, run_name="__main__")
+"""
+# The same, whose rank 0 comes late to the rendezvous, so that the other waits there.
+LATE = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from harness import build
+real = build.join
+def join(launch, *given):
+    open(str(launch.rank), "w").close()
+    if launch.rank == 0:
+        time.sleep(600)
+    return real(launch, *given)
+build.join = join
+from harness.cli import train_main
+train_main()
 """
 STAGES = ("join_worker", "build_plan", "build_data", "write_plan", "open_store", "open_telemetry", "build_run")
 # The same, with signals from within: WHERE is what is going on when they come, "<signal> <how often>".
@@ -266,3 +294,43 @@ def test_max_minutes_stops_two_ranks_at_one_step(tmp_path: Path) -> None:
     outcome = json.loads((job.run / "outcome.json").read_text())
     assert outcome["reason"].endswith("train.max_minutes is over")
     check_stopped(job.run, outcome["reason"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_more_signals_until_the_process_is_gone_leave_75(tmp_path: Path, name: str) -> None:
+    """The last moments of a process are the interpreter's, where its own handlers are gone."""
+    job = at_step(tmp_path, 5)
+    job.process.send_signal(signal.Signals[name])
+    sent = 0
+    while job.process.poll() is None:
+        job.process.send_signal(signal.SIGTERM)
+        sent += 1
+        time.sleep(0.001)
+    assert job.process.returncode == 75, job.output()
+    assert sent > 1
+    check_stopped(job.run, name)
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
+def test_a_signal_before_anything_is_imported_is_a_clear_end(tmp_path: Path, name: str) -> None:
+    (tmp_path / "start.py").write_text(AT_IMPORT.format(program=str(ROOT / "launch" / "train.py"), name=name))
+    job = launch(tmp_path, *ARGUMENTS, before=[sys.executable, str(tmp_path / "start.py")])
+    assert job.process.wait(timeout=120) == 75, job.output()
+    assert (tmp_path / "fired").exists()
+    assert job.output() == f"{name}: stopped before training began; the same command starts it again\n"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
+def test_ranks_that_start_miss_their_launcher(tmp_path: Path, kind: str) -> None:
+    """Out of reach of signals: one waits for the other in the rendezvous, whose host is gone."""
+    (tmp_path / "start.py").write_text(LATE.format(root=str(ROOT)))
+    job = launch(tmp_path, *ARGUMENTS, before=[*launcher(kind, 2), str(tmp_path / "start.py")])
+    wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "0").exists(), "both ranks start", START_SECONDS)
+    for pid, variables in job.processes().items():  # the deepspeed launcher is two processes
+        if "RANK" not in variables:
+            os.kill(pid, signal.SIGKILL)
+    job.ended(15)
+    assert "the launcher is gone: stopped before training began" in job.output()

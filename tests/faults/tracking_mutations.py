@@ -55,6 +55,27 @@ TRACKING: tuple[Mutation, ...] = (
         "tests/faults/test_journal_disk.py -k any_call_costs",
     ),
     Mutation(
+        18,
+        "the default database is in the working folder or the run is refused",
+        "if config.mlflow and (why := misplaced()):",
+        "if False:",
+        "tests/unit/tools/test_places.py -k refuse",
+    ),
+    Mutation(
+        24,
+        "names of runs mean nothing to a shell",
+        " and not _MEANS_MORE & set(name)",
+        "",
+        "tests/faults/test_hostile_files.py -k means_nothing_else",
+    ),
+    Mutation(
+        19,
+        "rows wait in memory for a disk that is full",
+        "patience = 64 << 20",
+        "patience = 0",
+        "tests/faults/test_journal_disk.py -k wait_in_memory",
+    ),
+    Mutation(
         26,
         "times of rows come from a clock that nobody can set",
         "return self._offset + _elapsed()",

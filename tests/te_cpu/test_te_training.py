@@ -32,7 +32,7 @@ fallback: {fallback}
 # Limits that layers of a healthy run are over now and then: some leave FP8, and return.
 NERVOUS = "{saturation_input: 1.02, saturation_weight: 1.5, hits: 2, window: 4, dwell_steps: 4, max_demoted_share: 0.9}"
 STEPS = 24
-TIMES = {"train/tokens_per_second"}
+TIMES = {"train/tokens_per_second", "train/peak_memory_gib"}
 
 
 def arguments(folder: Path, backend: str, steps: int = STEPS, fallback: str = "{}") -> list[str]:

@@ -51,6 +51,20 @@ def test_without_a_word_from_a_rank_the_launchers_code_stands(tmp_path: Path) ->
     assert supervise(tmp_path, "exit 0").wait(LIMIT) == 0
 
 
+def test_a_signal_before_any_rank_trains_is_75_and_says_so(tmp_path: Path) -> None:
+    # As torchrun ends when it is asked to before its ranks have begun.
+    script = f'. "{ROOT}/launch/outcome.sh"; supervise bash -c "$CHILD"'
+    environment = {**os.environ, "CHILD": f": >up; exec sleep {LIMIT}", "OUTCOME_WAIT": "2"}
+    process = subprocess.Popen(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(tmp_path / "up")
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=LIMIT)
+    assert process.returncode == 75
+    assert "stopped before training began" in told
+
+
 def test_another_run_that_ends_meanwhile_is_not_taken_for_this_one(tmp_path: Path) -> None:
     other = "mkdir -p runs/other; echo '{\"exit_code\": 75}' >runs/other/outcome.json"
     assert supervise(tmp_path, f"{other}; exit 1").wait(LIMIT) == 1

@@ -16,7 +16,8 @@ from benchmarks import te_golden
 from benchmarks.proof import __main__ as command
 from benchmarks.proof import page
 from benchmarks.proof.registry import ROWS
-from harness.estimate.roofline import CARDS, read_calibration
+from harness.capability.cards import CARDS
+from harness.estimate.roofline import read_calibration
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 STATUSES = {"passed", "failed", "not run"}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 from harness.core.errors import CheckpointError
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import Schedule, build_optimizer
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
 from tests.support.updates import finish
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ from harness.core.config import TrainConfig
 from harness.core.facts import Limits
 from harness.core.protocols import NO_LIMITS
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import Schedule, build_optimizer
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
 from tests.support.updates import finish
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.capability.cards import CARDS
 from harness.core.errors import ConfigError
 from harness.estimate.roofline import (
-    CARDS,
     Op,
     device_seconds,
     find_card,

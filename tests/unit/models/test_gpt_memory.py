@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness import Precision
+from harness.models import Task
+from harness.models.flops import training_flops
 from harness.models.gpt import GPT, build
 
 RECIPES = ("fp32", "bf16", "fp16_scaler", "fp8_hybrid", "fp8_dynamic", "fp8_block")
@@ -116,3 +118,33 @@ def test_recomputing_keeps_fewer_activations() -> None:
     every_other = peak(layers=6, recompute="block", recompute_every=2)
     assert block < mlp < none
     assert block < every_other < none
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16_scaler", "fp8_hybrid"])
+def test_packed_documents_train_in_16_bits(recipe: str) -> None:
+    """Close to fp32, where tests/unit/models/test_gpt_options.py has them exact."""
+    drawn = torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(3))
+    segments = (torch.arange(32) // 12).expand(2, 32).contiguous()
+    found = {}
+    for name in ("fp32", recipe):
+        precision = Precision.from_recipe(name)
+        model = precision.prepare(small(recompute="block", loss_chunk=10))
+        with precision.context():
+            loss = model(drawn[:, :-1], drawn[:, 1:], segments)
+        precision.backward(loss)
+        found[name] = loss.item()
+    assert found[recipe] == pytest.approx(found["fp32"], rel=0.01)
+    assert found[recipe] != found["fp32"]
+
+
+@pytest.mark.parametrize("args", [{}, {"loss_chunk": 40}, {"recompute": "block"}, {"recompute": "mlp"}])
+def test_operations_are_counted_whatever_is_asked_for(args: dict[str, Any]) -> None:
+    """Recomputing is no more of the model, and a chunk no less: MFU stays what it was."""
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    batch = {"inputs": tokens, "targets": tokens}
+    model, plain = small(**args), small()
+    expected = training_flops(plain, Task(plain, "gpt"), batch)
+    assert expected > 0
+    assert training_flops(model, Task(model, "gpt"), batch) == expected
+    packed = training_flops(model, Task(model, "gpt"), {**batch, "segments": tokens})
+    assert packed == expected

@@ -16,7 +16,8 @@ from harness.core.errors import CheckpointError, ConfigError
 from harness.core.facts import Limits
 from harness.core.update import takes_found_inf
 from harness.engines.torch_engine import TorchEngine
-from harness.optim import MuonAdamW, Schedule, build_optimizer, optimizer_bytes, refused_by, too_high, waits_for
+from harness.optim.optimizers import MuonAdamW, build_optimizer, optimizer_bytes, refused_by, waits_for
+from harness.optim.schedule import Schedule, too_high
 from tests.support.updates import finish
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 from harness.core.errors import ConfigError
 from harness.core.update import takes_found_inf
-from harness.optim import build_optimizer
+from harness.optim.optimizers import build_optimizer
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.core.config import TrainConfig
-from harness.optim import Schedule
+from harness.optim.schedule import Schedule
 
 SCHEDULE = Schedule(lr=3e-3, warmup_steps=7, total_steps=50, min_lr_ratio=0.1)
 

@@ -76,6 +76,26 @@ def train_step(
     return outcome
 
 
+def scaled() -> tuple[Precision, nn.Sequential]:
+    """Under fp16, at a scale that does not overflow."""
+    return prepared(recipe("fp16_scaler", loss_scale={"init": 1024.0, "growth_interval": 3}))
+
+
+def standard_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, micro_batches: int = 1, poison: float = 0.0
+) -> float:
+    """Nothing in it is of the harness."""
+    total = 0.0
+    x, y = batch(step)
+    for inputs, targets in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+        loss = nn.functional.mse_loss(model(inputs), targets) / micro_batches + poison
+        loss.backward()
+        total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
 def snapshot(precision: Precision, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Everything a skipped step must leave alone, and a resume must restore, as a deep copy."""
     state = optimizer.state_dict()

@@ -209,6 +209,74 @@ def test_a_model_that_was_cast_is_noticed(name: str) -> None:
         pass
 
 
+def half_of_it(model: nn.Sequential) -> None:
+    model[2].half()
+
+
+def one_bias(model: nn.Sequential) -> None:
+    bias = model.get_parameter("2.bias")
+    bias.data = bias.data.bfloat16()
+
+
+def on_another_device(model: nn.Sequential) -> None:
+    model[2].to("meta")
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(32, 16)
+
+
+def replaced_under_a_block(model: nn.Sequential) -> None:
+    model[0] = nn.Sequential(nn.Linear(16, 32))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (half_of_it, r"is in torch\.float16 now \(2\.weight\)"),
+        (one_bias, r"is in torch\.bfloat16 now \(2\.bias\)"),
+        (on_another_device, r"is on meta now \(2\.weight\)"),
+        (replaced, r"another module for 2, which was to run in"),
+        (replaced_under_a_block, r"another module for 0, which was to run in"),
+    ],
+)
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler"])
+@pytest.mark.parametrize("wrap", [True, False])
+def test_a_part_that_changed_is_noticed(
+    name: str, change: Callable[[nn.Sequential], None], told: str, wrap: bool
+) -> None:
+    precision, model = prepared(recipe(name))
+    optimizer = adamw(model)
+    train_step(precision, model, optimizer, 0)
+    if wrap:
+        precision.wrap(optimizer)
+    change(model)
+    forward = (lambda: model(batch(1)[0])) if wrap else (lambda: forward_backward(precision, model, 1))
+    with pytest.raises(MisuseError, match=told):
+        forward()
+
+
+def test_adapters_around_a_layer_are_no_change() -> None:
+    """As peft puts them: the layer that was prepared is still there, a level below."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base_layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer, self.down = base_layer, nn.Linear(16, 4, bias=False)
+            self.up = nn.Linear(4, 32, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base_layer(x) + self.up(self.down(x))
+
+    precision, model = prepared(recipe())
+    model[0] = Adapter(model[0])
+    optimizer = adamw(model)
+    assert train_step(precision, model, optimizer, 0).was_applied
+    model[0].base_layer = nn.Linear(16, 32)
+    with pytest.raises(MisuseError, match="another module for 0"):
+        forward_backward(precision, model, 1)
+
+
 def test_two_models_have_two_precisions() -> None:
     first, generator = prepared(recipe(), seed=1)
     second, critic = prepared(recipe("fp16_scaler"), seed=2)

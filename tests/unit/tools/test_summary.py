@@ -74,6 +74,17 @@ def test_loss_against_the_unigram_entropy_and_counts(tmp_path: Path) -> None:
     assert lines["events"] == "nonfinite.skip x 2, precision.switched x 1"
 
 
+def test_memory_and_mfu_stand_beside_the_speed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", SLOTS)
+    with Journal(run / "journal.jsonl") as journal:
+        for step, size, mfu in ((11, 1.5, 0.30), (12, 2.25, 0.42), (13, 2.25, 0.40)):
+            journal.metrics(step, {"train/peak_memory_gib": size, "train/mfu": mfu})
+    expected = "5,500 tokens/s (median), MFU 40.0% (median), peak memory 2.25 GiB (of the whole process)"
+    assert told(run)["speed"] == expected
+    (run / "plan.json").write_text(json.dumps(plan("native") | {"tier": "HOPPER"}))
+    assert told(run)["speed"].endswith("peak memory 2.25 GiB")
+
+
 def test_the_proof_counts_planned_slots_and_names_the_silent(tmp_path: Path) -> None:
     assert told(make_run(tmp_path / "a", SLOTS))["FP8 proof"] == "6 of 6 FP8 slots saw a nonzero amax"
     silent = told(make_run(tmp_path / "b", SLOTS, silent=("blocks.01.up.weight",)))["FP8 proof"]

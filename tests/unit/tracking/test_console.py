@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,12 @@ def test_plain_lines_first_last_and_thirty_between() -> None:
     expected = "step   120/300  loss 2.3412  lr 1.9e-03  |g| 0.41  8.2k tok/s  fp8 27/28  skipped 2  eta 1:30"
     assert lines[12] == expected
     assert lines[-1].endswith("eta 0:00")
+
+
+def test_memory_and_mfu_are_shown_where_they_are_known() -> None:
+    stream = io.StringIO()
+    Console(10, stream=stream).step(replace(facts(1), peak_memory=61.27, ideal_seconds=0.2), 0, 0, 0, 0)
+    assert "8.2k tok/s  MFU 40%  61.3 GiB  fp8 0/0" in stream.getvalue()
 
 
 def test_rollbacks_are_shown_once_there_are_any() -> None:

@@ -1,0 +1,319 @@
+"""torch's standard loop on a prepared model: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
+
+Three things stand in for the calls that such a loop does not make. Hooks on the model enter the precision's context for
+whatever module of it is called from outside, and hand its outputs out in float32, where losses are computed.
+`torch.autograd.backward`, which `Tensor.backward` calls, is watched: a loss whose graph holds a parameter of a prepared
+model goes through `Precision.backward`. `WrappedOptimizer.step` is `Precision.step`.
+
+Under an fp16 loss scale the gradient of every leaf that the loss reaches is divided by the scale (a power of two by
+default, so exactly) before it is accumulated and before any hook of the user's runs: clipping, logging, hooks and
+penalties on weights see true gradients. Whether the scaled ones were finite is noted at that place, since clipping by
+value would hide it.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.core.errors import MisuseError, Problem
+from harness.precision.convert import LossScale
+from harness.precision.layers import widened
+from harness.precision.misuse import misuse
+
+if TYPE_CHECKING:
+    from harness.precision.api import Precision, StepOutcome
+    from harness.precision.prepared import Prepared
+
+
+class WrappedOptimizer(Optimizer):
+    """An optimizer, or several as one, whose `step` is `Precision.step`; made by `Precision.wrap`.
+
+    Parameter groups, state, defaults and hooks are those of the optimizers within, so that schedulers made from either
+    work. Several have one `step`, one verdict and one norm; their state dicts lie in a list under "optimizers".
+
+    max_grad_norm: clip to this global L2 norm, None does not clip; tokens: of a window over all ranks, for the speed in
+    the telemetry; both may be changed between steps. outcome: of the last step, None before the first.
+    """
+
+    def __init__(self, precision: Precision, optimizers: Sequence[Optimizer], max_grad_norm: float | None, tokens: int):
+        # Not Optimizer.__init__: whatever it would make is the inner optimizers'.
+        self.optimizers, self.max_grad_norm, self.tokens = list(optimizers), max_grad_norm, tokens
+        self.outcome: StepOutcome | None = None
+        self._precision = precision
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gate, unscale, clip, apply, roll: `Precision.step`. closure: called once before that, with gradients on."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.outcome = self._precision.step(self.optimizers, self.max_grad_norm, self.tokens)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of every optimizer within."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner groups themselves, one optimizer after the other."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner state itself."""
+        return self.optimizers[0].state if len(self.optimizers) == 1 else ChainMap(*(o.state for o in self.optimizers))
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The first one's."""
+        return self.optimizers[0].defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's own, so that checkpoints of a loop without us fit."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].state_dict()
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """What `state_dict` gave. Raises MisuseError where it is of another number of optimizers."""
+        parts = [state_dict] if len(self.optimizers) == 1 else state_dict.get("optimizers", ())
+        if len(parts) != len(self.optimizers) or "optimizers" in parts[0]:
+            what = f"the state is not of {len(self.optimizers)} optimizers"
+            raise misuse("load_state_dict()", what, fix="load what state_dict() of the same wrap() gave")
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            optimizer.load_state_dict(part)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """To the inner optimizer. Raises MisuseError where there are several."""
+        if len(self.optimizers) > 1:
+            raise misuse("add_param_group()", f"it stands for {len(self.optimizers)}", fix="add it to one of them")
+        self.optimizers[0].add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # The one thing that GradScaler.step asks an optimizer before it steps.
+        why = "the loss scale of fp16 is the precision's own, and the loss would be scaled twice"
+        raise misuse("step()", "a GradScaler steps the wrapped optimizer", why, "loss.backward(); optimizer.step()")
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks that are registered with it, and settings of the optimizer's own (train() and eval() of some).
+        if name == "optimizers":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.optimizers[0], name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"WrappedOptimizer({', '.join(map(repr, self.optimizers))})"
+
+
+def unwrapped(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """One or several optimizers, those within wrapped ones in their place."""
+    given = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    return [one for each in given for one in (each.optimizers if isinstance(each, WrappedOptimizer) else [each])]
+
+
+def wrap_problems(optimizers: Sequence[object]) -> list[Problem]:
+    """Optimizers that stand for others: ours, accelerate's, Lightning's."""
+    problems: list[Problem] = []
+    for each in optimizers:
+        if isinstance(each, WrappedOptimizer):
+            problems.append(Problem("the optimizer is wrapped already", "wrap()", fix="wrap it once"))
+        elif isinstance(getattr(each, "optimizer", None), Optimizer):
+            fix = "wrap torch's optimizer first, and give the result to the other library"
+            problems.append(Problem(f"{type(each).__name__} holds another optimizer", "wrap()", fix=fix))
+    return problems
+
+
+class TrueGradients:
+    """Divides the gradients of leaves by the loss scale while `active`. found: float32 0-d, 1.0 where one of the window
+    was not finite before that.
+    """
+
+    def __init__(self, loss_scale: LossScale, device: torch.device) -> None:
+        self._loss_scale = loss_scale
+        self.active = False
+        self.found = torch.zeros((), dtype=torch.float32, device=device)
+        self._inverse = torch.ones((), dtype=torch.float32, device=device)
+        self._hook = self._unscale
+
+    def watch(self, leaves: Iterable[Tensor]) -> None:
+        """Before each backward: hooks of the user's come after ours, also those that were there before."""
+        for leaf in leaves:
+            hooks: Any = leaf._backward_hooks
+            if not leaf.requires_grad or (hooks and next(iter(hooks.values())) is self._hook):
+                continue
+            before = dict(hooks or {})
+            if hooks is not None:
+                hooks.clear()
+            leaf.register_hook(self._hook)
+            if before:
+                assert leaf._backward_hooks is not None
+                leaf._backward_hooks.update({key: hook for key, hook in before.items() if hook is not self._hook})
+        self._inverse = self._loss_scale.value.reciprocal()
+
+    def forget(self) -> None:
+        """The window is over."""
+        self.found = torch.zeros_like(self.found)
+
+    def _unscale(self, grad: Tensor) -> Tensor | None:
+        if not self.active or self._loss_scale.retired or grad.is_sparse:
+            return None
+        if torch.is_grad_enabled():  # a graph of the gradients is wanted
+            return grad * self._inverse.to(grad.device)
+        unscaled = grad.detach().to(self.found.device, torch.float32, copy=True)
+        torch._amp_foreach_non_finite_check_and_unscale_([unscaled], self.found, self._inverse)
+        return unscaled.to(grad.device, grad.dtype)
+
+
+class Standard:
+    """What makes the standard loop right on one prepared model, from the first `Precision.wrap` on.
+
+    gradients: under an fp16 loss scale. A pickle of the model leaves its hooks idle; a deep copy (an EMA) enters
+    the same precision's context.
+    """
+
+    def __init__(self, precision: Precision, ready: Prepared) -> None:
+        self._precision, self._ready = precision, ready
+        self.gradients = None if ready.loss_scale is None else TrueGradients(ready.loss_scale, ready.device)
+        self._entered: AbstractContextManager[None] | None = None
+        self._entrance: nn.Module | None = None
+        self._depth = 0
+        for module in ready.model.modules():
+            if next(module.parameters(), None) is not None:
+                module.register_forward_pre_hook(self.enter)
+                module.register_forward_hook(self.leave, always_call=True)
+        _watch_backward()
+        _standards.add(self)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before a module of the model is called. Inside of a context, whoever entered it, nothing happens."""
+        if torch.compiler.is_compiling():
+            return
+        if module is self._entrance:
+            self._depth += 1  # it calls itself
+        elif not self._precision.busy:
+            entered = self._precision.context()
+            entered.__enter__()
+            self._entered, self._entrance, self._depth = entered, module, 1
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """After the call, also one that failed: what comes out is in float32."""
+        if torch.compiler.is_compiling() or module is not self._entrance:
+            return None
+        self._depth -= 1
+        if self._depth or self._entered is None:
+            return None
+        entered, self._entered, self._entrance = self._entered, None, None
+        entered.__exit__(None, None, None)
+        return widened(result)
+
+    @contextmanager
+    def true_gradients(self, loss: Tensor) -> Iterator[None]:
+        """Around the backward of the scaled `loss`: gradients of every leaf that it reaches come out unscaled."""
+        if self.gradients is None:
+            yield
+            return
+        # Reentrant checkpoints hide the model's own from the graph.
+        self.gradients.watch([*self._ready.model.parameters(), *_leaves([loss])])
+        self.gradients.active = True
+        try:
+            yield
+        finally:
+            self.gradients.active = False
+
+    def reached_by(self, losses: Sequence[Any]) -> bool:
+        """Whether the graph of one of `losses` holds a parameter of the model."""
+        others: list[Any] = []
+        for leaf in _leaves(losses):
+            if id(leaf) in self._ready.owned:
+                return True
+            others.append(leaf)
+        return self._ready.owns_any(others)
+
+    def backward(self, losses: Sequence[Any], grad_tensors: Any, **options: Any) -> None:
+        """`torch.autograd.backward` of losses that reach the model."""
+        if len(losses) != 1 or not isinstance(losses[0], Tensor) or grad_tensors is not None:
+            what = "gradients are given" if grad_tensors is not None else f"{len(losses)} losses at once"
+            why = "the gate and the loss scale are those of one loss"
+            raise misuse("backward()", what, why, "add up to one loss, weighted, and call its backward()")
+        self._precision.backward(losses[0], **options)
+
+    @property
+    def in_backward(self) -> bool:
+        """A backward of the precision's own is on its way."""
+        return self._precision.in_backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standard:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Idle, ()
+
+
+class _Idle:
+    """The hooks of a model that was pickled."""
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Nothing."""
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Nothing."""
+
+
+_standards: WeakSet[Standard] = WeakSet()
+
+
+def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
+    """The leaf tensors that gradients of `roots` are accumulated in, each once; nearest branches first."""
+    left = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+    seen = set(left)
+    while left:
+        node: Any = left.pop()
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)
+
+
+@cache
+def _watch_backward() -> None:
+    """Once a process. Losses that reach no wrapped model are left alone."""
+    original = torch.autograd.backward
+
+    @wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        standards = [each for each in _standards if not each.in_backward]
+        if len(standards) < len(_standards) or not standards:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reached = [each for each in standards if each.reached_by(losses)]
+        if not reached:
+            return original(losses, grad_tensors, *args, **kwargs)
+        if len(reached) > 1:
+            what = f"the loss reaches {len(reached)} prepared models"
+            why = "whose window it belongs to, and whose loss scale it needs, is not to be seen"
+            fix = "requires_grad_(False) on what does not train now, or precision.backward(loss) of the one that does"
+            raise MisuseError(Problem(what, "backward()", why, fix))
+        options = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False)) | kwargs
+        given = options.pop("grad_variables", None)
+        return reached[0].backward(losses, grad_tensors if given is None else given, **options)
+
+    torch.autograd.backward = backward

@@ -1,0 +1,213 @@
+"""Pictures of FP8 figures over a run: quantiles over layers by step, exponents against the formats, the loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.facts import ROLES
+from harness.core.files import atomic_file
+from harness.tracking.history import RunHistory
+from harness.tracking.slot_file import FIGURES, SlotSteps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Floats = npt.NDArray[np.float64]
+INK, GRID = "#222222", "#e5e5e5"
+ROLE_COLOURS = {"input": "#8c6bb1", "weight": "#737373", "grad_output": "#e6a117"}
+FORMATS = {
+    # name: (log2 of the smallest value over 0, log2 of the smallest normal one, log2 of the largest, colour)
+    "E4M3": (-9.0, -6.0, math.log2(448.0), "#1b7837"),
+    "E5M2": (-16.0, -14.0, math.log2(57344.0), "#2c7fb8"),
+    "fp16": (-24.0, -14.0, math.log2(65504.0), "#b2182b"),
+}
+LOWEST, HIGHEST = -40, 24
+MAX_COLUMNS = 400
+RANKS = (0.0, 0.1, 0.5, 0.9, 1.0)
+_FANS = (("amax", "amax, unscaled", True), ("saturation", "saturation", True), ("sqnr_db", "SQNR, dB", False))
+
+
+@dataclass
+class Gathered:
+    """steps: float64 [n], where each column begins. fans: (role, figure) -> [quantiles, n]. exponents: (role, whether
+    scaled) -> how many slots and steps had an amax with that binary exponent, from LOWEST to HIGHEST."""
+
+    steps: Floats
+    fans: dict[tuple[str, str], Floats]
+    exponents: dict[tuple[str, bool], npt.NDArray[np.int64]]
+
+
+def pictures(history: RunHistory, folder: Path) -> list[Path]:
+    """Draw what there is something to show for: `fp8_fan.png`, `fp8_exponents.png`, `loss_scale.png`; their paths."""
+    made: list[Path] = []
+    if history.slot_steps is not None:
+        gathered = gather(history.slot_steps)
+        made += [_fan(history, gathered, folder / "fp8_fan.png")]
+        made += [_exponents(history, gathered, folder / "fp8_exponents.png")]
+    if loss_scale(history, folder / "loss_scale.png"):
+        made.append(folder / "loss_scale.png")
+    return made
+
+
+def gather(found: SlotSteps) -> Gathered:
+    """One pass over all steps; neighbouring ones are joined: the ends by the furthest, the middle by the median."""
+    each = max(1, -(-len(found.steps) // MAX_COLUMNS))
+    firsts = found.steps[::each]
+    wide = np.full((len(ROLES), len(_FANS), len(RANKS), each), np.nan)
+    fans = np.full((len(ROLES), len(_FANS), len(RANKS), len(firsts)), np.nan)
+    exponents = {(role, scaled): np.zeros(HIGHEST - LOWEST + 1, np.int64) for role in ROLES for scaled in (False, True)}
+    places: list[npt.NDArray[np.int64]] = []
+    of: tuple[str, ...] | None = None
+    place_of = {step: place for place, step in enumerate(found.steps)}
+    column = 0
+    for step, names, values in found.read():
+        if names is not of:
+            of = names
+            places = [np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")]) for role in ROLES]
+        if place_of[step] // each != column:
+            _join(wide, fans, column)
+            wide[:], column = np.nan, place_of[step] // each
+        for row, (role, at) in enumerate(zip(ROLES, places, strict=True)):
+            if not len(at):
+                continue
+            for place, (figure, _, _) in enumerate(_FANS):
+                wide[row, place, :, place_of[step] % each] = _quantiles(values[FIGURES.index(figure), at])
+            amax, scale = values[0, at].astype(np.float64), values[1, at].astype(np.float64)
+            for scaled, magnitudes in ((False, amax), (True, amax * scale)):
+                usable = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
+                bins = np.clip(np.floor(np.log2(usable)), LOWEST, HIGHEST).astype(np.int64) - LOWEST
+                exponents[role, scaled] += np.bincount(bins, minlength=HIGHEST - LOWEST + 1)
+    _join(wide, fans, column)
+    by_name = {
+        (role, figure): fans[row, place] for row, role in enumerate(ROLES) for place, (figure, _, _) in enumerate(_FANS)
+    }
+    return Gathered(np.array(firsts, np.float64), by_name, exponents)
+
+
+def _quantiles(values: npt.NDArray[np.float32]) -> Floats:
+    known = np.sort(values[np.isfinite(values)]).astype(np.float64)
+    if not known.size:
+        return np.full(len(RANKS), np.nan)
+    return known[[round(rank * (known.size - 1)) for rank in RANKS]]
+
+
+def _join(wide: Floats, fans: Floats, column: int) -> None:
+    known = ~np.isnan(wide[:, :, 0, :]).all(axis=-1)
+    joined = np.full(fans.shape[:3], np.nan)
+    joined[known, 0] = np.nanmin(wide[:, :, 0, :][known], axis=-1)
+    joined[known, -1] = np.nanmax(wide[:, :, -1, :][known], axis=-1)
+    for rank in range(1, len(RANKS) - 1):
+        joined[known, rank] = np.nanmedian(wide[:, :, rank, :][known], axis=-1)
+    fans[..., column] = joined
+
+
+def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
+    """For each role and figure the least, 10%, half, 90% and largest over the layers, by step."""
+    figure, grid = _grid(len(_FANS), len(ROLES), 11.0, 8.2)
+    for row, (name, label, logarithmic) in enumerate(_FANS):
+        for column, role in enumerate(ROLES):
+            axes, values = grid[row][column], gathered.fans[role, name]
+            known = ~np.isnan(values[0])
+            steps, values = gathered.steps[known], values[:, known]
+            if logarithmic:
+                values = np.where(values > 0, values, np.nan)
+                axes.set_yscale("log", base=2)
+            colour = ROLE_COLOURS[role]
+            axes.fill_between(steps, values[0], values[4], color=colour, alpha=0.18, linewidth=0)
+            axes.fill_between(steps, values[1], values[3], color=colour, alpha=0.38, linewidth=0)
+            axes.plot(steps, values[2], color=colour, linewidth=1.3)
+            if name == "saturation":
+                axes.axhline(1.0, color=INK, linestyle=":", linewidth=1.0)
+            if row == 0:
+                axes.set_title(role, fontsize=10, loc="left")
+            if column == 0:
+                axes.set_ylabel(label)
+            axes.set_xlabel("step" if row == len(_FANS) - 1 else "")
+            axes.grid(color=GRID, linewidth=0.6)
+    figure.suptitle(
+        f"FP8 figures of {history.run_dir.name} over its layers: half of them lie on either side of the line, 80% in\n"
+        "the dark band, all in the light one. Dotted: the format's largest value",
+        fontsize=10, x=0.01, ha="left",
+    )  # fmt: skip
+    return _save(figure, path)
+
+
+def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
+    """How large the largest values were, before and after scaling, against what the formats hold."""
+    figure, grid = _grid(2, 1, 9.5, 7.4, share_x=True)
+    edges = np.arange(LOWEST, HIGHEST + 1)
+    for row, (scaled, label) in enumerate(((False, "amax of the tensor"), (True, "amax x scale, as it is cast"))):
+        axes = grid[row][0]
+        for role in ROLES:
+            counts = gathered.exponents[role, scaled]
+            share = counts / max(1, int(counts.sum()))
+            axes.stairs(share, np.append(edges, HIGHEST + 1), color=ROLE_COLOURS[role], linewidth=1.6, label=role)
+        top = max(0.02, *(float(patch.get_data().values.max()) for patch in axes.patches))
+        axes.set_ylim(0, 1.55 * top)
+        _ranges(axes, top)
+        axes.set_ylabel("share of slots and steps")
+        axes.set_title(label, fontsize=10, loc="left")
+        axes.grid(color=GRID, linewidth=0.6)
+    axes = grid[1][0]
+    axes.set_xlim(-32, 20)
+    axes.set_xticks(range(-32, 21, 4), [f"$2^{{{power}}}$" for power in range(-32, 21, 4)])
+    grid[0][0].legend(frameon=False, fontsize=9, loc="center left")
+    figure.suptitle(
+        f"Binary exponents in {history.run_dir.name}, and what each format holds (thin: only with fewer digits)",
+        fontsize=10, x=0.01, ha="left",
+    )  # fmt: skip
+    return _save(figure, path)
+
+
+def _ranges(axes: Axes, top: float) -> None:
+    for place, (name, (least, normal, largest, colour)) in enumerate(FORMATS.items()):
+        height = (1.14 + 0.13 * place) * top
+        axes.plot([least, normal], [height, height], color=colour, linewidth=1.2)
+        axes.plot([normal, largest], [height, height], color=colour, linewidth=5, solid_capstyle="butt")
+        axes.text(largest + 0.3, height, name, color=colour, fontsize=8, va="center")
+        axes.axvline(largest, color=colour, linewidth=0.8, linestyle=":")
+
+
+def loss_scale(history: RunHistory, path: Path) -> bool:
+    """The loss scale by step, overflows marked; False where there never was one."""
+    scale = {step: value for step, value in history.series.get("train/loss_scale", {}).items() if value > 0}
+    if not scale or set(scale.values()) == {1.0}:
+        return False
+    applied = history.series.get("train/step_applied", {})
+    skipped = [step for step in sorted(scale) if applied.get(step) == 0]
+    figure, grid = _grid(1, 1, 9.0, 3.6)
+    axes = grid[0][0]
+    steps: Sequence[int] = sorted(scale)
+    axes.step(steps, [scale[step] for step in steps], where="post", color="#2c7fb8", linewidth=1.3, label="loss scale")
+    if skipped:
+        values = [scale[step] for step in skipped]
+        axes.plot(skipped, values, "x", color="#cb181d", label="overflow: update skipped", linestyle="none")
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale")
+    axes.set_title(f"Loss scale of {history.run_dir.name}: {len(skipped)} updates skipped", loc="left", fontsize=10)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.legend(frameon=False, fontsize=9)
+    _save(figure, path)
+    return True
+
+
+def _grid(rows: int, columns: int, width: float, height: float, share_x: bool = False) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, sharex=share_x)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as stream:
+        figure.savefig(stream, format="png", facecolor="white")
+    return path

@@ -1,0 +1,179 @@
+"""What a run's pages in MLflow open on: the experiment's kind and view of charts, a description, the data.
+
+MLflow's pages sort sections by name, so that FP8 comes before loss. What a store can say against that is a saved view
+of the experiment, which the description links to. The description also tells what ran where and why, and the newest
+events as they happen. A description that somebody else wrote, or changed, is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_RUN_NOTE
+
+from harness.core.errors import some
+from harness.core.files import MAX_LARGE, read_mapping
+
+KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
+VIEW = "harness"
+_VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+_NOTE_HASH = "harness.note"
+MAX_NOTE = 7900
+_EVENTS = 15
+_HEAD = ("kind", "step", "attempt", "time", "code")
+_SECTIONS: Mapping[str, Sequence[str]] = {
+    "train": ("loss", "grad_norm", "lr", "tokens_per_second"),
+    "val": ("loss",),
+    "guard": ("demoted_layers", "skipped", "rollbacks"),
+    **{f"fp8/{role}": ("saturation_max", "amax_max", "sqnr_db_min") for role in ("input", "weight", "grad_output")},
+}
+_FOLDED = ("fp8_amax", "fp8_scale", "fp8_saturation", "fp8_clipped", "fp8_underflow", "fp8_sqnr_db")
+
+
+def arrange(client: MlflowClient, experiment_id: str) -> None:
+    """The experiment is one of training, unless somebody said otherwise, and has a view with loss first."""
+    standing = client.get_experiment(experiment_id).tags
+    if not standing.get(KIND):
+        client.set_experiment_tag(experiment_id, KIND, TRAINING)
+    view = json.dumps(_view(), separators=(",", ":"))
+    if standing.get(_VIEW_TAG) != view:
+        client.set_experiment_tag(experiment_id, _VIEW_TAG, view)
+
+
+def _view() -> dict[str, Any]:
+    def section(name: str, **more: bool) -> dict[str, Any]:
+        shown = {"display": True, "isReordered": True, "isGenerated": True, "deleted": False}
+        return {"uuid": f"{VIEW}-{name}", "name": name} | shown | more
+
+    charts = [
+        {
+            "type": "LINE",
+            "uuid": f"{VIEW}-{name}/{figure}",
+            "metricKey": f"{name}/{figure}",
+            "metricSectionId": f"{VIEW}-{name}",
+            "deleted": False,
+            "isGenerated": True,
+        }
+        for name, figures in _SECTIONS.items()
+        for figure in figures
+    ]
+    sections = [*map(section, _SECTIONS), *(section(name, display=False) for name in _FOLDED)]
+    return {"compareRunSections": sections, "compareRunCharts": charts, "isAccordionReordered": True}
+
+
+def data_input(data: Mapping[str, Any]) -> DatasetInput:
+    """What a run trains on, as MLflow knows data: name, digest, source, and everything else as its profile."""
+    source = str(data.get("source", ""))
+    told = json.dumps(data, sort_keys=True, default=str)
+    digest = str(data.get("sha256") or hashlib.sha256(told.encode()).hexdigest())[:36]
+    name = (Path(source).name or "data")[:500]
+    profile = {key: value for key, value in data.items() if key != "source" and len(str(value)) < 1000}
+    dataset = Dataset(name, digest, "local", json.dumps({"uri": source}), profile=json.dumps(profile, default=str))
+    return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "training")])
+
+
+class Description:
+    """The run's description, kept up to date with the journal."""
+
+    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str, run_dir: Path) -> None:
+        self._client, self._run_id, self._experiment_id, self._run_dir = client, run_id, experiment_id, run_dir
+        self._about: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}, "where": {}}
+        self._events: deque[Mapping[str, Any]] = deque(maxlen=_EVENTS)
+        self._counts: Counter[str] = Counter()
+        self._stale = False
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """One row of the journal, in order."""
+        if row["kind"] == "run":
+            for part in self._about:
+                self._about[part] |= row.get(part) or {}
+        elif row["kind"] == "event":
+            self._events.append(row)
+            self._counts[row["code"]] += 1
+        elif row["kind"] != "end":
+            return
+        self._stale = True
+
+    def write(self) -> None:
+        """Bring it up to date, if anything was taken since. Raises what mlflow raises."""
+        if not self._stale or not self._about["tags"]:
+            return
+        standing = self._client.get_run(self._run_id).data.tags
+        there, ours = standing.get(MLFLOW_RUN_NOTE, ""), standing.get(_NOTE_HASH)
+        if there and _hash(there) != ours:
+            self._stale = False
+            return
+        text = self._text()
+        if text != there:
+            self._client.set_tag(self._run_id, _NOTE_HASH, _hash(text))
+            self._client.set_tag(self._run_id, MLFLOW_RUN_NOTE, text)
+        self._stale = False
+
+    def _text(self) -> str:
+        tags, where = self._about["tags"], self._about["where"]
+        resolved, tier = tags.get("precision.resolved", "?"), tags.get("tier", "?")
+        view = f"#/experiments/{self._experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+        rows = [
+            ("why", self._reasons()),
+            ("effective precision", tags.get("precision.effective", "told at the end")),
+            ("data", _listed(self._about["data"])),
+            ("where", _listed(where | {key: tags[key] for key in ("ranks", "engine", "git.commit") if key in tags})),
+            ("outcome", self._outcome()),
+            ("events", ", ".join(f"{code} x {count}" for code, count in sorted(self._counts.items())) or "none"),
+        ]
+        lines = [
+            f"**{tags.get('precision.requested', '?')}** on {tier}: ran as **{resolved}**. "
+            f"[Charts in order: train, val, guard, FP8]({view}&viewStateShareKey={VIEW})",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {label} | {_cell(text)} |" for label, text in rows if text),
+        ]
+        if self._events:
+            lines += ["", "| step | newest events | |", "|---|---|---|"]
+        for event in reversed(self._events):
+            line = f"| {event['step']} | {event['code']} | {_cell(_details(event))} |"
+            if sum(map(len, lines)) + len(lines) + len(line) > MAX_NOTE:
+                break
+            lines.append(line)
+        return "\n".join(lines)[:MAX_NOTE]
+
+    def _reasons(self) -> str:
+        rungs = read_mapping(self._run_dir / "plan.json", MAX_LARGE).get("rungs")
+        told = [
+            f"{rung.get('rung')} {'taken' if rung.get('taken') else 'not taken'}: {rung.get('reason')}"
+            for rung in (rungs if isinstance(rungs, list) else ())
+            if isinstance(rung, dict)
+        ]
+        return some(told, 6)
+
+    def _outcome(self) -> str:
+        outcome = read_mapping(self._run_dir / "outcome.json")
+        if not outcome.get("status"):
+            return "not ended"
+        return f"{outcome['status']} at step {outcome.get('step')}: {outcome.get('reason')}"
+
+
+def _details(event: Mapping[str, Any]) -> str:
+    if "text" in event:
+        return str(event["text"])
+    return ", ".join(f"{name}: {value}" for name, value in event.items() if name not in _HEAD)
+
+
+def _listed(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value not in (None, "", [], {}))
+
+
+def _cell(text: object) -> str:
+    return " ".join(str(text).replace("|", "\\|").replace("<", "&lt;").split())[:600]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,197 @@
+"""`harness sample` and `harness eval` on a run of the shipped model: what they say, and that they change nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from harness.models import gpt
+from harness.tools.eval import Score, difference
+from harness.tools.sample import choose
+from tests.support.runs import TEXT, harness, train
+
+SIZES = {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 176, "tied": True}
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    done = train(folder, "--recipe", "fp8_hybrid", "--name", "run", "checkpoint.every=10")
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+def evaluated(folder: Path, *more: str) -> dict[str, Any]:
+    done = harness(folder, "eval", "runs/run", "--json", *more)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def plain_model(folder: Path, step: int = 20) -> gpt.GPT:
+    """The shipped model with the checkpoint's weights, by no code of the commands."""
+    model = gpt.build(**SIZES)
+    weights = load_file(folder / f"runs/run/checkpoints/step-{step:08d}/model.safetensors")
+    model.load_state_dict({**weights, "lm_head.weight": weights["embed.weight"]})
+    return model.eval()
+
+
+def everything(folder: Path) -> dict[str, tuple[str, int]]:
+    return {
+        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_eval_scores_as_the_run_validated_and_as_plain_fp32(trained: Path) -> None:
+    told = evaluated(trained)
+    recorded = json.loads((trained / "runs/run/outcome.json").read_text())["val_loss"]
+    assert told["in_precision"]["loss"] == pytest.approx(recorded, abs=2e-6)
+    assert (told["step"], told["samples"], told["tokens"]) == (20, 8, 8 * CONTEXT)
+    assert told["precision"] == told["trained_in"] == "native:fp8"
+    split = np.fromfile(trained / "runs/run/data/val.bin", dtype=np.uint8).astype(np.int64)
+    available = (len(split) - 1) // CONTEXT
+    places = (np.arange(8) * available // 8)[:, None] * CONTEXT + np.arange(CONTEXT + 1)
+    rows = torch.from_numpy(split[places])
+    with torch.no_grad():
+        logits = plain_model(trained)(rows[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    plain = told["in_fp32"]
+    assert plain["loss"] == pytest.approx(loss, abs=2e-6)
+    assert plain["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert plain["accuracy"] == (logits.argmax(-1) == rows[:, 1:]).double().mean().item()
+    assert told["difference"]["nats"] == pytest.approx(recorded - loss, abs=4e-6)
+    assert told["difference"]["nats"] != 0
+
+
+def test_eval_says_it_in_words_and_of_earlier_checkpoints(trained: Path) -> None:
+    done = harness(trained, "eval", "runs/run", "--step", "10", "--samples", "4")
+    assert done.returncode == 0
+    first, heads, ours, plain, signal = done.stdout.splitlines()
+    assert first.startswith("runs/run at step 10: validation of ")
+    assert first.endswith("4 samples, 256 tokens")
+    assert heads.split() == ["loss", "(nats)", "perplexity", "accuracy"]
+    assert (ours.split()[0], plain.split()[0]) == ("native:fp8", "fp32")
+    assert signal.startswith("difference: ")
+    assert "95% interval" in signal
+
+
+def test_other_data_are_scored_whole(trained: Path, tmp_path: Path) -> None:
+    text = (b"for name in names:\n    print(name, file=stream)\n" * 40)[: 12 * CONTEXT]
+    (tmp_path / "other.txt").write_bytes(text)
+    told = evaluated(trained, "--data", str(tmp_path / "other.txt"), "--samples", "100")
+    # Cut into two splits, each of which has a sample less than it has pieces of this length.
+    assert 9 <= told["samples"] <= 11
+    assert told["tokens"] == told["samples"] * CONTEXT
+    rows = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
+    with torch.no_grad():
+        logits = plain_model(trained)(rows[: 11 * CONTEXT].view(11, CONTEXT))
+    loss = F.cross_entropy(logits.flatten(0, 1), rows[1 : 11 * CONTEXT + 1]).item()
+    assert told["in_fp32"]["loss"] == pytest.approx(loss, rel=0.02)  # the text repeats itself
+    assert told["data"] == f"bytes of {tmp_path / 'other.txt'}"
+
+
+def test_neither_writes_into_the_run(trained: Path) -> None:
+    before = everything(trained)
+    evaluated(trained)
+    evaluated(trained, "--data", str(TEXT))
+    assert harness(trained, "sample", "runs/run", "import", "--tokens", "4").returncode == 0
+    assert everything(trained) == before
+
+
+def written(folder: Path, *more: str, prompt: str = "def ") -> str:
+    done = harness(folder, "sample", "runs/run", prompt, *more)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(prompt)
+    return done.stdout.removesuffix("\n")
+
+
+def test_the_likeliest_text_is_that_of_a_plain_loop(trained: Path) -> None:
+    model, ids = plain_model(trained), list(b"class A:\n    def f(self, x):\n        return x + 1\n\n\n# A long prompt")
+    with torch.no_grad():
+        for _ in range(24):  # past the context: the last 64 tokens are seen
+            ids.append(int(model(torch.tensor([ids[-CONTEXT:]]))[0, -1].argmax()))
+    prompt = bytes(ids[:-24]).decode()
+    greedy = written(trained, "--temperature", "0", "--tokens", "24", "--precision", "fp32", prompt=prompt)
+    assert greedy == bytes(ids).decode(errors="replace")
+    assert greedy == written(trained, "--top-k", "1", "--tokens", "24", "--precision", "fp32", prompt=prompt)
+
+
+def test_a_seed_is_a_text(trained: Path) -> None:
+    first, again, other = (written(trained, "--tokens", "40", "--seed", seed) for seed in ("1", "1", "2"))
+    assert first == again
+    assert first != other
+    assert first != written(trained, "--tokens", "40", "--seed", "1", "--step", "10")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_never_used(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    weights = [tmp_path / f"runs/run/checkpoints/step-{step:08d}/model.safetensors" for step in (20, 10)]
+    _flip(weights[0])
+    assert evaluated(tmp_path)["step"] == 10
+    asked = harness(tmp_path, "eval", "runs/run", "--step", "20")
+    assert asked.returncode == 2
+    assert "model.safetensors" in asked.stderr
+    _flip(weights[1])
+    for words in (("eval", "runs/run"), ("sample", "runs/run", "x")):
+        done = harness(tmp_path, *words)
+        assert done.returncode == 2
+        assert "not one of its checkpoints is whole" in done.stderr
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_cannot_be_is_said(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    for words, told in (
+        (("sample", "runs/run", ""), "the prompt has no token"),
+        (("eval", "runs/run", "--step", "7"), "there is no checkpoint of step 7"),
+        (("eval", "runs/runn"), "not a run"),
+        (("eval", "runs/run", "--data", "no/such/text"), "no/such/text"),
+    ):
+        done = harness(tmp_path, *words)
+        assert done.returncode == 2, done.stdout
+        assert told in done.stderr
+    (tmp_path / "runs/run/config.yaml").unlink()
+    done = harness(tmp_path, "eval", "runs/run")
+    assert done.returncode == 2
+    assert "the run has no config.yaml" in done.stderr
+
+
+def test_tokens_are_drawn_by_their_shares() -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 2.5])
+    generator = torch.Generator().manual_seed(0)
+    drawn = np.bincount([choose(logits, 0.5, 3, generator) for _ in range(4000)], minlength=5) / 4000
+    shares = np.exp(np.array([-np.inf, 2.0, 1.0, -np.inf, 2.5]) / 0.5)
+    assert np.abs(drawn - shares / shares.sum()).max() < 0.03
+    assert drawn[[0, 3]].sum() == 0
+    assert choose(logits, 0.0, 0, generator) == 4
+
+
+def test_the_difference_is_that_of_pairs() -> None:
+    random = np.random.default_rng(0)
+    plain, apart = random.normal(100, 20, 50), random.normal(0.4, 1.0, 50)
+    ours = Score((plain + apart).tolist(), [10] * 50, [0] * 50)
+    told = difference(ours, Score(plain.tolist(), [10] * 50, [0] * 50))
+    each = apart / 10
+    assert told["nats"] == pytest.approx(each.mean())
+    assert told["half_width"] == pytest.approx(1.96 * each.std(ddof=1) / math.sqrt(50))
+    assert told["clear"] is True
+    assert told["share"] == pytest.approx(apart.sum() / plain.sum())
+    nothing = difference(ours, ours)
+    assert (nothing["nats"], nothing["clear"]) == (0, False)

@@ -1,0 +1,85 @@
+"""The protections of torch's standard loop, and of a prepared model: row 8, and 14 for the loss scale."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+LOOP = (
+    Mutation(
+        14,
+        "gradients come out of an fp16 backward unscaled",
+        "        self.gradients.active = True\n",
+        "        self.gradients.active = False\n",
+        "tests/unit/precision/test_standard_loop.py -k true_between",
+    ),
+    Mutation(
+        14,
+        "what clips gradients by value cannot hide an overflow",
+        "torch.where(self._overflow > 0, math.inf, norm) if",
+        "norm if",
+        "tests/unit/precision/test_standard_loop.py -k hide_an_overflow",
+    ),
+    Mutation(
+        14,
+        "gradients are unscaled before hooks that were there first",
+        "                hooks.clear()\n",
+        "                before = {}\n",
+        "tests/unit/precision/test_standard_loop.py -k users_own",
+    ),
+    Mutation(
+        8,
+        "a loss of two prepared models is told whose it is",
+        "if len(reached) > 1:",
+        "if False:",
+        "tests/unit/precision/test_standard_refusals.py -k whose_it_is",
+    ),
+    Mutation(
+        8,
+        "what a wrapped model gives out is in float32",
+        "return widened(result)",
+        "return result",
+        "tests/unit/precision/test_standard_loop.py -k come_in_float32",
+    ),
+    Mutation(
+        8,
+        "parts that are called from outside run as planned",
+        "for module in ready.model.modules():",
+        "for module in [ready.model]:",
+        "tests/unit/precision/test_standard_loop.py -k parts_that",
+    ),
+    Mutation(
+        8,
+        "a GradScaler does not step a wrapped optimizer",
+        "def _step_supports_amp_scaling(self)",
+        "def _not_asked_for(self)",
+        "tests/unit/precision/test_standard_refusals.py -k refused",
+    ),
+    Mutation(
+        8,
+        "an evaluation with gradients on leaves no trace",
+        "self._end_window(ready)  # it was an evaluation",
+        "pass  # it was an evaluation",
+        "tests/unit/precision/test_standard_refusals.py -k no_trace",
+    ),
+    Mutation(
+        8,
+        "an evaluation in the middle of a window is refused",
+        "            if self._training:\n",
+        "            if False:\n",
+        "tests/unit/precision/test_standard_refusals.py -k refused",
+    ),
+    Mutation(
+        8,
+        "a part that was cast is noticed",
+        "if value.dtype != dtype:",
+        "if False:",
+        "tests/unit/precision/test_api_misuse.py -k part_that_changed",
+    ),
+    Mutation(
+        8,
+        "a layer that was replaced is noticed",
+        "if module not in here:",
+        "if False:",
+        "tests/unit/precision/test_api_misuse.py -k part_that_changed",
+    ),
+)

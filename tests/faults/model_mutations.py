@@ -1,0 +1,57 @@
+"""The protections of the built-in GPT, and of what is exported of a run."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+MODELS: tuple[Mutation, ...] = (
+    Mutation(
+        23,
+        "attention stays within a document",
+        "(document[:, :, None] == document[:, None, :]) & (place[:, None] >= place)",
+        "(place[:, None] >= place).expand(len(document), -1, -1)",
+        "tests/unit/models/test_gpt_options.py -k documents",
+    ),
+    Mutation(
+        17,
+        "gradients of a loss in chunks are summed in fp32",
+        "dtype=dtype, cache_enabled=False",
+        "dtype=dtype, cache_enabled=True",
+        "tests/unit/models/test_gpt_options.py -k chunks_sum",
+    ),
+    Mutation(
+        25,
+        "weights of another model than config.yaml's are not exported",
+        "if {name: tensor.shape for name, tensor in state.items()} != own:",
+        "if False:",
+        "tests/unit/tools/test_export.py -k another_model",
+    ),
+    Mutation(
+        7,
+        "a folder in use is not exported into",
+        "    problems = _taken(out)\n",
+        "    problems = []\n",
+        "tests/unit/tools/test_export.py -k in_use",
+    ),
+    Mutation(
+        24,
+        "an index of weights cannot lead out of its folder",
+        "if Path(name).name != name:",
+        "if False:",
+        "tests/unit/models/test_llama.py -k damaged",
+    ),
+    Mutation(
+        25,
+        "what the built-in GPT does not compute of a Llama is refused",
+        "        if there\n    ]:\n        raise ConfigError(problems)",
+        "        if there\n    ]:\n        pass",
+        "tests/unit/models/test_llama.py -k not_compute",
+    ),
+    Mutation(
+        25,
+        "weights that a folder lacks are named",
+        "for missing in [sorted(wanted.keys() - state.keys())]",
+        "for missing in [[]]",
+        "tests/unit/models/test_llama.py -k lacks",
+    ),
+)

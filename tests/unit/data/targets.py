@@ -1,0 +1,126 @@
+"""Data sets as somebody may bring them, for `data.target`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+SIZE = 40
+
+
+class Made:
+    """Samples by a function of their number."""
+
+    def __init__(self, sample: Callable[[int], Any], size: int = SIZE, **more: Any) -> None:
+        self.sample, self.size, self.asked = sample, size, list[int]()
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.sample(index)
+
+
+def pairs(size: int = SIZE) -> Made:
+    """An image that tells its number, and a class."""
+    return Made(lambda index: (np.full((1, 4, 4), index, dtype=np.float64), index % 3), size)
+
+
+def texts(**more: Any) -> Made:
+    """Ids of a length that differs, their labels, and a figure."""
+
+    def sample(index: int) -> dict[str, Any]:
+        length = 5 + 7 * (index % 3)
+        ids = torch.full((length,), index)
+        return {"input_ids": ids, "labels": ids + 1, "weight": 0.5}
+
+    return Made(sample, **more)
+
+
+def broken(index: int = 7, how: str = "raises") -> Made:
+    """`pairs`, of which one is bad."""
+    good = pairs().sample
+    bad: dict[str, Callable[[], Any]] = {
+        "shape": lambda: (np.zeros((1, 4, 5)), 0),
+        "lacks": lambda: {"inputs": np.zeros((1, 4, 4))},
+        "text": lambda: (np.zeros((1, 4, 4)), "seven"),
+        "nan": lambda: (np.full((1, 4, 4), np.nan), 0),
+        "label": lambda: (np.zeros((1, 4, 4)), 3),
+    }
+
+    def sample(number: int) -> Any:
+        if number != index:
+            return good(number)
+        if how == "raises":
+            raise OSError("the disk is gone")
+        return bad[how]()
+
+    return Made(sample)
+
+
+def augmented() -> Made:
+    """Noise of three generators on each image."""
+
+    def sample(index: int) -> tuple[torch.Tensor, int]:
+        noise = float(np.random.rand()) + random.random()
+        return torch.full((1, 4, 4), float(index)) + noise + torch.rand(1, 4, 4), index % 3
+
+    return Made(sample)
+
+
+class Seeded(Made):
+    """Noise of a generator of its own, which may be told its seed."""
+
+    def __init__(self, tell: bool) -> None:
+        self.generator = np.random.default_rng(0)
+        super().__init__(lambda index: (self.generator.random((2, 2)) + index, index % 3))
+        if tell:
+            self.set_seed = self._seed
+
+    def _seed(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+
+
+def seeded(tell: bool) -> Seeded:
+    return Seeded(tell)
+
+
+def with_validation() -> Made:
+    return Made(pairs().sample, validation=Made(lambda index: pairs().sample(1000 + index), 6))
+
+
+def both() -> tuple[Made, Made]:
+    return pairs(), pairs(6)
+
+
+def stream() -> Any:
+    """What has no length and no places."""
+    return iter([1, 2, 3])
+
+
+def nothing() -> Made:
+    return pairs(0)
+
+
+def lists(fails: int = -1) -> Made:
+    """Samples that only their own collate understands."""
+
+    def collate(samples: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        if any(sample == f"no {fails}" for sample in samples):
+            raise KeyError("it cannot be put together")
+        numbers = torch.tensor([float(sample.split()[1]) for sample in samples])
+        return numbers[:, None], numbers.long() % 3
+
+    return Made(lambda index: f"no {index}", collate=collate)
+
+
+def flat() -> Made:
+    """A collate that forgets to count its samples."""
+    return Made(lambda index: index, collate=lambda samples: {"inputs": torch.zeros(3)})

@@ -1,0 +1,96 @@
+"""The pictures of FP8 figures: what goes into them against an oracle, and that there is something on them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from matplotlib.image import imread
+
+from harness.core.facts import ROLES, SlotStats
+from harness.report.fp8_pictures import LOWEST, MAX_COLUMNS, RANKS, gather, pictures
+from harness.report.page import write
+from harness.tracking.history import RunHistory
+from harness.tracking.journal import JOURNAL, Journal
+from harness.tracking.slot_file import SLOT_FILE, SlotFile, SlotSteps
+
+LAYERS = 11
+
+
+def amaxes(step: int) -> np.ndarray:
+    return np.random.default_rng(step).uniform(1.0, 3.9, 3 * LAYERS).astype(np.float32)
+
+
+def make_run(folder: Path, steps: int, overflow_at: int = 0, scaled: bool = False) -> Path:
+    names = tuple(f"blocks.{layer:02d}.up.{role}" for layer in range(LAYERS) for role in ROLES)
+    folder.mkdir()
+    file = SlotFile(folder / SLOT_FILE)
+    with Journal(folder / JOURNAL) as journal:
+        journal.note("run", tags={}, params={}, data={})
+        scale = 1024.0 if scaled else 1.0
+        for step in range(1, steps + 1):
+            amax = amaxes(step)
+            unknown = np.full(len(names), np.nan, np.float32)
+            scales = np.full(len(names), 64, np.float32)
+            file.add(1, step, SlotStats(names, amax, scales, amax / 4, unknown, unknown, unknown))
+            scale = scale / 2 if step == overflow_at else scale
+            values = {"train/loss": 1.0, "train/loss_scale": scale, "train/step_applied": float(step != overflow_at)}
+            journal.metrics(step, values)
+        journal.note("end", status="done")
+    file.close()
+    return folder
+
+
+def test_a_fan_has_the_quantiles_of_each_step(tmp_path: Path) -> None:
+    found = SlotSteps.of(make_run(tmp_path / "r", 20))
+    assert found is not None
+    gathered = gather(found)
+    assert gathered.steps.tolist() == list(range(1, 21))
+    weights = np.sort(amaxes(7)[1::3])
+    oracle = [weights[round(rank * (LAYERS - 1))] for rank in RANKS]
+    assert gathered.fans["weight", "amax"][:, 6].tolist() == oracle
+    assert np.isnan(gathered.fans["weight", "sqnr_db"]).all(), "never measured"
+
+
+def test_many_steps_are_joined_without_losing_an_extreme(tmp_path: Path) -> None:
+    steps = 2 * MAX_COLUMNS + 1
+    found = SlotSteps.of(make_run(tmp_path / "r", steps))
+    assert found is not None
+    gathered = gather(found)
+    assert len(gathered.steps) <= MAX_COLUMNS
+    largest = max(float(amaxes(step)[0::3].max()) for step in range(1, steps + 1))
+    assert np.nanmax(gathered.fans["input", "amax"]) == largest
+
+
+def test_exponents_are_counted_before_and_after_scaling(tmp_path: Path) -> None:
+    found = SlotSteps.of(make_run(tmp_path / "r", 30))
+    assert found is not None
+    gathered = gather(found)
+    every = np.concatenate([amaxes(step)[2::3] for step in range(1, 31)])
+    small = int((every < 2).sum())
+    for scaled, shift in ((False, 0), (True, 6)):
+        counts = gathered.exponents["grad_output", scaled]
+        assert counts[shift - LOWEST : shift - LOWEST + 2].tolist() == [small, len(every) - small]
+        assert counts.sum() == len(every)
+
+
+def test_the_report_has_a_picture_for_what_there_is(tmp_path: Path) -> None:
+    plain = [path.name for path in write(make_run(tmp_path / "plain", 20))]
+    assert {"fp8_saturation.png", "fp8_fan.png", "fp8_exponents.png"} <= set(plain)
+    assert "loss_scale.png" not in plain, "there never was a loss scale"
+    run = make_run(tmp_path / "fp16", 20, overflow_at=9, scaled=True)
+    assert "loss_scale.png" in [path.name for path in write(run)]
+    assert (run / "report.html").read_text().count("<img") == 5
+
+
+def test_overflows_are_marked_on_the_loss_scale(tmp_path: Path) -> None:
+    def red(folder: Path, at: int) -> int:
+        run = make_run(folder, 20, overflow_at=at, scaled=True)
+        made = pictures(RunHistory.read(run), run / "plots")
+        picture = np.asarray(imread(made[-1]))[:, :, :3]
+        assert math.isclose(float(picture.max()), 1.0)
+        return int(((picture[:, :, 0] > 0.6) & (picture[:, :, 1] < 0.3) & (picture[:, :, 2] < 0.3)).sum())
+
+    assert red(tmp_path / "none", 0) == 0
+    assert red(tmp_path / "one", 9) > 0
