@@ -155,6 +155,7 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
     import numpy as np
 
     from harness.build import build_data
+    from harness.data.dataset import DatasetBatches
 
     config, worker = restored.config, restored.worker
     wanted = config.data.val_samples if samples is None else samples
@@ -163,13 +164,14 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
         source = build_data(config, restored.folder, worker, read_only=True)
         return f"validation of {source.name}", list(source.validation(0, 1))
     own = restored.folder / "data" / "tokenizer.json"
-    changed: dict[str, Any] = {"path": str(data), "mixture": [], "format": "auto"}
+    changed: dict[str, Any] = {"path": str(data), "mixture": [], "format": "auto", "target": None}
     changed["tokenizer"] = str(own) if own.is_file() else config.data.tokenizer
     rows = config.train.micro_batch
     # No more than a sample of each of the two splits that it is cut into, both of which count.
     one = {"train": config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
         source = build_data(_with_data(config, changed).model_copy(update=one), Path(scratch), worker)
+        assert not isinstance(source, DatasetBatches)
         total = source.n_samples + source.available
         chosen = np.arange(min(wanted, total), dtype=np.int64) * total // min(wanted, total)
         cut = int(np.searchsorted(chosen, source.n_samples))
