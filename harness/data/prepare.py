@@ -110,7 +110,7 @@ def _alone(out: Path) -> Iterator[None]:
     descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_NB | fcntl.LOCK_EX)
         except BlockingIOError as error:
             raise DataError(Problem("is being made by another process", f"--out {out}", fix="wait for it")) from error
         except OSError:
