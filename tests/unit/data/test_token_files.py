@@ -82,6 +82,13 @@ def test_a_folder_of_shards_is_read_by_name(tmp_path: Path) -> None:
     assert [skip["name"] for skip in data.info["skipped"]] == ["README.md"]
 
 
+def test_a_pair_of_megatrons_may_be_named_without_its_suffix(tmp_path: Path) -> None:
+    path = megatron(tmp_path / "web_text_document", [IDS])
+    for name in (path, path.with_suffix(".idx"), path.with_suffix("")):
+        data = prepare(config(name), tmp_path / f"run{name.suffix}")
+        assert np.array_equal(both(data), IDS)
+
+
 def test_names_that_mean_validation() -> None:
     assert all(map(is_validation, ["val.bin", "fineweb_val_000000.bin", "my-validation.bin", "VALID.bin"]))
     assert not any(map(is_validation, ["train.bin", "values.bin", "interval.bin", "train_val.bin"]))
