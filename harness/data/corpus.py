@@ -23,7 +23,7 @@ import numpy.typing as npt
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, atomic_file, dump_json
 from harness.data.blocks import BLOCK, DIGEST, BlockCache, CheckedFile, Damaged, Stamp, differing, scan
-from harness.data.shards import Shard, Shards, document_starts
+from harness.data.shards import DTYPES, Shard, Shards, document_starts
 
 FORMAT = 2
 PADDED_TO = 16
@@ -296,6 +296,10 @@ def parse_corpus(info: Any) -> dict[str, Any]:
         raise ValueError("its hash is another one")
     if not isinstance(info["unigram_nats"], float) or not math.isfinite(info["unigram_nats"]):
         raise ValueError("unigram_nats is no number")
+    for file in info["files"]:
+        blocks = -(-file["size"] // BLOCK)
+        if file["dtype"] not in DTYPES or len(bytes.fromhex(file["blocks"])) != blocks * DIGEST:
+            raise ValueError("a file in it has no dtype or no hashes")
     for split in ("train", "val"):
         for number, first, count in info[split]["pieces"]:
             if first + count > info["files"][number]["tokens"]:

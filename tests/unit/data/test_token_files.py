@@ -244,7 +244,7 @@ def test_a_run_finds_its_files_where_they_moved_with_it(tmp_path: Path, kind: st
     assert np.array_equal(again.starts("train"), first.starts("train"))
 
 
-@pytest.mark.parametrize("name", ["ids", "pieces", "sha256", "blocks", "not JSON"])
+@pytest.mark.parametrize("name", ["ids", "pieces", "sha256", "blocks", "dtype", "not JSON"])
 def test_a_damaged_description_is_named(tmp_path: Path, name: str) -> None:
     settings = config(headerless(tmp_path / "train.bin", IDS))
     prepare(settings, tmp_path / "run")
@@ -252,6 +252,8 @@ def test_a_damaged_description_is_named(tmp_path: Path, name: str) -> None:
     info = json.loads(corpus.read_bytes())
     if name == "pieces":
         info["train"]["pieces"][0][2] += 10
+    elif name == "dtype":
+        info["files"][0]["dtype"] = "object"
     elif name == "blocks":
         info["files"][0]["blocks"] = "00" + info["files"][0]["blocks"][2:]
     else:
