@@ -158,7 +158,7 @@ def test_what_is_trained_on_files_tokens_epochs_and_what_was_left_out(tmp_path: 
     assert "and 2 more" in text
 
 
-def test_losses_per_token_stand_beside_the_unigram_entropy_and_not_in_bits(tmp_path: Path) -> None:
+def test_losses_per_token_stand_beside_the_unigram_entropy_not_in_bits(tmp_path: Path) -> None:
     text = token_run(tmp_path / "r", TOKENS, 3.0)
     assert "validation 3.0000 nats per token; unigram entropy of the corpus 4.0000, ratio 0.750" in text
     assert "bits" not in text
