@@ -17,6 +17,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -448,4 +449,5 @@ def work(out: Path, parent: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its parent's, and it ends when that is gone
     work(Path(sys.argv[1]), int(sys.argv[2]))
