@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.errors import MisuseError
 from harness.core.protocols import PrecisionBackend
-from harness.models.gpt import FeedForward
+from harness.models.gpt import FeedForward, Settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -278,7 +278,10 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(FEATURES, eps=1e-5), FeedForward(FEATURES, 2 * FEATURES)
+        self.norm, self.mlp = (
+            nn.RMSNorm(FEATURES, eps=1e-5),
+            FeedForward(Settings(1, FEATURES, 1, 1, 1, 2 * FEATURES, False)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.norm(x))

@@ -220,7 +220,7 @@ def test_frozen_parts_get_no_gradient_and_a_frozen_input_fuses_nothing(calls: li
 class AgainWithTe(GPT):
     """Each block is computed again in backward, by te.checkpoint."""
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         for block in self.blocks:
             if "own" not in vars(block):
                 block.own = block.forward  # type: ignore[assignment]

@@ -15,6 +15,7 @@ from harness.core.errors import ConfigError, DataError
 from harness.core.facts import BAD_LABEL, IGNORED, NON_FINITE_INPUT, UNREADABLE, StepFacts
 from harness.core.health import Flawed, check_batch, harmless, name_faults, one_sample
 from harness.core.protocols import Batch, Batches
+from harness.core.state import seed_everything
 from harness.data.batches import sample_numbers
 from harness.data.dataset import DatasetBatches, open_dataset
 from harness.monitors.data import DataMonitor
@@ -190,9 +191,9 @@ def _by_number(data: DatasetBatches, index: int) -> dict[int, torch.Tensor]:
 
 def test_reading_leaves_the_process_its_random_numbers() -> None:
     data = source("augmented")
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    seed_everything(1)
     expected = torch.rand(1).item(), np.random.rand(), random.random()
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    seed_everything(1)
     data.micro_batches(data.window(0), 0, 1)
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
 

@@ -97,6 +97,7 @@ def test_a_model_that_reads_values_has_none() -> None:
 
 def test_cards_are_known_by_the_very_name() -> None:
     card = card_named("NVIDIA H100 80GB HBM3")
+    assert card is not None
     assert card is CARDS["H100"]
     assert card_named("NVIDIA H100 PCIe") is None
     assert card.peaks() == {"fp8": 1979e12, "bf16": 989e12, "fp16": 989e12, "fp32": 67e12}

@@ -33,7 +33,7 @@ def make_run(folder: Path, steps: int, overflow_at: int = 0, scaled: bool = Fals
             amax = amaxes(step)
             unknown = np.full(len(names), np.nan, np.float32)
             scales = np.full(len(names), 64, np.float32)
-            file.add(1, step, SlotStats(names, amax, scales, amax / 4, unknown, unknown, unknown))
+            file.add(1, step, SlotStats(names, amax, scales, (amax / 4).astype(np.float32), unknown, unknown, unknown))
             scale = scale / 2 if step == overflow_at else scale
             values = {"train/loss": 1.0, "train/loss_scale": scale, "train/step_applied": float(step != overflow_at)}
             journal.metrics(step, values)
