@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
 GUARDED_LOOP = ROOT / "examples" / "guarded_loop.py"
+CONVNET_DIGITS = ROOT / "examples" / "convnet_digits.py"
+UNSAFE_LOSS = ROOT / "examples" / "unsafe_loss.py"
 STANDARD_LOOP = ROOT / "examples" / "standard_loop.py"
 
 
@@ -55,6 +57,45 @@ def test_guarded_loop(tmp_path: Path) -> None:
     losses = [float(found) for found in re.findall(r"loss (\d\S+)", done.stdout)]
     assert losses[-1] < 0.1 * losses[0]
     assert (tmp_path / "runs" / "guarded" / "report.html").exists()
+
+
+def run_example(example: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(example), *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"peak memory \d+\.\d\d GiB", done.stdout)
+    return done
+
+
+@pytest.mark.slow  # fp16 on a CPU
+def test_convnet_digits(tmp_path: Path) -> None:
+    done = run_example(CONVNET_DIGITS, tmp_path)
+    assert "fp16_scaler runs as autocast:fp16" in done.stdout
+    (accuracy,) = re.findall(r"accuracy (\S+)% of 297", done.stdout)
+    assert float(accuracy) > 85
+
+
+def test_convnet_digits_under_an_fp8_recipe_says_why_not(tmp_path: Path) -> None:
+    done = run_example(CONVNET_DIGITS, tmp_path, "fp8_hybrid")
+    assert "fp8_hybrid runs as autocast:bf16" in done.stdout
+    assert "native:fp8 is not taken: no layer of this model can run in FP8 (8: sizes 10x256" in done.stderr
+
+
+def test_unsafe_loss(tmp_path: Path) -> None:
+    """Caught, told, and over; the same penalty in float32 never meets it."""
+    done = run_example(UNSAFE_LOSS, tmp_path)
+    unsafe, safe = done.stdout.split("\nunsafe: ")
+    assert "loss inf" in unsafe
+    assert "the run goes on in bf16, for good" in unsafe
+    told, _, safe = safe.partition("\n")
+    assert "weights finite: True" in told
+    assert 3 < int(told.split()[0]) < 10
+    assert "safe: 0 updates skipped" in safe
+    losses = [float(found) for found in re.findall(r"skipped, loss (\S+),", done.stdout)]
+    assert all(loss < 0.1 for loss in losses), "both go on to learn"
 
 
 @pytest.mark.slow
