@@ -35,7 +35,7 @@ def main(recipe: str) -> None:
     scheduler = LinearLR(optimizer, 1.0, 0.1, STEPS)
     mlflow = find_spec("mlflow") is not None
     with Telemetry.for_precision("runs/standard", precision, steps=STEPS, mlflow=mlflow) as telemetry:
-        guard = Guard.for_precision(precision, optimizer, keep=[scheduler], telemetry=telemetry)
+        guard = Guard.for_precision(precision, optimizer, keep=[scheduler], telemetry=telemetry, streams=True)
         last = torch.zeros(())
         for step in range(STEPS):
             inputs, targets = (each.to(device) for each in batch(step))

@@ -60,6 +60,7 @@ class Guard:
         self.stopping = False
         self.pending: deque[InFlight] = deque()
         self._precision: Precision | None = None
+        self._streams = False
         self._optimizers: list[Optimizer] = []
         self._seen: InFlight | None = None
         self._loaded = 0
@@ -74,6 +75,7 @@ class Guard:
         telemetry: Telemetry | None = None,
         max_grad_norm: float = math.inf,
         healthy_steps: int | None = None,
+        streams: bool = False,
         **settings: Any,
     ) -> Guard:
         """For a loop of your own: after `prepare` and before its first step, on every rank.
@@ -82,8 +84,9 @@ class Guard:
         optimizers and FP8 state, one or several: anything with `state_dict` and `load_state_dict`, such as schedulers.
         telemetry: where it is written; by default events are said on stderr and nothing is kept. max_grad_norm: what
         you give `precision.step` or `wrap`, for the monitor that tells of constant clipping. healthy_steps: steps in a
-        row that make a snapshot good. settings: keys of the section `guard` of a run's config, such as snapshot_every,
-        max_rollbacks or enabled.
+        row that make a snapshot good. streams: the loop does not look at `window`, its data just go on: a rollback
+        passes over everything since the step that it goes back to, so that `window` stays the loop's batch number.
+        settings: keys of the section `guard` of a run's config, such as snapshot_every, max_rollbacks or enabled.
 
         What your loop feeds the model is not seen: samples that are out of range are not named, and random numbers go
         on after a rollback. Raises MisuseError naming what cannot be kept, ConfigError for settings.
@@ -131,7 +134,7 @@ class Guard:
             memory = room_for_snapshots(size, healthy, ready.device, telemetry)
         guard = cls(ready.watch(config, monitors, comparison, chosen), telemetry, memory)
         guard.pending = ready.pending
-        guard._precision, guard._optimizers = precision, chosen
+        guard._precision, guard._optimizers, guard._streams = precision, chosen, streams
         return guard
 
     def end_step(self) -> Action:
@@ -246,6 +249,9 @@ class Guard:
             return None
         from_memory = self.memory is not None and target == in_memory
         bad, ledger = list(action.bad), self.state.ledger
+        if self._streams:
+            since = range(ledger.window_index(target), ledger.window_index(self.state.step))
+            bad = sorted({*bad, *since} - set(ledger.skipped_windows))
         source = "memory" if from_memory else "disk"
         fields = {"reason": action.reason, "to_step": target, "passed_over": bad, "source": source}
         self.telemetry.event(step, "guard.rollback", **fields)

@@ -63,7 +63,7 @@ class Watch:
         try:
             if self._settings is not None:
                 limit = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
-                settings = {**limit, **self._settings}
+                settings = {**limit, "streams": True, **self._settings}
                 self.guard = Guard.for_precision(precision, optimizers, keep=keep, telemetry=telemetry, **settings)
         except BaseException as error:
             telemetry.close(error)

@@ -43,8 +43,8 @@ LOOP = (
     Mutation(
         8,
         "parts that are called from outside run as planned",
-        "for module in ready.model.modules():",
-        "for module in [ready.model]:",
+        "for module in ready.model.modules()\n",
+        "for module in [ready.model]\n",
         "tests/unit/precision/test_standard_loop.py -k parts_that",
     ),
     Mutation(

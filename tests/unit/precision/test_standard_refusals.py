@@ -233,14 +233,16 @@ def test_a_guard_takes_the_wrapped_optimizer() -> None:
     wrapped = precision.wrap(adamw(model), max_grad_norm=1.0)
     scheduler = StepLR(wrapped, 3, 0.9)
     guard = Guard.for_precision(
-        precision, wrapped, keep=[scheduler], max_consecutive_skips=2, snapshot_every=4, healthy_steps=2
+        precision, wrapped, keep=[scheduler], max_consecutive_skips=2, snapshot_every=4, healthy_steps=2, streams=True
     )
     actions = []
     for forward in range(16):
-        standard_step(model, wrapped, guard.window, poison=math.nan if forward in (5, 9, 10) else 0.0)
+        assert guard.window == forward, "what it calls a window is the loop's batch, after a rollback too"
+        standard_step(model, wrapped, forward, poison=math.nan if forward in (5, 9, 10) else 0.0)
         scheduler.step()
         actions.append(type(guard.end_step()).__name__)
     assert guard.state.ledger.skips == 3
     assert actions.count("Rollback") == 1
     assert guard.step < 16
-    assert (guard.step, scheduler.last_epoch) == (guard.step, guard.step)
+    assert scheduler.last_epoch == guard.step
+    assert guard.window == 16
