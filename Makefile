@@ -16,7 +16,7 @@ EXTRAS_READY := $(VENV)/.extras-ready
 RUN := PYTHONDONTWRITEBYTECODE= PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-te test-paper test-slow test-extras test-gpu test-faults proof mutations lint clean
+.PHONY: help setup train test test-all test-te test-paper test-slow test-extras test-ui test-gpu test-faults proof mutations lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ test-slow: $(TEST_READY) ## the slow tests; the attacks among them are left to m
 
 test-extras: $(EXTRAS_READY) ## with the libraries that people bring: Hugging Face, Lightning, accelerate, peft
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -W default tests/extras $(ARGS)
+
+test-ui: $(TEST_READY) ## MLflow's real pages in Chromium, on a large run
+	$(RUN) UI=1 OMP_NUM_THREADS=1 python -m pytest -q -s --timeout 3000 tests/ui $(ARGS)
 
 test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
 	@# Another torch, driver or Transformer Engine may warn of what this project cannot change.

@@ -33,6 +33,7 @@ from harness.core.facts import Outcome
 from harness.core.state import state_bytes
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
+from harness.models.huggingface import tokenizer_of
 from harness.optim.optimizers import optimizer_bytes
 from harness.optim.schedule import Schedule, lr_jump
 from harness.precision.plan import Plan
@@ -70,7 +71,7 @@ from harness.tracking.journal import JOURNAL, read_rows
 
 def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
-    config = request.config
+    config = _with_own_tokenizer(request.config)
     source = _find_source(request.resume, request.name)
     worker = join_worker(config, request.launcher)
     lead = worker.group.rank == 0
@@ -170,6 +171,15 @@ def train(request: Request) -> int:
         run.stop.uninstall(outcome.exit_code)
         telemetry.farewell()
         return int(outcome.exit_code)
+
+
+def _with_own_tokenizer(config: RunConfig) -> RunConfig:
+    """`config` with the tokenizer that lies beside a Hugging Face model, where the user names none: the model knows the
+    tokens of no other, and bytes would be taken for its first 256."""
+    found = tokenizer_of(config.model.target) if config.data.tokenizer is None and config.data.target is None else None
+    if found is None:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(found)})})
 
 
 def _find_source(resume: str, name: str | None) -> Path | None:

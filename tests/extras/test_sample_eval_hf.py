@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -33,10 +34,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = train(
             folder,
             *("--recipe", "fp8_hybrid", "--name", name, "train.steps=6", "data.context=32"),
-            *(f"model.target=hf:{folder}/base", f"model.args={args}", f"data.tokenizer={folder}/base"),
+            *(f"model.target=hf:{folder}/base", f"model.args={args}"),
         )
         assert done.returncode == 0, done.stdout
     return folder
+
+
+def test_the_tokenizer_beside_the_model_is_the_default(trained: Path) -> None:
+    config = yaml.safe_load((trained / "runs" / "full" / "config.yaml").read_text())
+    assert config["data"]["tokenizer"] == f"{trained}/base/tokenizer.json"
+    beside = (trained / "runs" / "full" / "data" / "tokenizer.json").read_bytes()
+    assert beside == (trained / "base" / "tokenizer.json").read_bytes()
 
 
 def logits_of(folder: Path, name: str, ids: torch.Tensor) -> torch.Tensor:
