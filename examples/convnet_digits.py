@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -17,7 +18,7 @@ STEPS, BATCH, HELD_OUT = 150, 64, 297
 def main(recipe: str) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    digits = load_digits()
+    digits: Any = load_digits()
     images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32, device=device)
     labels = torch.tensor(digits.target, device=device)
     net = nn.Sequential(

@@ -34,7 +34,7 @@ def train(recipe: str, penalty: Callable[[Tensor], Tensor], device: str) -> None
     model = precision.prepare(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     inputs, targets = torch.rand(64, 64, device=device), torch.ones(64, 16, device=device)
-    skipped = 0
+    skipped, loss = 0, torch.zeros(())
     for step in range(1, STEPS + 1):
         with precision.context():
             output = model(inputs)

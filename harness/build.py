@@ -16,7 +16,7 @@ from harness.capability.cards import Card, card_named
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
-from harness.checkpoint.recovery import Recovery, finish_rollback
+from harness.checkpoint.recovery import Recovery, finish_rollback, spare_folder
 from harness.checkpoint.saver import Saver, Snapshots, Staging, free_memory, room_for_snapshots
 from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts
@@ -54,7 +54,6 @@ from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
 from harness.replay.flight import FlightRecorder, Surroundings
 from harness.run import RUNG, Run
-from harness.run_folder import spare_folder
 from harness.stop import StopRequest
 from harness.telemetry import Telemetry
 from harness.tracking.console import Console

@@ -6,7 +6,6 @@ One run has one writer: a lock on its folder, which the kernel releases with its
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 
 from harness.core.config import RunConfig, changed_keys
-from harness.core.errors import CheckpointError, ConfigError, Problem, near_match, tell_wrapper
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, near_match, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, sync_folder, write_json
 from harness.core.schema import read_yaml, validate
@@ -143,26 +142,6 @@ def forget_outcome(folder: Path) -> None:
     (folder / "outcome.json").unlink(missing_ok=True)
     with suppress(OSError), atomic_file(folder / _RESERVE) as stream:
         stream.write(os.urandom(_RESERVED))  # what a file system could not shrink
-
-
-def spare_folder(path: str | None, folder: Path) -> Path | None:
-    """Where the last save of the run in `folder` goes, of checkpoint.emergency_path; another run's is never taken for
-    it, whatever its name. None without a path.
-    """
-    if path is None:
-        return None
-    here = str(folder.resolve())
-    return Path(path).resolve() / f"{folder.name}-{hashlib.sha256(os.fsencode(here)).hexdigest()[:8]}"
-
-
-def spare_folders(folder: Path, path: str | None) -> list[Path]:
-    """The same, of the run's last start, and of a start with emergency_path `path`."""
-    try:
-        earlier = read_yaml(folder / "config.yaml").get("checkpoint", {}).get("emergency_path")
-    except (ConfigError, OSError, AttributeError):
-        earlier = None
-    paths = [each for each in (earlier, path) if isinstance(each, str)]
-    return [each for each in (spare_folder(name, folder) for name in dict.fromkeys(paths)) if each is not None]
 
 
 def forget_run(folder: Path) -> None:
@@ -428,6 +407,43 @@ class RunLock:
             raise CheckpointError(self._refusal(error, owner)) from error
         self._descriptor = descriptor
 
+    def confirm(self) -> None:
+        """Still the one writer? A file that was deleted is made again, before anybody else takes the lock. Raises
+        CheckpointError naming the new owner if somebody has.
+        """
+        if self._descriptor is None:
+            return
+        mine = os.fstat(self._descriptor)
+        try:
+            there = self._path.stat(follow_symlinks=False)
+            if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+                return
+            if there.st_size:  # signed by somebody, who may have written and gone again
+                raise self._taken()
+        except FileNotFoundError:
+            pass
+        old = self._descriptor
+        try:
+            self.acquire()
+        except CheckpointError as error:
+            if isinstance(error.__cause__, BlockingIOError):
+                raise self._taken() from error
+            return  # a disk that takes no file just now: the next step asks again
+        os.close(old)
+
+    def _taken(self) -> CheckpointError:
+        try:
+            owner = _owner_of(read_mapping(self._path))
+        except (KeyError, TypeError):
+            owner = "owner not known"
+        why = f"its lock was deleted or replaced while this run went on; it is now of {owner}"
+        fix = (
+            "let that one go on, or end it and give the same command again; never delete a lock: a dead owner's is free"
+        )
+        error = CheckpointError(Problem("another process writes this run, so this one ends", str(self._path), why, fix))
+        error.exit_code = ExitCode.FAILED
+        return error
+
     def release(self) -> None:
         """Give the lock back; safe to call twice."""
         if self._descriptor is not None:
@@ -458,7 +474,10 @@ def _self() -> dict[str, int | str]:
 def _owner(descriptor: int | None) -> str:
     """Who has the lock, from what the owner wrote; it may still be writing."""
     try:
-        owner = json.loads(os.pread(descriptor, 4096, 0)) if descriptor is not None else {}
-        return f"process {owner['pid']} on {owner['host']} since {owner['started']}"
+        return _owner_of(json.loads(os.pread(descriptor, 4096, 0)) if descriptor is not None else {})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return "owner not known"
+
+
+def _owner_of(content: Mapping[str, Any]) -> str:
+    return f"process {content['pid']} on {content['host']} since {content['started']}"

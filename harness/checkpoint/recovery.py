@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +17,9 @@ from harness.checkpoint.policy import RollbackTargets
 from harness.checkpoint.saver import Saved, Saver
 from harness.checkpoint.store import Store
 from harness.core.config import CheckpointConfig
-from harness.core.errors import CheckpointError, ExitCode, Problem
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem
 from harness.core.protocols import Engine, Meta, Tensors, Tracker
+from harness.core.schema import read_yaml
 from harness.core.state import RunLedger, TrainState, state_hash
 
 # Seconds between looks at a save that training waits for. No rank then waits long in a collective, which gives up.
@@ -319,6 +322,26 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def spare_folder(path: str | None, folder: Path) -> Path | None:
+    """Where the last save of the run in `folder` goes, of checkpoint.emergency_path; another run's is never taken for
+    it, whatever its name. None without a path.
+    """
+    if path is None:
+        return None
+    here = str(folder.resolve())
+    return Path(path).resolve() / f"{folder.name}-{hashlib.sha256(os.fsencode(here)).hexdigest()[:8]}"
+
+
+def spare_folders(folder: Path, path: str | None) -> list[Path]:
+    """The same, of the run's last start, and of a start with emergency_path `path`."""
+    try:
+        earlier = read_yaml(folder / "config.yaml").get("checkpoint", {}).get("emergency_path")
+    except (ConfigError, OSError, AttributeError):
+        earlier = None
+    paths = [each for each in (earlier, path) if isinstance(each, str)]
+    return [each for each in (spare_folder(name, folder) for name in dict.fromkeys(paths)) if each is not None]
 
 
 def bring_back(store: Store, spare: Path) -> int | None:

@@ -100,9 +100,9 @@ class DataConfig(Strict):
     val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples unfit to train on, or that a target cannot read: skip the update, fail (halt), or auto: "
-        "fail for labels out of range and blocks that differ from their hash; files that are no text, and rows without "
-        "any: skip, fail, or auto: skip binary and empty ones, fail for others",
+        description="samples unfit to train on, or that cannot be read (or differ from their hash): skip the update, "
+        "fail (halt), or auto: fail for labels out of range; files that are no text, and rows without any: skip, fail, "
+        "or auto: skip binary and empty ones, fail for others",
     )
 
     @model_validator(mode="after")

@@ -167,7 +167,7 @@ class TokenBatches:
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
-        return [as_batch(self.read("train", row)) for row in rows[rank::world_size]]
+        return [self.batch("train", row) for row in rows[rank::world_size]]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """This rank's validation batches, `inputs` and `targets` int64 [size, context], the same at every call.
@@ -178,7 +178,11 @@ class TokenBatches:
         is not what it was when the run began: what is validated on never changes.
         """
         rows = validation_rows(self._val_samples, self._available, self._micro_batch, rank, world_size)
-        return [as_batch(self.read("val", row)) for row in rows]
+        return [self.batch("val", row) for row in rows]
+
+    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
+        """`samples` of a split, "train" or "val". Raises DataError as `micro_batches` and `validation` do."""
+        return as_batch(self.read(split, samples))
 
     @property
     def available(self) -> int:

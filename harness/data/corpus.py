@@ -11,6 +11,7 @@ import bisect
 import hashlib
 import math
 import os
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, atomic_file, dump_json
 from harness.data.blocks import BLOCK, DIGEST, BlockCache, CheckedFile, Damaged, Stamp, differing, scan
-from harness.data.shards import Shard, Shards, document_starts
+from harness.data.shards import DTYPES, Shard, Shards, document_starts
 
 FORMAT = 2
 PADDED_TO = 16
@@ -32,6 +33,7 @@ LARGEST = 1 << 22
 
 _COUNTED = 256 << 20
 _NAMED = 8
+_OTHER_FILES = 512
 _FIX_CHANGED = "put the files back as they were when the run began, or start a new run with another --name"
 _FIX_DTYPE = "set data.dtype to what the file was written with, or write it again"
 Ids = npt.NDArray[Any]
@@ -188,6 +190,24 @@ def save_corpus(folder: Path, info: Mapping[str, Any]) -> None:
         stream.write(described)
 
 
+def relocate(folder: Path, info: Mapping[str, Any], source: Path | None) -> dict[str, Any]:
+    """`info` with the places where its files are now, if they moved with `source`: a rental's disk is another one's
+    folder. What is there is compared with its hashes all the same."""
+    if source is None:
+        return dict(info)
+
+    def now(written: str) -> str:
+        old = _path(folder, written)
+        near = [old, source / old.name, source.with_name(old.name)]
+        return _written(folder, next((path for path in near if path.is_file()), old))
+
+    files = [
+        {**file, "path": now(file["path"]), "index": now(file["index"]) if file["index"] else ""}
+        for file in info["files"]
+    ]
+    return {**info, "files": files}
+
+
 def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
     """Compare the files with what was written down of them; `info`, with their new times where only these changed.
 
@@ -196,7 +216,7 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
     problems: list[Problem] = []
     files: list[dict[str, Any]] = []
     for file in info["files"]:
-        path = _path(folder, file)
+        path = _path(folder, file["path"])
         where = f"data.path: {path}"
         digests = bytes.fromhex(file["blocks"])
         try:
@@ -226,13 +246,14 @@ def open_corpus(
 
     Raises DataError if a file, or an index, is gone or differs.
     """
+    _allow(len(info["files"]))
     cache = BlockCache()
     opened: list[tuple[CheckedFile, Shard]] = []
     problems: list[Problem] = []
     starts: list[npt.NDArray[np.int64]] = []
     for file in info["files"]:
-        path = _path(folder, file)
-        index = _path(folder, {"path": file["index"]}) if file["index"] else None
+        path = _path(folder, file["path"])
+        index = _path(folder, file["index"]) if file["index"] else None
         shard = Shard(path, file["dtype"], file["offset"], file["tokens"], index)
         try:
             checked = CheckedFile(path, file["size"], bytes.fromhex(file["blocks"]), cache, reading)
@@ -275,6 +296,10 @@ def parse_corpus(info: Any) -> dict[str, Any]:
         raise ValueError("its hash is another one")
     if not isinstance(info["unigram_nats"], float) or not math.isfinite(info["unigram_nats"]):
         raise ValueError("unigram_nats is no number")
+    for file in info["files"]:
+        blocks = -(-file["size"] // BLOCK)
+        if file["dtype"] not in DTYPES or len(bytes.fromhex(file["blocks"])) != blocks * DIGEST:
+            raise ValueError("a file in it has no dtype or no hashes")
     for split in ("train", "val"):
         for number, first, count in info[split]["pieces"]:
             if first + count > info["files"][number]["tokens"]:
@@ -308,8 +333,17 @@ def _written(folder: Path, path: Path) -> str:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
-def _path(folder: Path, file: Mapping[str, Any]) -> Path:
-    return Path(os.path.join(folder.resolve(), file["path"]))
+def _path(folder: Path, written: str) -> Path:
+    return Path(os.path.join(folder.resolve(), written))
+
+
+def _allow(files: int) -> None:
+    """Let this process have so many files open, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = files + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _seen_before(shard: Shard, stamp: Stamp, known: Mapping[str, Known]) -> _Seen | None:

@@ -9,6 +9,7 @@ function of seed and index here too.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -71,7 +72,8 @@ class Mixture:
         self.tokens_per_sample = parts[0].tokens_per_sample
         self.masked, self.unit = parts[0].masked, parts[0].unit
         self.ids, self.vocab = max(part.ids for part in parts), max(part.vocab for part in parts)
-        self.n_samples = int(self._offsets[-1])
+        self._val_offsets = np.cumsum([0, *[part.available for part in parts]])
+        self.n_samples, self.available = int(self._offsets[-1]), int(self._val_offsets[-1])
         self.name = " and ".join(part.name for part in parts)
         wanted = shares(weights, max(val_samples, len(parts)))
         self._val = [min(count, part.available) for count, part in zip(wanted, parts, strict=True)]
@@ -103,18 +105,17 @@ class Mixture:
         """As `TokenBatches.micro_batches`."""
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
-        return [self._batch("train", row, self._offsets) for row in rows[rank::world_size]]
+        return [self.batch("train", row) for row in rows[rank::world_size]]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """As `TokenBatches.validation`: every source has its share of the samples, at least one."""
-        offsets = np.cumsum([0, *[part.available for part in self._parts]])
         spread = [
-            offsets[number] + np.arange(count, dtype=np.int64) * part.available // count
+            self._val_offsets[number] + np.arange(count, dtype=np.int64) * part.available // count
             for number, (count, part) in enumerate(zip(self._val, self._parts, strict=True))
         ]
         every = np.concatenate(spread)
         rows = validation_rows(len(every), len(every), self._micro_batch, rank, world_size)
-        return [self._batch("val", every[row], offsets) for row in rows]
+        return [self.batch("val", every[row]) for row in rows]
 
     def facts(self) -> dict[str, Any]:
         """What this run trains on, JSON-able; sizes in tokens."""
@@ -141,7 +142,9 @@ class Mixture:
             ],
         }
 
-    def _batch(self, split: str, samples: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> Batch:
+    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
+        """As `TokenBatches.batch`; samples of both splits are numbered source after source."""
+        offsets = self._offsets if split == "train" else self._val_offsets
         sources = np.searchsorted(offsets, samples, side="right") - 1
         shape = (len(samples), self.tokens_per_sample + 1)
         read = Rows(np.zeros(shape, np.int64), np.zeros(shape, np.bool_) if self.masked else None, {})
@@ -193,7 +196,13 @@ def prepare_mixture(
         counts = shares([part.weight for part in config.mixture], CYCLE)
         hashes = [each.sha256 for each in data]
         sources = [part.model_dump() for part in config.mixture]
-        write_json(folder / "corpus.json", {"format": _FORMAT, "mixture": sources, "sha256": _identity(hashes, counts)})
+        info = {"format": _FORMAT, "mixture": sources, "sha256": _identity(hashes, counts)}
+        kept = [number for number in range(len(data)) if (folder / str(number) / "tokenizer.json").is_file()]
+        if kept:
+            first = data[kept[0]].info
+            info |= {"tokenizer": first["tokenizer"], "separator": first["separator"]}
+            shutil.copyfile(folder / str(kept[0]) / "tokenizer.json", folder / "tokenizer.json")
+        write_json(folder / "corpus.json", info)
     return data
 
 

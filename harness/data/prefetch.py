@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from harness.core.facts import Window
 from harness.core.protocols import Batch, Batches
 
@@ -21,7 +24,12 @@ class Source(Batches, Protocol):
 
     ids: int
     vocab: int
-    unit: str
+    n_samples: int
+
+    @property
+    def available(self) -> int: ...
+
+    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch: ...
 
     def facts(self) -> dict[str, Any]: ...
 
@@ -65,6 +73,7 @@ class Prefetched:
         self.source, self._watch = source, watch
         self.name, self.tokens_per_sample, self.masked = source.name, source.tokens_per_sample, source.masked
         self.ids, self.vocab, self.unit = source.ids, source.vocab, source.unit
+        self.n_samples, self.available = source.n_samples, source.available
         self.waited = 0.0
         self.tell: Callable[[str], None] = lambda text: None
         self.first_told = FIRST_TOLD
@@ -99,6 +108,10 @@ class Prefetched:
     def validation(self, rank: int, world_size: int) -> Any:
         """As the source's."""
         return self.source.validation(rank, world_size)
+
+    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
+        """As the source's."""
+        return self.source.batch(split, samples)
 
     def facts(self) -> dict[str, Any]:
         """As the source's."""

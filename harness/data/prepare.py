@@ -11,11 +11,13 @@ Workers are processes of this file (`python -m harness.data.prepare OUT`) that a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -98,9 +100,29 @@ def prepare_dataset(
         raise DataError(Problem(f"has over {most} bytes of {wanted.kind}", f"data.path: {wanted.source}", fix=fix))
     if anew and out.exists() and read_mapping(out / _PLAN, MAX_LARGE) != _as_json(plan):
         shutil.rmtree(out)
-    done = _begin(out, plan)
-    if done is not None:
-        return done
+    with _alone(out):
+        return _begin(out, plan) or _make(out, plan, processes, tell)
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Raises DataError if another process is making `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_NB | fcntl.LOCK_EX)
+        except BlockingIOError as error:
+            raise DataError(Problem("is being made by another process", f"--out {out}", fix="wait for it")) from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(out: Path, plan: Mapping[str, Any], processes: int, tell: Callable[[Progress], None]) -> dict[str, Any]:
+    tasks = plan["tasks"]
     sizes = [sum(part[3] for part in task) for task in tasks]
     progress = Progress(sum(sizes), len(tasks))
     todo = [number for number in range(len(tasks)) if not _is_done(out, number)]
@@ -284,7 +306,7 @@ class _Work:
                 break
         if problems:
             for shard in shards.values():
-                shard.temporary.unlink(missing_ok=True)
+                shard.abandon()
             return problems
         written = [shard.commit() for shard in shards.values()]
         with _counts(self.out, task).open("wb") as stream:
@@ -295,6 +317,7 @@ class _Work:
             "text_bytes": text_bytes,
         }
         write_json(_marker(self.out, task), made)
+        advance(sum(part[3] for part in plan["tasks"][task]) - text_bytes)  # the source has more than its texts
         return []
 
     def _batches(
@@ -318,7 +341,7 @@ class _Work:
                     continue
                 batch.append((piece, part.split or _split(task, number, self.plan["val_fraction"])))
                 number += 1
-                size += len(piece.text)
+                size += len(piece.text if isinstance(piece.text, bytes) else piece.text.encode())
                 if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
                     yield batch, size
                     batch, size = [], 0
@@ -426,4 +449,5 @@ def work(out: Path, parent: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its parent's, and it ends when that is gone
     work(Path(sys.argv[1]), int(sys.argv[2]))

@@ -38,6 +38,9 @@ def open_prepared(path: Path, folder: Path, held_out: Callable[[int], int], toke
         left_out = tuple((skip["name"], skip["reason"]) for skip in info["skipped"])
         nats, source, kind = float(info["unigram_nats"]), str(info["source"]), str(info["kind"])
         source_files = int(info["source_files"])
+        ids, separator = vocabulary.ids, vocabulary.separator
+        if type(ids) is not int or ids < 1 or not isinstance(separator, int | None):
+            raise ValueError("its vocabulary is no number of ids")
         if info["block_bytes"] != BLOCK:
             raise ValueError(f"its blocks have {info['block_bytes']} bytes, not {BLOCK}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -319,6 +319,11 @@ def _row(value: Any, key: str, where: str) -> Piece:
     if not isinstance(value, str):
         what = "is missing" if value is None else f"is a {type(value).__name__}, not text"
         return Piece("", where, fault=f'"{key}" {what}')
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return Piece("", where, fault=f'"{key}" has half of a surrogate pair')
     return Piece(value, where, fault="" if value else "empty")
 
 

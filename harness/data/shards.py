@@ -28,6 +28,8 @@ _MAGICS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _INDEX_MAGIC = b"MMIDIDX\0\0"
 _INDEX_HEAD = struct.Struct("<QBQQ")
 _INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+DTYPES = (*_INDEX_DTYPES.values(), "uint32")
+"""Of token ids."""
 _VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
 _TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 

@@ -180,7 +180,8 @@ def _unreadable(path: Path, error: Exception) -> Problem:
 
 
 def _too_large(source: str) -> Problem:
-    return Problem(f"more than {MAX_BYTES >> 20} MiB of text", _where(source), fix="give a part of it")
+    fix = f"prepare it once, for all runs: harness data prepare {source} --out DIR; then data.path=DIR"
+    return Problem(f"more than {MAX_BYTES >> 20} MiB of text", _where(source), fix=fix)
 
 
 def _nothing_left(source: str, skipped: list[Skipped]) -> Problem:

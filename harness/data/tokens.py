@@ -192,6 +192,8 @@ def prepare_in(
 def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
     """Write corpus.json, after what it describes. Raises OSError, DataError, ConfigError."""
     path = _home(config.path) if config.path else None
+    if path and not path.exists() and (whole := path.with_name(f"{path.name}.bin")).is_file():
+        path = whole  # as Megatron names its pairs of files
     kind = config.format if config.format != "auto" else registry.look(path) if path else "text"
     if kind == "text" and not config.tokenizer:
         text = read_text(path, config.bad) if path else standard_library()
@@ -264,9 +266,10 @@ def _open_corpus(
         info = corpus.parse_corpus(info)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise DataError(_undescribed(folder, error)) from error
+    info = corpus.relocate(folder, written := info, _home(config.path) if config.path else None)
     if lead:
         checked = corpus.check_corpus(folder, info)
-        if checked != info:
+        if checked != written:
             info = checked
             with contextlib.suppress(OSError):  # what is not written down is hashed again at the next start
                 corpus.save_corpus(folder, info)

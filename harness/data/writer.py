@@ -61,6 +61,12 @@ class ShardWriter:
             self.lengths.append(self.open_length)
             self.open_length = 0
 
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        if self.stream is not None:
+            self.stream.close()
+        self.temporary.unlink(missing_ok=True)
+
     def commit(self) -> dict[str, Any] | None:
         """What the marker says of it; None if it has no tokens."""
         self.end_document()

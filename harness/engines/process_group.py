@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.core.collectives import gather_texts, max_over_ranks, mean_over_ranks, world_rank, world_size
-from harness.core.errors import ConfigError, LostRankError, Problem, some
+from harness.core.errors import ConfigError, LostRankError, MachineError, Problem, some
 
 # The kernel closes a dying process's connections before it shows the process as gone.
 _SHOWS_WITHIN = 1.0
@@ -78,6 +78,7 @@ def _state(pid: int) -> str:
         return ""
 
 
+_LOOPBACK = "127.0.0.1"
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -85,7 +86,8 @@ _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 class Launch:
     """This process among its peers, as torchrun or the deepspeed launcher put it into the environment.
 
-    launched: False when there is no launcher (rank 0 of 1, alone).
+    launched: False when there is no launcher (rank 0 of 1, alone). one_machine: the launcher says that all ranks are
+    here; False where it does not say.
     """
 
     rank: int = 0
@@ -93,6 +95,7 @@ class Launch:
     local_rank: int = 0
     local_world_size: int = 1
     launched: bool = False
+    one_machine: bool = False
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
@@ -131,8 +134,14 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     if problems:
         raise ConfigError(problems)
     world_size = numbers["WORLD_SIZE"]
+    local = numbers.get("LOCAL_WORLD_SIZE")
     return Launch(
-        numbers["RANK"], world_size, numbers["LOCAL_RANK"], numbers.get("LOCAL_WORLD_SIZE", world_size), launched=True
+        numbers["RANK"],
+        world_size,
+        numbers["LOCAL_RANK"],
+        local or world_size,
+        launched=True,
+        one_machine=local == world_size,
     )
 
 
@@ -158,16 +167,53 @@ def choose_device(launch: Launch) -> torch.device:
 
 
 def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
-    """Join the process group (nccl on CUDA, gloo on CPU) if there is a launcher. Joining twice is harmless."""
+    """Join the process group (nccl on CUDA, gloo on CPU) if there is a launcher. Joining twice is harmless.
+
+    Where all ranks are on this machine, gloo and the rendezvous that rank 0 hosts listen on loopback alone.
+    """
     if launch.launched and not dist.is_initialized():
+        store = None
+        if launch.one_machine:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            store = _local_store(launch, timedelta(seconds=timeout_seconds))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            store=store,
             timeout=timedelta(seconds=timeout_seconds),
             rank=launch.rank,
             world_size=launch.world_size,
             device_id=device if device.type == "cuda" else None,
         )
         meet()
+
+
+def _local_store(launch: Launch, timeout: timedelta) -> dist.Store | None:
+    """The rendezvous of ranks on one machine, at MASTER_PORT of loopback; None where the launcher's agent hosts it.
+
+    torch's own would listen on every interface, and has no say in who connects.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    listening = None
+    if launch.rank == 0:
+        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((_LOOPBACK, port))
+            server.listen(socket.SOMAXCONN)
+        except OSError as error:
+            server.close()
+            why = error.strerror or str(error)
+            fix = "choose another port: --master-port of torchrun, --master_port of deepspeed"
+            raise MachineError(
+                Problem(f"port {port} cannot be used for the rendezvous", "launcher", why, fix)
+            ) from error
+        listening = server.detach()
+    # torch takes the socket over; its name stays bound while it lives.
+    return dist.TCPStore(
+        _LOOPBACK, port, launch.world_size, launch.rank == 0, timeout, multi_tenant=True, master_listen_fd=listening
+    )
 
 
 def limit_every_group(timeout_seconds: float) -> None:

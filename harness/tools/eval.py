@@ -20,9 +20,6 @@ from harness.core.errors import ConfigError, ExitCode, Problem
 from harness.report import RunFolder, short
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from harness.core.config import RunConfig
     from harness.core.protocols import Batch
     from harness.tools.restored import Restored
@@ -162,8 +159,10 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
 
 def _batches(restored: Restored, data: Path | None, samples: int | None) -> tuple[str, list[Batch]]:
     """What the data are, and their batches: the run's validation, or samples of `data` spread evenly."""
+    import numpy as np
+
     from harness.build import build_data
-    from harness.core.facts import Window
+    from harness.data.dataset import DatasetBatches
 
     config, worker = restored.config, restored.worker
     wanted = config.data.val_samples if samples is None else samples
@@ -172,38 +171,21 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
         source = build_data(config, restored.folder, worker, read_only=True)
         return f"validation of {source.name}", list(source.validation(0, 1))
     own = restored.folder / "data" / "tokenizer.json"
-    changed: dict[str, Any] = {"path": str(data), "target": None, "mixture": [], "format": "auto"}
+    changed: dict[str, Any] = {"path": str(data), "mixture": [], "format": "auto", "target": None}
     changed["tokenizer"] = str(own) if own.is_file() else config.data.tokenizer
+    rows = config.train.micro_batch
     # Every sample of it counts, whatever split a run would cut it into, and may be the only one.
     one = {"train": config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
         source = build_data(_with_data(config, changed).model_copy(update=one), Path(scratch), worker)
-        facts = source.facts()
-        train, val = facts["train_samples"], (facts["val_tokens"] - 1) // config.data.context
-        count = min(wanted, train + val)
-        held_out = min(facts["val_samples"], max(1, count * val // (train + val)))
-        batches = list(source.micro_batches(Window(0, _spread(count - held_out, train)), 0, 1))
-        joined = [each for each in (_joined(batches), _joined(source.validation(0, 1))) if each]
-        joined[-1] = {name: rows[_spread(held_out, len(rows))] for name, rows in joined[-1].items()}
-        size = config.train.micro_batch
-        return source.name, [
-            {name: rows[at : at + size] for name, rows in each.items()}
-            for each in joined
-            for at in range(0, len(each["inputs"]), size)
-        ]
-
-
-def _spread(count: int, available: int) -> npt.NDArray[np.int64]:
-    """`count` numbers of [0, available), evenly spread."""
-    import numpy as np
-
-    return np.arange(count, dtype=np.int64) * available // max(count, 1)
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    import torch
-
-    return {name: torch.cat([batch[name] for batch in batches]) for name in (batches[0] if batches else ())}
+        assert not isinstance(source, DatasetBatches)
+        total = source.n_samples + source.available
+        chosen = np.arange(min(wanted, total), dtype=np.int64) * total // min(wanted, total)
+        cut = int(np.searchsorted(chosen, source.n_samples))
+        batches: list[Batch] = []
+        for split, numbers in (("train", chosen[:cut]), ("val", chosen[cut:] - source.n_samples)):
+            batches += [source.batch(split, numbers[at : at + rows]) for at in range(0, len(numbers), rows)]
+        return source.name, batches
 
 
 def _with_data(config: RunConfig, changed: dict[str, Any]) -> RunConfig:

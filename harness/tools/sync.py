@@ -9,7 +9,7 @@ from harness.core.errors import ConfigError, Problem
 from harness.report import RunFolder
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import misplaced, require_run
-from harness.tracking.shipper import sync
+from harness.tracking.shipper import SET_ASIDE, sync
 
 
 def command(run: RunFolder) -> int:
@@ -22,5 +22,7 @@ def command(run: RunFolder) -> int:
     else:  # of a loop that is not ours, which says it in its journal
         experiment = str(RunHistory.read(run).run["tags"].get("experiment", TrackingConfig().experiment))
     done = sync(run, experiment)
+    if (aside := run / SET_ASIDE).exists():
+        print(f"! lines of the journal that are no rows were set aside in {aside}")
     print("delivered" if done else f"not delivered; see {run / 'shipper.log'}")
     return 0 if done else 1

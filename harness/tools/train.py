@@ -25,7 +25,7 @@ from harness.build import (
     read_ledger,
 )
 from harness.checkpoint.policy import load_ledger
-from harness.checkpoint.recovery import bring_back
+from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
@@ -58,7 +58,6 @@ from harness.run_folder import (
     read_plan,
     read_source,
     same_data_order,
-    spare_folders,
     write_config,
     write_plan,
     write_source,
@@ -66,6 +65,7 @@ from harness.run_folder import (
 from harness.telemetry import undeliverable
 from harness.tools.start import Request
 from harness.tracking.console import Console, plan_table
+from harness.tracking.journal import JOURNAL, read_rows
 
 
 def train(request: Request) -> int:
@@ -77,7 +77,7 @@ def train(request: Request) -> int:
     if problems := worker.group.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
         raise MachineError([Problem(**each) for each in problems])
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
-    with _Locked(folder, lead):
+    with _Locked(folder, lead) as lock:
         resuming = (folder / "config.yaml").exists()
         resumed = None
         if resuming or source:
@@ -126,11 +126,13 @@ def train(request: Request) -> int:
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
+        missing = _missing_commit(worker, folder, start or 0) if resuming else 0
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
         telemetry = open_telemetry(
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
+        telemetry.lock = lock
         with telemetry:
             _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
             facts = {**data.facts(), "unit": task.unit}
@@ -143,6 +145,11 @@ def train(request: Request) -> int:
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store, task)
             run.recovery.bound = bound(config, request.recipe.sha256(), facts)
             try:
+                if missing:
+                    text = f"the checkpoint of step {missing} was saved and is gone: those steps are done again"
+                    telemetry.tell(start or 0, "checkpoint.missing", text)
+                if resuming and not start and not source:
+                    telemetry.screen.say("no checkpoint was saved before the run ended: it starts over")
                 for step in back:
                     telemetry.tell(step, "checkpoint.taken_back", f"the last save, made elsewhere, is in {folder} now")
                 try:
@@ -209,9 +216,10 @@ class _Locked:
     def __init__(self, folder: Path, lead: bool) -> None:
         self._lock = RunLock(folder) if lead else None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> RunLock | None:
         if self._lock:
             self._lock.acquire()
+        return self._lock
 
     def __exit__(self, *_: object) -> None:
         if self._lock:
@@ -237,6 +245,35 @@ def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) ->
         fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
         what = "what rollbacks decided is missing: windows to pass over, budgets spent"
         raise CheckpointError(Problem(what, str(folder / "incidents.json"), why, fix))
+
+
+def _missing_commit(worker: Worker, folder: Path, start: int) -> int:
+    """The newest checkpoint after step `start` that the journal has as saved, and nothing that this run did has put
+    away; 0 if there is none. Raises CheckpointError on every rank if there is one and no other is left: a run that
+    came far must not start over unasked.
+    """
+    missing = worker.group.broadcast(_newest_commit(folder, start) if worker.group.rank == 0 else 0)
+    if missing and not start:
+        fix = "put it back from a copy of this run, or begin anew: --resume never, with another --name or with none"
+        what = f"the checkpoint of step {missing} was saved, by the journal, and none is there"
+        raise CheckpointError(Problem(what, str(folder / "checkpoints"), fix=fix))
+    return int(missing)
+
+
+def _newest_commit(folder: Path, start: int) -> int:
+    committed: set[int] = set()
+    journal = folder / JOURNAL
+    for row in read_rows(journal, metrics=False) if journal.exists() else ():
+        step = row.get("step", 0)
+        if row["kind"] == "checkpoint" and row.get("state") == "saved":
+            committed.add(step)
+        elif row["kind"] == "checkpoint" and row.get("state") in ("deleted", "rolled back"):
+            committed.discard(step)
+        elif row["kind"] == "event" and row["code"] == "run.resumed":  # what came after it has been answered for
+            committed = {each for each in committed if each <= step}
+    # Set aside as damaged, or by a rollback that was killed before it said so.
+    aside = {path.name.split("-")[2] for path in (folder / "checkpoints").glob("*-step-*")}
+    return max((step for step in committed if step > start and f"{step:08d}" not in aside), default=0)
 
 
 def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequence[str]) -> None:

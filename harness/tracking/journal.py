@@ -47,9 +47,15 @@ _HEADS: Mapping[str, Mapping[str, type]] = {
     "metrics": {"step": int, "attempt": int, "metrics": dict},
     "event": {"step": int, "attempt": int, "code": str},
     "end": {"status": str},
+    "artifact": {"path": str},
+    "checkpoint": {"step": int, "state": str},
 }
+_SAVED: Mapping[str, type] = {"path": str, "metrics": dict, "attempt": int}
+_MAPPINGS = ("tags", "params", "data")
 MAX_ROW = 64 << 20
 """Bytes of a row. A step's FP8 statistics take a hundred bytes each, 18 for a layer."""
+# Seconds since 1970, in the year 9999: what no date can be made of is no time.
+_LAST_TIME = 253_370_764_800
 # `kind` is every row's first key.
 _METRICS_LINE = b'{"kind": "metrics"'
 
@@ -87,15 +93,24 @@ def read_rows(path: Path, end: int | None = None, metrics: bool = True) -> Itera
 def _is_row(row: Mapping[str, Any]) -> bool:
     """Whether readers can rely on the row's head; what some other program wrote is passed over."""
     kind = row.get("kind")
-    if not isinstance(kind, str) or not all(isinstance(row[name], int) for name in ("step", "attempt") if name in row):
+    if not isinstance(kind, str) or not all(_is_count(row[name]) for name in ("step", "attempt") if name in row):
         return False
     head = _HEADS.get(kind, {})
-    values = row["metrics"].values() if kind == "metrics" and isinstance(row.get("metrics"), dict) else ()
+    if kind == "checkpoint" and row.get("state") == "saved":
+        head = {**head, **_SAVED}
+    metrics = row.get("metrics")
+    values = metrics.values() if "metrics" in head and isinstance(metrics, dict) else ()
     return (
         isinstance(row.get("time", 0.0), float | int)
+        and 0 <= row.get("time", 0.0) < _LAST_TIME
         and all(isinstance(row.get(name), of) for name, of in head.items())
-        and all(isinstance(value, float | int) for value in values)
+        and (kind not in ("run", "tags") or all(isinstance(row.get(name, {}), dict) for name in _MAPPINGS))
+        and all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in values)
     )
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and least <= value < 1 << 63
 
 
 def finished_size(path: Path) -> int:
@@ -315,6 +330,14 @@ class Journal:
             os.fsync(self._fd)
         except OSError:
             self._failed_syncs += 1
+
+    def mute(self) -> None:
+        """Write no more, and forget what waits: the file is another process's now."""
+        self._waiting.clear()
+        self._torn = None
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(nowhere, self._fd, inheritable=False)
+        os.close(nowhere)
 
     def close(self) -> None:
         """Flush and close; safe to call twice. Rows logged afterwards are dropped."""

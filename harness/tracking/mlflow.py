@@ -187,6 +187,10 @@ class Sink:
         if any(row["kind"] == "end" for row in rows):
             self._description.write()
 
+    def set_aside(self, rows: int) -> None:
+        """Tell that so many rows of the journal are not here, as they are none."""
+        self._tag({"rows.set_aside": rows})
+
     def rest(self) -> None:
         """Nothing waits to be sent: bring the description up to date."""
         self._description.write()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 GRACE = 30.0
 POLL = 0.5
 LONGEST_BACKOFF = 10.0
+SET_ASIDE = "journal.damaged"
 CHUNK = 256 * 1024
 NICENESS = 10
 # A client that tries again by itself creates a second run where only the answer was lost; we look for the first.
@@ -154,9 +156,13 @@ class _Follower:
                     sink, ended = self._connect(position), self._ended(position.offset)
                     if self.pid is not None and not ended:
                         sink.resumed()
-                rows, offset = _read(self.run_dir / JOURNAL, position.offset)
+                if not (gone or ended):
+                    self._watch_machine(sink)
+                rows, offset, strange = _read(self.run_dir / JOURNAL, position.offset)
                 if offset != position.offset:
                     sink.deliver(rows)
+                    if strange:
+                        sink.set_aside(self._set_aside(strange))
                     position.offset = offset
                     position.save(self.run_dir)
                     ended = offset > self.born and bool(rows) and rows[-1]["kind"] == "end"
@@ -165,8 +171,6 @@ class _Follower:
                 sink.rest()
                 if gone and not ended:
                     sink.lost()
-                if not (gone or ended):
-                    self._watch_machine(sink)
             except Exception as error:
                 # A new connection takes up at what is written down, so that nothing half done is counted twice.
                 sink, position = None, Position.load(self.run_dir)
@@ -196,8 +200,18 @@ class _Follower:
         """Whether what was delivered ends with our trainer's end: another shipper may have come that far."""
         if offset <= self.born:
             return False
-        rows, _ = _read(self.run_dir / JOURNAL, max(0, offset - CHUNK), offset)
+        rows, *_ = _read(self.run_dir / JOURNAL, max(0, offset - CHUNK), offset)
         return bool(rows) and rows[-1]["kind"] == "end"
+
+    def _set_aside(self, lines: Sequence[bytes]) -> int:
+        """Keep lines that are no rows, and say so; how many are kept by now. Sent again, they are kept once."""
+        path = self.run_dir / SET_ASIDE
+        known = path.read_bytes().splitlines() if path.exists() else []
+        new = [line for line in lines if line not in known]
+        with path.open("ab") as file:
+            file.writelines(line + b"\n" for line in new)
+        _say(f"{len(lines)} lines of the journal are no rows of a run and are set aside in {path}")
+        return len(known) + len(new)
 
     def _connect(self, position: Position) -> Sink:
         from harness.tracking.mlflow import Sink
@@ -205,17 +219,23 @@ class _Follower:
         return Sink(tracking_uri(), self.run_dir, self.experiment, position)
 
 
-def _read(journal: Path, offset: int, end: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """Finished rows from `offset` on, about CHUNK bytes of them or those up to `end`, and the offset behind them."""
+def _read(journal: Path, offset: int, end: int | None = None) -> tuple[list[dict[str, Any]], int, list[bytes]]:
+    """Finished rows from `offset` on, about CHUNK bytes of them or those up to `end`, the offset behind them, and the
+    lines among them that are no rows that MLflow could be told of.
+    """
     if not journal.exists():
-        return [], offset
+        return [], offset, []
     with journal.open("rb") as file:
         file.seek(offset)
         data = file.read(CHUNK if end is None else end - offset)
         if end is None and len(data) == CHUNK:
             data += file.readline()
     data = data[: data.rfind(b"\n") + 1]
-    return [row for line in data.splitlines() if (row := decode(line))], offset + len(data)
+    lines = data.split(b"\n")[:-1]
+    decoded = [decode(line) for line in lines]
+    rows = [row for row in decoded if row is not None and "time" in row]
+    strange = [line for line, row in zip(lines, decoded, strict=True) if row is None or "time" not in row]
+    return rows, offset + len(data), strange
 
 
 def _bound_life(follower: _Follower) -> None:

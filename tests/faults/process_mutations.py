@@ -66,7 +66,7 @@ PROCESS: tuple[Mutation, ...] = (
         "a process that trained ends past the interpreter's last moments",
         '_guarded(lambda: command(**arguments), trains=name == "train")',
         "_guarded(lambda: command(**arguments))",
-        "tests/faults/test_signals.py -k more_signals",
+        "tests/faults/test_signals.py -k last_moments",
     ),
     Mutation(
         6,
@@ -144,6 +144,34 @@ PROCESS: tuple[Mutation, ...] = (
         "        limit_every_group(timeout_seconds)\n",
         "",
         "tests/faults/test_lost_ranks.py -k deepspeed-SIGSTOP",
+    ),
+    Mutation(
+        24,
+        "the ranks' rendezvous listens on loopback",
+        "            store = _local_store(launch, timedelta(seconds=timeout_seconds))\n",
+        "",
+        "tests/faults/test_listening.py -k loopback",
+    ),
+    Mutation(
+        24,
+        "the agent's rendezvous is a file",
+        "--rdzv_conf store_type=file --rdzv_endpoint $rendezvous",
+        "",
+        "tests/faults/test_listening.py -k loopback",
+    ),
+    Mutation(
+        24,
+        "gloo listens on loopback",
+        '            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")\n',
+        "",
+        "tests/faults/test_listening.py -k loopback",
+    ),
+    Mutation(
+        7,
+        "a run whose lock was taken writes no more",
+        "            self._confirm(self.lock)\n",
+        "            pass\n",
+        "tests/faults/test_two_runs.py -k another_has_taken",
     ),
     Mutation(
         7,

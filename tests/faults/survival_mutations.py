@@ -41,6 +41,20 @@ SURVIVAL: tuple[Mutation, ...] = (
         "tests/unit/checkpoint/test_store.py -k so_new",
     ),
     Mutation(
+        4,
+        "a run whose checkpoints are gone does not start over",
+        "    if missing and not start:\n",
+        "    if False:\n",
+        "tests/faults/test_deleted_checkpoints.py -k refused",
+    ),
+    Mutation(
+        4,
+        "a checkpoint that is gone is told",
+        "                if missing:\n",
+        "                if False:\n",
+        "tests/faults/test_deleted_checkpoints.py -k done_again",
+    ),
+    Mutation(
         3,
         "a save that fails is told on the screen at once",
         'self.tracker.tell(saved.step, "checkpoint.failed", text, failures=count)',

@@ -95,6 +95,17 @@ build.join = join
 from harness.cli import train_main
 train_main()
 """
+# The same, which is sent a signal by what is left when the interpreter is taken down.
+LAST = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+class Remains:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGTERM):
+        kill(process, number)
+sys.remains = Remains()
+from harness.cli import train_main
+train_main()
+"""
 STAGES = ("join_worker", "build_plan", "build_data", "write_plan", "open_store", "open_telemetry", "build_run")
 # The same, with signals from within: WHERE is what is going on when they come, "<signal> <how often>".
 WITHIN = """
@@ -310,6 +321,11 @@ def test_more_signals_until_the_process_is_gone_leave_75(tmp_path: Path, name: s
     assert job.process.returncode == 75, job.output()
     assert sent > 1
     check_stopped(job.run, name)
+
+
+def test_a_signal_in_the_interpreters_last_moments_changes_no_code(tmp_path: Path) -> None:
+    job = scripted(tmp_path, LAST, "train.steps=3")
+    assert job.process.wait(timeout=120) == 0, job.output()
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])

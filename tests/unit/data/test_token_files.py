@@ -82,6 +82,13 @@ def test_a_folder_of_shards_is_read_by_name(tmp_path: Path) -> None:
     assert [skip["name"] for skip in data.info["skipped"]] == ["README.md"]
 
 
+def test_a_pair_of_megatrons_may_be_named_without_its_suffix(tmp_path: Path) -> None:
+    path = megatron(tmp_path / "web_text_document", [IDS])
+    for name in (path, path.with_suffix(".idx"), path.with_suffix("")):
+        data = prepare(config(name), tmp_path / f"run{name.suffix}")
+        assert np.array_equal(both(data), IDS)
+
+
 def test_names_that_mean_validation() -> None:
     assert all(map(is_validation, ["val.bin", "fineweb_val_000000.bin", "my-validation.bin", "VALID.bin"]))
     assert not any(map(is_validation, ["train.bin", "values.bin", "interval.bin", "train_val.bin"]))
@@ -205,18 +212,39 @@ def test_a_file_that_was_only_touched_is_hashed_and_taken(tmp_path: Path) -> Non
 
 def test_a_flipped_bit_in_a_touched_file_is_found_anywhere(tmp_path: Path) -> None:
     """With its time unchanged only some blocks are looked at, at the start: reading finds the rest."""
-    ids = some_ids(1 << 20)
-    path = headerless(tmp_path / "train.bin", ids)
+    path = tmp_path / "train.bin"
+    some_ids(40 << 17).astype("<u2").tofile(path)
     settings = config(path)
     prepare(settings, tmp_path / "run")
     with path.open("r+b") as stream:
-        stream.seek(5 * (256 << 10) + 1234)
-        stream.write(bytes([stream.read(1)[0] ^ 1]))
-    with pytest.raises(DataError, match=re.escape("1 of 8 blocks of 262144 bytes differ: 5")):
+        stream.seek(7 * (256 << 10) + 1234)
+        stream.write(b"\xff")
+    with pytest.raises(DataError, match=re.escape("1 of 40 blocks of 262144 bytes differ: 7")):
         prepare(settings, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["ids", "pieces", "sha256", "blocks", "not JSON"])
+@pytest.mark.parametrize("kind", ["file", "folder", "Megatron"])
+def test_a_run_finds_its_files_where_they_moved_with_it(tmp_path: Path, kind: str) -> None:
+    """As on another rental: the same project in another folder."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    (old / "data").mkdir(parents=True)
+    if kind == "Megatron":
+        megatron(old / "data" / "train", np.split(IDS, [100, 3000]))
+    else:
+        headerless(old / "data" / "train.bin", IDS)
+    headerless(old / "data" / "val.bin", some_ids(300)) if kind != "Megatron" else None
+    name = "data" if kind == "folder" else "data/train.bin"
+    packing = "documents" if kind == "Megatron" else "none"
+    first = prepare(config(old / name, packing=packing), old / "run")
+    old.rename(new)
+    moved = prepare(config(new / name, packing=packing), new / "run")
+    assert moved.sha256 == first.sha256
+    assert np.array_equal(both(moved), both(first))
+    again = prepare(config(new / name, packing=packing), new / "run", lead=False)
+    assert np.array_equal(again.starts("train"), first.starts("train"))
+
+
+@pytest.mark.parametrize("name", ["ids", "pieces", "sha256", "blocks", "dtype", "not JSON"])
 def test_a_damaged_description_is_named(tmp_path: Path, name: str) -> None:
     settings = config(headerless(tmp_path / "train.bin", IDS))
     prepare(settings, tmp_path / "run")
@@ -224,6 +252,8 @@ def test_a_damaged_description_is_named(tmp_path: Path, name: str) -> None:
     info = json.loads(corpus.read_bytes())
     if name == "pieces":
         info["train"]["pieces"][0][2] += 10
+    elif name == "dtype":
+        info["files"][0]["dtype"] = "object"
     elif name == "blocks":
         info["files"][0]["blocks"] = "00" + info["files"][0]["blocks"][2:]
     else:

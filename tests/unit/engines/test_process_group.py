@@ -21,6 +21,8 @@ def test_torchrun_and_deepspeed() -> None:
     assert read_launch({**common, "LOCAL_WORLD_SIZE": "2"}) == expected
     assert read_launch({**common, "LOCAL_SIZE": "2"}) == expected
     assert read_launch(common).local_world_size == 4
+    assert not read_launch(common).one_machine, "the launcher does not say"
+    assert read_launch({**common, "LOCAL_WORLD_SIZE": "4"}).one_machine
 
 
 def test_every_problem_is_named() -> None:

@@ -131,3 +131,45 @@ def test_commands_work_from_a_shell_without_the_environment(tmp_path: Path, monk
     assert tool("harness") == ".venv/bin/harness"
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / ".venv"))
     assert tool("harness") == "harness"
+
+
+TOKENS = {
+    "source": "train.bin", "kind": "tokens", "files": 2, "train_tokens": 64_001, "val_tokens": 5000, "vocab": 64,
+    "train_samples": 1000, "unigram_nats": 4.0, "unit": "nats per token",
+    "skipped": [f"file{number} (not a .bin)" for number in range(10)],
+}  # fmt: skip
+PARAMS = {"train.steps": 500, "train.global_batch": 4}
+
+
+def token_run(run_dir: Path, data: dict[str, Any], loss: float) -> str:
+    with Journal(run_dir / "journal.jsonl") as journal:
+        journal.note("run", tags={}, params=PARAMS, data=data)
+        journal.metrics(500, {"val/loss": loss})
+    stream = io.StringIO()
+    Console(file=stream, width=400).print(summary(run_dir))
+    return stream.getvalue()
+
+
+def test_what_is_trained_on_files_tokens_epochs_and_what_was_left_out(tmp_path: Path) -> None:
+    text = token_run(tmp_path / "r", TOKENS, 3.0)
+    assert "train.bin (tokens): 2 files, 64,001 tokens to train on, 5,000 to validate on, 64 token ids" in text
+    assert "500 steps are 2 epochs" in text
+    assert "left out 10: file0 (not a .bin), " in text
+    assert "and 2 more" in text
+
+
+def test_losses_per_token_stand_beside_the_unigram_entropy_not_in_bits(tmp_path: Path) -> None:
+    text = token_run(tmp_path / "r", TOKENS, 3.0)
+    assert "validation 3.0000 nats per token; unigram entropy of the corpus 4.0000, ratio 0.750" in text
+    assert "bits" not in text
+
+
+def test_each_source_of_a_mixture_has_its_share_and_epochs(tmp_path: Path) -> None:
+    parts = [
+        {"source": name, "share": share, "train_tokens": tokens, "train_samples": tokens // 64}
+        for name, share, tokens in (("web", 0.75, 96_000), ("code", 0.25, 6400))
+    ]
+    text = token_run(tmp_path / "r", {**TOKENS, "kind": "mixture", "mixture": parts, "skipped": []}, 3.0)
+    assert "75.0% of web: 96,000 tokens, 1 epochs" in text
+    assert "25.0% of code: 6,400 tokens, 5 epochs" in text
+    assert "left out" not in text

@@ -280,3 +280,37 @@ def test_a_position_the_journal_does_not_reach_starts_over(tmp_path: Path) -> No
 def test_the_store_is_the_users_or_a_file_here(tmp_path: Path) -> None:
     assert tracking_uri({"MLFLOW_TRACKING_URI": "http://x"}) == "http://x"
     assert tracking_uri({}, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_lines_that_are_no_rows_are_set_aside_and_the_rest_goes_on(folder: Path) -> None:
+    run_dir = folder / "runs" / "r1"
+    with Journal(run_dir / JOURNAL) as journal:
+        journal.note("run", tags={"tier": "CPU"}, params={})
+        for step in range(12):
+            journal.metrics(step, {"train/loss": float(step)})
+        journal.note("end", status="done")
+    lines = (run_dir / JOURNAL).read_bytes().splitlines()
+    damage = {
+        1: (b'"kind": "metrics"', b'"kind": "checkpoint"'),
+        2: (b'"kind"', b'"knid"'),
+        3: (b'"time"', b'"tiem"'),
+        4: (b'"step": 3', b'"step": 99999999999999999999'),
+        5: (b'"train/loss": 4.0', b'"train/loss": "four"'),
+        6: (b'"time": ', b'"time": 1e300, "was": '),
+        7: (b'"train/loss": 6.0', b'"train/loss": ' + b"9" * 400),
+        8: (b'"kind": "metrics"', b'"kind": "artifact"'),
+        9: (b'"kind": "metrics"', b'"kind": "run", "tags": [1]'),
+        10: (b"{", b"\xff"),
+    }
+    for number, (old, new) in damage.items():
+        assert lines[number].count(old) >= 1
+        lines[number] = lines[number].replace(old, new, 1)
+    (run_dir / JOURNAL).write_bytes(b"\n".join(lines) + b"\n")
+    for _ in range(2):
+        assert shipper.sync(run_dir, "e")
+    assert delivered(run_dir)
+    assert [(step, value) for _, step, _, _, value in series_in_store(folder)] == [(10, 10.0), (11, 11.0)]
+    assert query(folder, "select status from runs") == [("FINISHED",)]
+    assert (run_dir / shipper.SET_ASIDE).read_bytes().splitlines() == [lines[number] for number in damage]
+    assert "10 lines of the journal are no rows" in (run_dir / "shipper.log").read_text()
+    assert dict(query(folder, "select key, value from tags"))["rows.set_aside"] == "10"
