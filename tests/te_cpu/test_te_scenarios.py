@@ -297,3 +297,20 @@ def test_computing_again_with_te_checkpoint_changes_nothing(
     straight = trained("transformer_engine", window)
     again = trained("transformer_engine", window, lambda: Checkpointed(True, reentrant))
     assert disagreements(straight, again) == []
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("roll", ["step", "micro_batch"])
+def test_torchs_standard_loop_is_the_explicit_one(roll: str) -> None:
+    """What `precision.wrap` hangs on the model and on backward, on TE's own modules."""
+
+    def standard(trainer: Trainer, number: int) -> None:
+        trainer.precision.standard_loop()
+        for half in range(2):
+            x = inputs(2 * number + half)
+            (torch.nn.functional.mse_loss(trainer.model(x), x.roll(1, -1)) * 0.5).backward()
+
+    explicit = trained("transformer_engine", fp8={"roll": roll})
+    found = trained("transformer_engine", standard, fp8={"roll": roll})
+    assert disagreements(explicit, found) == []
+    assert all(moved(found))
