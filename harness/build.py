@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.capability.cards import card_named
+from harness.capability.cards import Card, card_named
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import check_usable
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
@@ -149,7 +149,7 @@ def build_data(
     if wanted.target is not None:
         own = open_dataset(config, folder) if lead else None
         worker.group.barrier()
-        return own or open_dataset(config, folder)
+        return own or open_dataset(config, folder, read_only=True)
 
     def read(lead: bool) -> list[TokenData]:
         if wanted.mixture:
@@ -197,7 +197,8 @@ def build_run(
     if text := too_high(model, config.train):
         telemetry.event(0, "train.lr_high", text=text)
         telemetry.screen.event(f"train.lr_high: {text}")
-    ideal = _ideal(config, worker, plan, model, data)
+    card = _card(worker)
+    flops = _flops(config, worker, card, model, data)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     task = task or Task(model, config.model.target)
@@ -266,23 +267,33 @@ def build_run(
         stats_every=recipe.fp8.stats_every,
         watch=watch,
         keep_flight=recorder.keep if recorder else None,
-        ideal=ideal,
+        ideal=_ideal(flops, worker, card, plan),
     )
 
 
-def _ideal(config: RunConfig, worker: Worker, plan: Plan, model: nn.Module, data: Batches) -> dict[str, float]:
-    """See `Run.ideal`. The model is as it was built: what is counted must not depend on how it is computed."""
-    name = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else ""
-    names = set(gather_texts(name))
-    card = card_named(name) if len(names) == 1 else None
+def _flops(config: RunConfig, worker: Worker, card: Card | None, model: nn.Module, data: Batches) -> float:
+    """FLOPs of training on one sample, NaN where no peak is known to hold them against. The model is as it was built:
+    what is counted must not depend on how it is computed.
+    """
     if card is None:
+        return math.nan
+    batch = data.micro_batches(data.window(0), worker.launch.rank, worker.launch.world_size)[0]
+    return training_flops(model, Task(model, config.model.target), batch) / config.train.micro_batch
+
+
+def _card(worker: Worker) -> Card | None:
+    """The datasheet of the ranks' card; None if there is none here, or they have different ones. Collective."""
+    names = set(gather_texts(worker.facts.card(worker.device.index) if worker.device.type == "cuda" else ""))
+    return card_named(names.pop()) if len(names) == 1 else None
+
+
+def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[str, float]:
+    """See `Run.ideal`. Once the backend has said whether float32 products may use TF32."""
+    if card is None or not math.isfinite(flops):
         return {}
-    launch = worker.launch
-    batch = data.micro_batches(data.window(0), launch.rank, launch.world_size)[0]
-    flops = training_flops(model, Task(model, config.model.target), batch) / config.train.micro_batch
     peaks = card.peaks(tf32=torch.get_float32_matmul_precision() != "highest")
     peaks[RUNG] = peaks[plan.rung.precision]
-    return {kind: flops / launch.world_size / peak for kind, peak in peaks.items() if peak and math.isfinite(flops)}
+    return {kind: flops / worker.launch.world_size / peak for kind, peak in peaks.items() if peak}
 
 
 def surroundings(config: RunConfig, worker: Worker, engine: Engine) -> Surroundings:

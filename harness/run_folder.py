@@ -176,12 +176,13 @@ def adopt_vocab(folder: Path, config: RunConfig) -> RunConfig:
     return config if vocab is None else _with_vocab(config, vocab)
 
 
-def fit_vocab(config: RunConfig, ids: int, vocab: int) -> RunConfig:
+def fit_vocab(config: RunConfig, ids: int, vocab: int | None) -> RunConfig:
     """`config` with a model for data of `ids` different token ids: the shipped one gets `vocab` where none is given.
+    vocab: None for data of which that is not known.
 
     Raises ConfigError if a given vocabulary is too small.
     """
-    if config.model.target != SHIPPED_MODEL:
+    if config.model.target != SHIPPED_MODEL or vocab is None:
         return config
     given = config.model.args.get("vocab")
     if given is None:

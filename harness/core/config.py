@@ -117,7 +117,10 @@ class DataConfig(Strict):
 class ModelConfig(Strict):
     """The shipped Llama-style GPT's sizes, or a target of your own."""
 
-    target: str = Field(default="harness.models.gpt:build", description='"pkg.mod:fn": fn(**args) -> nn.Module')
+    target: str = Field(
+        default="harness.models.gpt:build",
+        description='"pkg.mod:fn": fn(**args) -> nn.Module; "hf:FOLDER": a causal LM of Hugging Face',
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
 
 

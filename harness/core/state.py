@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.core.errors import CheckpointError, HarnessError, MisuseError, Problem
 from harness.core.facts import Limits, SamplingSpan
@@ -208,11 +209,13 @@ class ExternalState:
     """Anything with torch's `state_dict` and `load_state_dict`, such as an optimizer or a scheduler, as a part.
 
     Its state may nest dicts, Counters, lists and tuples of tensors, numbers and text, under keys that are numbers or
-    text.
+    text. A tensor subclass made of tensors, such as torchao's quantised moments, is taken apart into those; what it is
+    is known to this object alone, so that its state can be loaded where it came from.
     """
 
     def __init__(self, name: str, owner: Any) -> None:
         self.name, self.owner = name, owner
+        self._kinds: list[_Kind] = []
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: by number; meta: {"tree": the rest}. Raises MisuseError naming what cannot be copied."""
@@ -225,7 +228,7 @@ class ExternalState:
         """
         groups = self.owner.param_groups if isinstance(self.owner, torch.optim.Optimizer) else []
         held = [{key: value for key, value in group.items() if isinstance(value, Tensor)} for group in groups]
-        saved = _put_together(meta["tree"], tensors)
+        saved = _put_together(meta["tree"], tensors, self._kinds)
         self.owner.load_state_dict(saved)
         params = (param for group in groups and self.owner.param_groups for param in group["params"])
         for index, param in enumerate(params):
@@ -251,6 +254,13 @@ class ExternalState:
             kind = "list" if isinstance(value, list) else "tuple"
             items = enumerate(cast("Sequence[Any]", value))
             return {kind: [self._taken_apart(each, f"{place}.{number}", tensors) for number, each in items]}
+        if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+            names, context = value.__tensor_flatten__()
+            kind = (type(value), context, value.shape, value.stride())
+            if kind not in self._kinds:
+                self._kinds.append(kind)
+            inner = {name: getattr(value, name) for name in names}
+            return {"wrapped": [self._kinds.index(kind), self._taken_apart(inner, place, tensors)]}
         if type(value) in (Tensor, nn.Parameter):
             number = str(len(tensors))  # two places may be spelled alike: 1 and "1", or a key with a dot in it
             tensors[number] = value.detach()
@@ -268,17 +278,25 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+# Of a tensor subclass: its class, what it is beside its tensors, shape and stride.
+_Kind = tuple[Any, Any, tuple[int, ...], tuple[int, ...]]
+
+
+def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kind]) -> Any:
     if not isinstance(tree, dict):
         return tree
     ((kind, value),) = cast("dict[str, Any]", tree).items()
     if kind == "tensor":
         number, device = value
         return tensors[number].to(device, copy=True)
+    if kind == "wrapped":
+        of, inner = value
+        made, context, shape, stride = kinds[of]
+        return made.__tensor_unflatten__(_put_together(inner, tensors, kinds), context, shape, stride)
     if kind in ("dict", "counter"):
-        found = {key: _put_together(each, tensors) for key, each in value}
+        found = {key: _put_together(each, tensors, kinds) for key, each in value}
         return found if kind == "dict" else Counter(found)
-    return {"list": list, "tuple": tuple}[kind](_put_together(each, tensors) for each in value)
+    return {"list": list, "tuple": tuple}[kind](_put_together(each, tensors, kinds) for each in value)
 
 
 def state_hash(tensors: Tensors, meta: Meta) -> str:

@@ -12,14 +12,13 @@ from typing import Any
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match
 
 
-def call_target(section: str, target: str, args: Mapping[str, Any], what: str = "nothing of the kind") -> Any:
-    """What the function that `<section>.target` names returns for `<section>.args`.
+def find_target(where: str, target: str, what: str) -> Any:
+    """The function or class that `target` names: "pkg.mod:name".
 
-    what: that Python's own library does not have, for the message. Raises ConfigError if it is missing, does not take
-    the arguments, or fails; a HarnessError of its own goes through.
+    where: the key and its value, what: that Python's own library does not have, for messages. Raises ConfigError if it
+    is missing.
     """
-    module_name, _, function_name = target.partition(":")
-    where, arguments = f"{section}.target {target!r}", f"{section}.args"
+    module_name, _, name = target.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         # Such as os:system. A config names code to run; this much of it can never be meant.
         raise ConfigError(
@@ -33,10 +32,21 @@ def call_target(section: str, target: str, args: Mapping[str, Any], what: str = 
         raise ConfigError(
             Problem(f"cannot import: {error}", where, fix="check the module path; the working folder is searched too")
         ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ConfigError(Problem(f'no function "{function_name}"', where, fix=near_match(function_name, names)))
+    found = getattr(module, name, None)
+    if not callable(found):
+        names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise ConfigError(Problem(f'no function "{name}"', where, fix=near_match(name, names)))
+    return found
+
+
+def call_target(section: str, target: str, args: Mapping[str, Any], what: str = "nothing of the kind") -> Any:
+    """What the function that `<section>.target` names returns for `<section>.args`.
+
+    what: that Python's own library does not have, for the message. Raises ConfigError if it is missing, does not take
+    the arguments, or fails; a HarnessError of its own goes through.
+    """
+    where, arguments = f"{section}.target {target!r}", f"{section}.args"
+    function = find_target(where, target, what)
     try:
         return function(**args)
     except HarnessError:

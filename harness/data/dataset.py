@@ -30,7 +30,7 @@ from harness.core.config import DataConfig, RunConfig
 from harness.core.errors import ConfigError, DataError, Problem, some
 from harness.core.facts import UNREADABLE, Window
 from harness.core.files import read_json, write_json
-from harness.core.health import LABELS, Fault, Flawed
+from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
 from harness.core.state import random_numbers_apart
 from harness.core.target import call_target
@@ -116,8 +116,10 @@ class DatasetBatches:
     Every sample is read in the calling thread, since random numbers are the process's: see `read`.
     """
 
+    tokens_per_sample = 1  # speed counts samples: texts may have any length
     masked = True  # the mean is one over labels that count, or over samples
-    ids, vocab = 0, 256  # nothing is known of token ids
+    ids = 0
+    vocab: int | None = None  # nothing is known of token ids
 
     def __init__(self, config: DataConfig, seed: int, global_batch: int, micro_batch: int) -> None:
         """Opens the target and reads a few samples, twice. Raises ConfigError or DataError naming what is wrong."""
@@ -128,10 +130,6 @@ class DatasetBatches:
         self.n_samples = self._train.size
         self._form, hashes, self._faults = _probe(self._train, self._val, seed, self.name, config.bad)
         self.unit = str(getattr(self._train.samples, "unit", "loss"))
-        first = next((self._form.fields[name] for name in LABELS if name in self._form.fields), None)
-        text = next((form for form in self._form.fields.values() if form.length is not None), None)
-        counted = first if first is not None and first.shape else text
-        self.tokens_per_sample = 1 if counted is None else max(1, int(np.prod(counted.shape)))
         whole = hashlib.sha256(repr((self.n_samples, self._val.size, hashes)).encode()).hexdigest()
         self.fingerprint = {
             "train_samples": self.n_samples,
@@ -168,7 +166,7 @@ class DatasetBatches:
         """What this run trains on, JSON-able, for the journal."""
         return {
             "source": self.name,
-            "counted": "tokens" if self.tokens_per_sample > 1 else "samples",
+            "counted": "samples",
             **self.fingerprint,
             "val_used": self._val_samples,
             "fields": {name: [str(form.dtype), *form.shape] for name, form in self._form.fields.items()},
@@ -288,16 +286,18 @@ def _hash(sample: Batch) -> str:
     return digest.hexdigest()
 
 
-def open_dataset(config: RunConfig, run_dir: Path) -> DatasetBatches:
+def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> DatasetBatches:
     """The data set of a run, whose fingerprint is kept in the run's folder, by the first that opens it.
 
-    Raises as DatasetBatches, and DataError if it is not the one that the run began with, or that rank 0 has.
+    read_only: nothing is written. Raises as DatasetBatches, and DataError if it is not the one that the run began with,
+    or that rank 0 has.
     """
     train = config.train
     data = DatasetBatches(config.data, train.seed, train.global_batch, train.micro_batch)
     path = run_dir / "data" / RECORD
     if path.exists():
         _compare(path, data.fingerprint, data.name)
+    if read_only or path.exists():
         return data
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,22 +47,26 @@ def named_state(model: nn.Module) -> tuple[TensorDict, dict[str, str]]:
 
 
 def kept_state(model: nn.Module, known: Meta | None = None) -> tuple[TensorDict, Meta]:
-    """What a checkpoint holds of `model`: `named_state`, and {"tied": {alias: key}}.
+    """What a checkpoint holds of `model`: `named_state`, and {"tied": {alias: key}}; "config", too, the hash of what
+    the model was built from, if that is a file and the model has it as `config_sha256`.
 
     A model whose frozen weights come from a folder says so by an attribute `frozen_from`: they stay there, and the meta
     data has their fingerprint, {"frozen": {"from": folder, "count": n, "sha256": of their hashes}}. known: that of an
     earlier call, which spares reading all of them.
     """
     tensors, tied = named_state(model)
+    meta: Meta = {"tied": tied}
+    if described := getattr(model, "config_sha256", ""):
+        meta["config"] = str(described)
     folder = getattr(model, "frozen_from", "")
     frozen = {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
     if not folder or not frozen:
-        return tensors, {"tied": tied}
+        return tensors, meta
     if known is None:
         hashes = Fingerprint(next(iter(frozen.values())).device).of(frozen.values()).tolist()
         sha256 = hashlib.sha256(json.dumps(list(zip(frozen, hashes, strict=True))).encode()).hexdigest()
         known = {"from": str(folder), "count": len(frozen), "sha256": sha256}
-    return {name: each for name, each in tensors.items() if name not in frozen}, {"tied": tied, "frozen": known}
+    return {name: each for name, each in tensors.items() if name not in frozen}, {**meta, "frozen": known}
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -133,12 +137,17 @@ class ModelPart:
 
 
 def require_same_meta(here: Meta, meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the checkpoint's ties, or the frozen weights that it leaves out, are not the run's."""
+    """Raise CheckpointError if the checkpoint's ties, the file that describes its model, or the frozen weights that it
+    leaves out, are not the run's."""
     saved, tied = dict(meta.get("tied", {})), here["tied"]
     problems: list[Problem] = []
     if saved != tied:
         what = f"tied parameters differ: {saved or 'none'} in the checkpoint, {tied or 'none'} in the run"
         problems.append(Problem(what, "model", fix="resume with the model that wrote the checkpoint"))
+    if meta.get("config", here.get("config")) != here.get("config", meta.get("config")):
+        what = "the model is described otherwise than when the checkpoint was written"
+        why = "its config.json has changed since, and the same weights would compute something else"
+        problems.append(Problem(what, "model", why, "put the folder of model.target back as it was"))
     theirs, ours = meta.get("frozen"), here.get("frozen")
     if theirs and ours and theirs["sha256"] != ours["sha256"]:
         what = f"the frozen weights of {ours['from']} are not those that the checkpoint was trained beside"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from harness.core.errors import MisuseError, Problem
@@ -16,7 +17,7 @@ NO_SETTINGS: Mapping[str, Any] = {}
 
 
 class Watch:
-    """Begins with the training, judges after each step, ends with it.
+    """Begins with the training, judges after each step, ends with it. In a loop of yours: `with Watch(...) as watch`.
 
     folder: of this run alone, None keeps nothing. guard: settings of the section `guard` of a run's config and
     `healthy_steps`; None: no guard, and every step waits for its own figures. telemetry: arguments of
@@ -93,6 +94,14 @@ class Watch:
         telemetry, self.telemetry = self.telemetry, None
         if telemetry is not None:
             telemetry.close(error)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(error)
 
 
 def _same(one: Any, other: Any) -> bool:

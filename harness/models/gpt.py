@@ -90,7 +90,7 @@ class Attention(nn.Module):
         shape = (batch, time, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = self.qkv(x).view(shape).transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            q, k = self.q_norm(q.float()).to(v.dtype), self.k_norm(k.float()).to(v.dtype)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
         mixed = self.scores(q, k, v) if mask is None else self.scores(q, k, v, mask)
         return self.out(mixed.transpose(1, 2).reshape(batch, time, dim))

@@ -11,7 +11,9 @@ Whether a model really is causal, and really keeps documents apart, is tried on 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import logging
 import math
 import sys
@@ -20,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,8 @@ _EXTRA = {"transformers": "hf", "peft": "peft"}
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # What a change of one token moves by less than this share of the largest logit is rounding.
 _ROUNDING = 1e-5
+# Keys of config.json that tell of the file, or that a build here sets by itself.
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
 # Attribute of a model that was tried: see `CausalLM.unpackable`.
 _UNPACKABLE = "unpackable_because"
 # Two sums of the same cross-entropies.
@@ -102,6 +106,7 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
         model = _with_adapters(model, options.lora, where)
         if options.weights == "auto" and _stored(path):
             model.frozen_from = str(path.resolve())  # checkpoints leave there what is there
+    model.config_sha256 = _config_hash(path)
     # transformers returns models for evaluation: without dropout, and with gradient checkpointing switched off.
     return model.train()
 
@@ -199,6 +204,12 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
             what = "is missing" if not file.is_file() else f"is damaged: {' '.join(str(error).split())}"
             problems.append(Problem(what, str(file), fix="copy it again"))
     return problems
+
+
+def _config_hash(path: Path) -> str:
+    """Of what config.json says of the model, whoever wrote it in whatever order."""
+    told = {key: value for key, value in read_json(path / "config.json").items() if key not in _NOT_OF_THE_MODEL}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _read_config(transformers: Any, path: Path, options: Arguments, where: str) -> Any:
@@ -356,17 +367,20 @@ def positions_of(segments: Tensor) -> Tensor:
 
 
 def causal_lm(model: nn.Module) -> CausalLM | None:
-    """How to call `model`, if it is one of transformers or peft; None for every other."""
+    """How to call `model`, if it is a causal LM of transformers, as it is or wrapped by peft; None for every other."""
     transformers, peft = sys.modules.get("transformers"), sys.modules.get("peft")
     if transformers is None:
         return None
-    ours = isinstance(model, transformers.PreTrainedModel) or (peft is not None and isinstance(model, peft.PeftModel))
-    return CausalLM(model) if ours else None
+    base: Any = cast(Any, model).get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    if not isinstance(base, transformers.PreTrainedModel):
+        return None
+    known = set(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return CausalLM(model) if any(kind.__name__ in known for kind in type(base).__mro__) else None
 
 
 @torch.no_grad()
 def check(model: Any, where: str) -> None:
-    """Try a model of transformers on twelve tokens, in evaluation and on the device where it is; others are left alone.
+    """Try a causal LM of transformers on twelve tokens, in evaluation and on its device; others are left alone.
 
     Raises ConfigError if a token moves the logits of those before it, or if the model's own loss is not the mean
     cross-entropy of its logits (plus the auxiliary loss): training on logits would leave something out. Whether it
@@ -376,6 +390,8 @@ def check(model: Any, where: str) -> None:
     if called is None or isinstance(torch.empty(0), FakeTensor):
         return
     device = next(model.parameters()).device
+    if device.type == "meta":
+        return
     ids = torch.randint(called.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0)).to(device)
     was_training = model.training
     model.eval()

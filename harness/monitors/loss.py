@@ -16,6 +16,7 @@ SIGMA_FLOOR = 0.01
 """Log units, about 1% of the loss: without it a very quiet window would call ordinary noise a spike."""
 HIGH_FIRST, LOW_FIRST = 1.5, 0.3
 """Times ln(vocabulary), between which the first loss of an untrained model lies."""
+_OF_TOKENS = ("nats per token", "nats per byte")
 LOOK_EVERY = 16
 FIRST_MARK = 512
 IMPROVEMENT = 0.005
@@ -130,11 +131,12 @@ class FirstLossMonitor(KeptWindow):
 
     @classmethod
     def build(cls, context: MonitorContext) -> FirstLossMonitor | None:
-        """For runs on tokens."""
-        tokens: int | None = getattr(context.data, "vocab", None)  # other sources of data have none
-        if context.data is None or tokens is None:
+        """For runs on tokens whose vocabulary is known: the model's, else the data's."""
+        data = context.data
+        known = context.vocab_size or (getattr(data, "vocab", 0) if getattr(data, "ids", 0) else 0)
+        if data is None or known < 2 or getattr(data, "unit", "") not in _OF_TOKENS:
             return None
-        return cls(context.vocab_size or tokens, context.data.tokens_per_sample)
+        return cls(known, data.tokens_per_sample)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""

@@ -10,8 +10,6 @@ import importlib
 import importlib.util
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -22,6 +20,7 @@ from torch.optim import Optimizer
 
 from harness.core.config import TrainConfig
 from harness.core.errors import ConfigError, HarnessError, MachineError, Problem, near_match, some
+from harness.core.target import find_target
 from harness.core.update import init_optimizer_state, takes_found_inf
 
 Group = dict[str, Any]
@@ -199,9 +198,22 @@ class MuonAdamW(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
+        state = {param: values for part in self.parts for param, values in part.state.items()}
         super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self.state.update(state)
+        self._share()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which puts new groups and a new state in the place of those that the parts work on."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        first = 0
         for part in self.parts:
-            part.state = self.state
+            last = first + len(part.param_groups)
+            part.state, part.param_groups = self.state, self.param_groups[first:last]
+            first = last
 
     def step(self, closure: Any = None) -> Any:
         """One update of every parameter that has a gradient."""
@@ -226,16 +238,9 @@ def _muon(model: nn.Module, groups: list[Group], train: TrainConfig, device: tor
     for group in parts[0].param_groups:
         for param in group["params"]:
             parts[0].state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
-    return _joined(parts)
-
-
-def _joined(parts: Sequence[Optimizer]) -> MuonAdamW:
     for part in parts[1:]:
         init_optimizer_state(part)
-    state = {param: values for part in parts for param, values in part.state.items()}
-    joined = MuonAdamW(parts)
-    joined.state.update(state)
-    return joined
+    return MuonAdamW(parts)
 
 
 def _muon_matrices(model: nn.Module, train: TrainConfig) -> Named:
@@ -280,19 +285,10 @@ def _made_by_target(model: nn.Module, groups: list[Group], train: TrainConfig, d
 def _load_class(train: TrainConfig) -> Any:
     """The class that `train.optimizer` names. Raises ConfigError if it is missing, or is no optimizer."""
     where = f"train.optimizer {train.optimizer!r}"
-    module_name, _, name = train.optimizer.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # console scripts do not have the working folder on their path
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        fix = "check the module path; the working folder is searched too"
-        raise ConfigError(Problem(f"cannot import: {error}", where, fix=fix)) from error
-    cls = getattr(module, name, None)
+    cls = find_target(where, train.optimizer, "optimizers")
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        known = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Optimizer)]
-        what = f'no class "{name}"' if cls is None else f"{name} is no torch.optim.Optimizer"
-        raise ConfigError(Problem(what, where, fix=near_match(name, [each for each in known if each != "Optimizer"])))
+        raise ConfigError(Problem("is no torch.optim.Optimizer", where, fix="name a class derived from it"))
+    name = cls.__name__
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         what = f"{name}.step needs a closure, which would compute the loss anew, ungated"

@@ -194,12 +194,24 @@ class Standard:
         self._entered: AbstractContextManager[None] | None = None
         self._entrance: nn.Module | None = None
         self._depth = 0
-        for module in ready.model.modules():
-            if next(module.parameters(), None) is not None:
-                module.register_forward_pre_hook(self.enter)
-                module.register_forward_hook(self.leave, always_call=True)
+        for other in [each for each in _standards if each._ready.model is ready.model]:
+            other._retire()  # of a Precision that the model had before
+        self._hooks = [
+            hook
+            for module in ready.model.modules()
+            if next(module.parameters(), None) is not None
+            for hook in (
+                module.register_forward_pre_hook(self.enter),
+                module.register_forward_hook(self.leave, always_call=True),
+            )
+        ]
         _watch_backward()
         _standards.add(self)
+
+    def _retire(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        _standards.discard(self)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before a module of the model is called. Inside of a context, whoever entered it, nothing happens."""

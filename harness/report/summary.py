@@ -55,12 +55,14 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
 def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
     """What a run trains on, in lines: files, tokens, epochs, what was left out and why.
 
-    data: what the source says of itself. params: the config, flat. Empty where the source does not count tokens.
+    data: what the source says of itself. params: the config, flat. Empty in a loop that is not ours.
     """
-    if "train_tokens" not in data:
+    if "train_samples" not in data:
         return []
     sizes = [params.get(f"train.{key}") for key in ("steps", "global_batch")]
     steps, samples = (int(size) if size is not None else 0 for size in sizes)
+    if "train_tokens" not in data:
+        return _own_data(data, _epochs(steps * samples / data["train_samples"]), steps)
     files = data["files"]
     lines = [
         f"{data['source']} ({data['kind']}): {files:,} file{'s' if files > 1 else ''}, {data['train_tokens']:,} tokens "
@@ -74,6 +76,18 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
     ]
     if left := data.get("skipped"):
         lines.append(f"left out {len(left):,}: {some(left, MAX_NAMED)}")
+    return lines
+
+
+def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
+    """The same of a data set of the user's own."""
+    fields = ", ".join(f"{name} {dtype} {shape}" for name, (dtype, *shape) in data["fields"].items())
+    lines = [
+        f"{data['source']}: {data['train_samples']:,} samples to train on, {data['val_samples']:,} to validate on, of "
+        f"{fields}; {steps:,} steps are {epochs}"
+    ]
+    if left := data["unreadable"]:
+        lines.append(f"unreadable among the {len(data['looked_at'])} looked at: {some(left, MAX_NAMED)}")
     return lines
 
 

@@ -20,6 +20,9 @@ from harness.core.errors import ConfigError, ExitCode, Problem
 from harness.report import RunFolder, short
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from harness.core.config import RunConfig
     from harness.core.protocols import Batch
     from harness.tools.restored import Restored
@@ -104,7 +107,7 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
 
     from harness.core.facts import IGNORED
 
-    if any("targets" not in batch or batch["inputs"].ndim != 2 for batch in batches):
+    if any(not _of_tokens(batch) for batch in batches):
         why = "there is no perplexity, and no next token"
         raise ConfigError(Problem("the run's data are no tokens", "harness eval", why, "see val/loss in its journal"))
     made = Score([], [], [])
@@ -130,6 +133,13 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
     return made
 
 
+def _of_tokens(batch: Batch) -> bool:
+    inputs, targets = batch.get("inputs"), batch.get("targets")
+    if inputs is None or targets is None or inputs.is_floating_point() or targets.is_floating_point():
+        return False
+    return inputs.ndim == 2 and inputs.shape == targets.shape
+
+
 def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
     """What `ours` loses to `plain` on the same samples: nats per token, as a share of plain's loss, and half the width
     of its 95% confidence interval; clear: 0 lies outside of it. None where it cannot be told.
@@ -152,9 +162,8 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
 
 def _batches(restored: Restored, data: Path | None, samples: int | None) -> tuple[str, list[Batch]]:
     """What the data are, and their batches: the run's validation, or samples of `data` spread evenly."""
-    import numpy as np
-
     from harness.build import build_data
+    from harness.core.facts import Window
 
     config, worker = restored.config, restored.worker
     wanted = config.data.val_samples if samples is None else samples
@@ -163,20 +172,38 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
         source = build_data(config, restored.folder, worker, read_only=True)
         return f"validation of {source.name}", list(source.validation(0, 1))
     own = restored.folder / "data" / "tokenizer.json"
-    changed: dict[str, Any] = {"path": str(data), "mixture": [], "format": "auto"}
+    changed: dict[str, Any] = {"path": str(data), "target": None, "mixture": [], "format": "auto"}
     changed["tokenizer"] = str(own) if own.is_file() else config.data.tokenizer
-    rows = config.train.micro_batch
-    # No more than a sample of each of the two splits that it is cut into, both of which count.
+    # Every sample of it counts, whatever split a run would cut it into, and may be the only one.
     one = {"train": config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
         source = build_data(_with_data(config, changed).model_copy(update=one), Path(scratch), worker)
-        total = source.n_samples + source.available
-        chosen = np.arange(min(wanted, total), dtype=np.int64) * total // min(wanted, total)
-        cut = int(np.searchsorted(chosen, source.n_samples))
-        batches: list[Batch] = []
-        for split, numbers in (("train", chosen[:cut]), ("val", chosen[cut:] - source.n_samples)):
-            batches += [source.batch(split, numbers[at : at + rows]) for at in range(0, len(numbers), rows)]
-        return source.name, batches
+        facts = source.facts()
+        train, val = facts["train_samples"], (facts["val_tokens"] - 1) // config.data.context
+        count = min(wanted, train + val)
+        held_out = min(facts["val_samples"], max(1, count * val // (train + val)))
+        batches = list(source.micro_batches(Window(0, _spread(count - held_out, train)), 0, 1))
+        joined = [each for each in (_joined(batches), _joined(source.validation(0, 1))) if each]
+        joined[-1] = {name: rows[_spread(held_out, len(rows))] for name, rows in joined[-1].items()}
+        size = config.train.micro_batch
+        return source.name, [
+            {name: rows[at : at + size] for name, rows in each.items()}
+            for each in joined
+            for at in range(0, len(each["inputs"]), size)
+        ]
+
+
+def _spread(count: int, available: int) -> npt.NDArray[np.int64]:
+    """`count` numbers of [0, available), evenly spread."""
+    import numpy as np
+
+    return np.arange(count, dtype=np.int64) * available // max(count, 1)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    import torch
+
+    return {name: torch.cat([batch[name] for batch in batches]) for name in (batches[0] if batches else ())}
 
 
 def _with_data(config: RunConfig, changed: dict[str, Any]) -> RunConfig:

@@ -70,20 +70,28 @@ class Restored:
 
         Raises ConfigError if the model gives none.
         """
-        import torch
-
         from harness.models.huggingface import causal_lm
 
         called = causal_lm(self.model)
         if called is not None:
             return called.outputs(self.model, inputs, segments).logits
         more = {} if segments is None else {"segments": segments}
+        found = self._called(inputs, **more)
+        if found.shape[1] == 1 < inputs.shape[1]:  # nanoGPT gives all of them beside a loss alone
+            found = self._called(inputs, inputs, **more)
+        if found.shape[1] != inputs.shape[1]:
+            raise self._no_logits(f"forward(inputs) gives them for {found.shape[1]} of {inputs.shape[1]} places")
+        return found
+
+    def _called(self, *inputs: Tensor, **more: Tensor) -> Tensor:
+        import torch
+
         try:
-            found = self.model(inputs, **more)
+            found = self.model(*inputs, **more)
         except TypeError as error:
             raise self._no_logits(f"its forward does not take the inputs alone: {error}") from error
         found = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
-        if not isinstance(found, torch.Tensor) or found.ndim != 3 or len(found) != len(inputs):
+        if not isinstance(found, torch.Tensor) or found.ndim != 3 or len(found) != len(inputs[0]):
             raise self._no_logits("forward(inputs) returns something else")
         return found
 

@@ -76,7 +76,7 @@ def codec_of(restored: Restored, tokenizer: Path | None) -> tuple[Encoder, int |
     data = restored.folder / "data"
     own, info = data / "tokenizer.json", read_mapping(data / "corpus.json", MAX_LARGE)
     if tokenizer is None and not own.is_file():
-        if "ids" not in info:
+        if "ids" not in info and restored.config.data.target is None:
             return Bytes(), None
         why = "the run trained on token ids, and nobody said what they mean"
         raise ConfigError(Problem("the prompt cannot be turned into tokens", str(data), why, "give --tokenizer PATH"))
@@ -147,7 +147,4 @@ def _after(restored: Restored, ids: list[int], context: int) -> Tensor:
 
     padding = min(-len(ids) % _MULTIPLE, context - len(ids))
     inputs = torch.tensor([[*ids, *[ids[-1]] * padding]], device=restored.device)
-    logits = restored.logits(inputs)
-    if logits.shape[1] == 1:  # a model that gives the last place alone
-        return restored.logits(inputs[:, : len(ids)])[0, -1]
-    return logits[0, len(ids) - 1]
+    return restored.logits(inputs)[0, len(ids) - 1]

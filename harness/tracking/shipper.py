@@ -156,6 +156,8 @@ class _Follower:
                     sink, ended = self._connect(position), self._ended(position.offset)
                     if self.pid is not None and not ended:
                         sink.resumed()
+                if not (gone or ended):
+                    self._watch_machine(sink)
                 rows, offset, strange = _read(self.run_dir / JOURNAL, position.offset)
                 if offset != position.offset:
                     sink.deliver(rows)
@@ -169,8 +171,6 @@ class _Follower:
                 sink.rest()
                 if gone and not ended:
                     sink.lost()
-                if not (gone or ended):
-                    self._watch_machine(sink)
             except Exception as error:
                 # A new connection takes up at what is written down, so that nothing half done is counted twice.
                 sink, position = None, Position.load(self.run_dir)

@@ -1,8 +1,8 @@
 """Every FP8 figure of every slot and step: a compact file beside the journal, and the Parquet table made of it.
 
 `fp8_telemetry.bin` is written while the run trains: one frame a step, by one `os.write` on an O_APPEND descriptor, so
-that a kill -9 loses no finished step. A frame is a header (magic, bytes and CRC-32 of the payload, attempt, step) and
-a zlib payload: the slots' names as JSON where they are new, else float32 [figures, slots] in the order of
+that a kill -9 loses no finished step. A frame is a header (magic, bytes of the payload, attempt, step) and a zlib
+payload with its checksum: the slots' names as JSON where they are new, else float32 [figures, slots] in the order of
 `core.metrics.SLOT_ROWS`, byte planes apart, which compresses better. Steps that a rollback threw away and steps that a
 resume repeated stand in the file too; readers pass over them.
 """
@@ -32,7 +32,7 @@ FIGURES = tuple(SLOT_ROWS)
 COLUMNS = ("step", "layer", "role", *FIGURES)
 """Of the Parquet table. step: int64; layer, role: text; the figures: float32, null where not measured."""
 
-_HEADER = struct.Struct("<4sIIiq")
+_HEADER = struct.Struct("<4sIiq")
 _NAMES, _STATS = b"FP8n", b"FP8s"
 _MAX_PAYLOAD = 256 << 20
 _ROWS_AT_ONCE = 1 << 20
@@ -91,7 +91,7 @@ class SlotFile:
             self._fd = -1
 
     def _open(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         self._fd = os.open(self.path, flags, 0o644)
         whole = 0
         for frame in _frames(self.path):
@@ -101,7 +101,7 @@ class SlotFile:
 
     def _append(self, magic: bytes, attempt: int, step: int, payload: bytes) -> None:
         packed = zlib.compress(payload, 1)
-        frame = _HEADER.pack(magic, len(packed), zlib.crc32(packed), attempt, step) + packed
+        frame = _HEADER.pack(magic, len(packed), attempt, step) + packed
         self._cut()
         if os.write(self._fd, frame) != len(frame):
             raise OSError("the disk took only a part of a step's figures")
@@ -119,7 +119,6 @@ class Frame(NamedTuple):
     magic: bytes
     at: int
     size: int
-    crc: int
     attempt: int
     step: int
 
@@ -131,10 +130,10 @@ def _frames(path: Path) -> Iterator[Frame]:
         at = 0
         while at + _HEADER.size <= end:
             file.seek(at)
-            magic, size, crc, attempt, step = _HEADER.unpack(file.read(_HEADER.size))
+            magic, size, attempt, step = _HEADER.unpack(file.read(_HEADER.size))
             if magic not in (_NAMES, _STATS) or size > _MAX_PAYLOAD or at + _HEADER.size + size > end:
                 return
-            yield Frame(magic, at, size, crc, attempt, step)
+            yield Frame(magic, at, size, attempt, step)
             at += _HEADER.size + size
 
 
@@ -242,13 +241,12 @@ class SlotSteps:
 
 def _payload(file: Any, frame: Frame) -> bytes | None:
     file.seek(frame.at + _HEADER.size)
-    packed = file.read(frame.size)
-    if zlib.crc32(packed) != frame.crc:
-        return None
+    stream = zlib.decompressobj()
     try:
-        return zlib.decompressobj().decompress(packed, _MAX_PAYLOAD)
+        payload = stream.decompress(file.read(frame.size), _MAX_PAYLOAD)
     except zlib.error:
         return None
+    return payload if stream.eof else None
 
 
 def write_parquet(run_dir: Path) -> Path | None:

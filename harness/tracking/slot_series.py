@@ -24,8 +24,8 @@ from harness.core.metrics import role_row
 from harness.tracking.journal import JOURNAL, read_rows
 from harness.tracking.slot_file import FIGURES, SLOT_FILE, Floats, SlotFile, SlotSteps, stacked
 
-MAX_PICKED = 9
-"""Slots that are picked for what they do; asked for by pattern there may be `tracking.fp8_series` more."""
+MAX_PICKED = 6
+"""Slots that are picked for each of two reasons; asked for by pattern there may be `tracking.fp8_series` more."""
 PICKED = "fp8.picked"
 DEMOTED, NEAR = "its layer left FP8", "beyond a limit of the fallback"
 _NAMED = 8
@@ -92,8 +92,8 @@ class SlotSeries:
         self._journal = None if folder is None else folder / JOURNAL
         self._names: tuple[str, ...] = ()
         self._asked: dict[str, None] = {}
-        self._picked: dict[str, None] = {}
-        self._full = False
+        self._picked: dict[str, str] = {}
+        self._full: set[str] = set()
         self._next: tuple[int, int] | None = None
         self._low: Floats = np.zeros((len(FIGURES), 0), np.float32)
         self._high: Floats = self._low
@@ -154,7 +154,7 @@ class SlotSeries:
         self._asked = dict.fromkeys(asked[: self.config.fp8_series])
         if first:
             yield from self._patterns(names, asked)
-            self._picked = dict.fromkeys(self._picked_before(attempt, step))
+            self._picked = dict(self._picked_before(attempt, step))
         since = (step - 1) // self.config.fp8_every * self.config.fp8_every
         if self.file is None or since == step - 1:
             return
@@ -175,15 +175,15 @@ class SlotSeries:
             rest = asked[self.config.fp8_series :]
             yield _not_picked(rest, "asked for", f"{self.config.fp8_series} at most, tracking.fp8_series")
 
-    def _picked_before(self, attempt: int, step: int) -> Iterator[str]:
-        """A run that goes on has the same series as one that was never stopped."""
+    def _picked_before(self, attempt: int, step: int) -> Iterator[tuple[str, str]]:
+        """Slots and why: a run that goes on has the same series as one that was never stopped."""
         if self._all or self._journal is None:
             return
         try:
             for row in read_rows(self._journal, metrics=False):
                 known = row["kind"] == "event" and row["code"] == PICKED and isinstance(row.get("slots"), list)
                 if known and (row["attempt"] < attempt or row["step"] < step):
-                    yield from (name for name in row["slots"] if name in self._names)
+                    yield from ((name, str(row.get("why"))) for name in row["slots"] if name in self._names)
         except OSError:
             return
 
@@ -192,19 +192,17 @@ class SlotSeries:
         if self._all:
             return []
         fresh: list[str] = []
-        left_out: dict[str, list[str]] = {}
         for why, wanted in self._wanted(facts, slots):
             new = [name for name in wanted if name not in self._picked and name not in self._asked]
-            room = max(0, MAX_PICKED - len(self._picked))
-            self._picked |= dict.fromkeys(new[:room])
-            fresh += new[:room]
-            if new[:room]:
-                events.append({"code": "fp8.picked", "slots": new[:room], "why": why})
-            if new[room:]:
-                left_out[why] = new[room:]
-        if left_out and not self._full:
-            self._full = True
-            events += [_not_picked(rest, why, f"{MAX_PICKED} at most") for why, rest in left_out.items()]
+            room = max(0, MAX_PICKED - sum(reason == why for reason in self._picked.values()))
+            taken, left_out = new[:room], new[room:]
+            self._picked |= dict.fromkeys(taken, why)
+            fresh += taken
+            if taken:
+                events.append({"code": "fp8.picked", "slots": taken, "why": why})
+            if left_out and why not in self._full:
+                self._full.add(why)
+                events.append(_not_picked(left_out, why, f"{MAX_PICKED} at most"))
         return fresh
 
     def _wanted(self, facts: StepFacts, slots: SlotStats) -> Iterator[tuple[str, list[str]]]:

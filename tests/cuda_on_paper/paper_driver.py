@@ -81,7 +81,23 @@ def seen(made: PaperRun) -> dict[str, Any]:
         "attention": sorted({op.name for op in recorder.ops if op.attention}),
         "fp8_gemms": sum(op.unit == "fp8" for op in recorder.ops),
         "peak": recorder.peak,
+        "ideal": dict(made.run.ideal),
     }
+
+
+def scene_ideal(_: str) -> dict[str, Any]:
+    """What a sample takes at the peak of a card, by recipe."""
+    tf32 = load_recipe("fp32").model_copy(update={"float32_matmul": "high"})
+    found: dict[str, Any] = {}
+    for name, recipe, card, rung in (
+        ("tf32", tf32, "A100", "autocast:fp32"),
+        ("fp32", load_recipe("fp32"), "A100", "autocast:fp32"),
+        ("fp8", load_recipe("fp8_hybrid"), "H100", "native:fp8"),
+        ("fp16", load_recipe("fp16_scaler"), "T4", "autocast:fp16"),
+    ):
+        with on_card(config_of(), recipe, find_card(card), rung_of(rung), 2) as made:
+            found[name] = dict(made.run.ideal)
+    return found
 
 
 def scene_waits(_: str) -> dict[str, Any]:

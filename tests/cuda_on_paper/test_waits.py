@@ -84,3 +84,20 @@ def test_the_model_without_a_fault_is_clean(scene: Scene) -> None:
 
 def test_a_size_that_only_the_card_knows_ends_the_trace(scene: Scene) -> None:
     assert scene("planted")["mask"]["error"] == "DynamicOutputShapeException"
+
+
+def test_a_sample_at_a_cards_peak_is_palms_flops_over_its_datasheet(scene: Scene) -> None:
+    """The driver's model: 256 tokens, 2 layers of width 256, 4 heads and 2 of keys, ffn 704, a vocabulary of 256."""
+    layer = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 704
+    flops = 256 * (6 * (2 * layer + 256 * 256) + 12 * 2 * 256 * 256)
+    found = scene("ideal")
+    for recipe, kind, peak in (
+        ("fp8", "rung", 1979e12),
+        ("fp8", "fp8", 1979e12),
+        ("fp8", "bf16", 989e12),
+        ("fp16", "rung", 65e12),
+        ("fp32", "rung", 19.5e12),
+        ("tf32", "rung", 156e12),
+    ):
+        assert found[recipe][kind] == pytest.approx(flops / peak), (recipe, kind)
+    assert "bf16" not in found["fp16"], "a T4 has no such unit: nothing to hold a run against"

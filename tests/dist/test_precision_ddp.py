@@ -44,28 +44,37 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return x, x.roll(1, dims=1)
 
 
-def session(rank: int, ranks: int, name: str, exchange_once: bool = False) -> dict[str, Any]:
+def session(rank: int, ranks: int, name: str, exchange_once: bool = False, standard: bool = False) -> dict[str, Any]:
     """Five windows of two micro-batches; in the third the last rank's loss is NaN, its gradients are not.
 
-    exchange_once: ranks exchange gradients in the last micro-batch only, under DDP's no_sync.
+    exchange_once: ranks exchange gradients in the last micro-batch only, under DDP's no_sync. standard: by torch's
+    standard loop.
     """
     torch.manual_seed(0)
     precision = Precision(policy(name))
     model = precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     wrapped = DistributedDataParallel(model) if ranks > 1 else None
+    ours = precision.wrap(optimizer, max_grad_norm=0.05) if standard else None
     result: dict[str, Any] = {"applied": [], "switched": [], "reductions": [], "history": [], "norms": []}
     for step in range(5):
         x, y = data(step)
         for index, (inputs, targets) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
             here = slice(rank, None, ranks)
             with wrapped.no_sync() if wrapped is not None and exchange_once and index == 0 else nullcontext():
-                with precision.context():
+                with nullcontext() if standard else precision.context():
                     outputs = (model if wrapped is None else wrapped)(inputs[here])
                     loss = nn.functional.mse_loss(outputs.float(), targets[here]) / 2
-                precision.backward(loss + math.nan if step == 2 and rank == ranks - 1 else loss)
+                loss = loss + math.nan if step == 2 and rank == ranks - 1 else loss
+                if standard:
+                    loss.backward()
+                else:
+                    precision.backward(loss)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-            outcome = precision.step(optimizer, max_grad_norm=0.05)
+            if ours is not None:
+                ours.step()
+            outcome = precision.step(optimizer, max_grad_norm=0.05) if ours is None else ours.outcome
+        assert outcome is not None
         optimizer.zero_grad()
         result["reductions"].append(
             sum(event.count for event in seen.key_averages() if event.key == "c10d::allreduce_")
@@ -99,6 +108,9 @@ def rank_main(folder: Path) -> None:
     rank = dist.get_rank()
     results = {name: session(rank, dist.get_world_size(), name) for name in ("fp8_hybrid", "fp32")}
     results["exchange once"] = session(rank, dist.get_world_size(), "fp8_hybrid", exchange_once=True)
+    for name in ("fp8_hybrid", "fp16_scaler"):
+        results[f"standard {name}"] = session(rank, dist.get_world_size(), name, standard=True)
+    results["fp16_scaler"] = session(rank, dist.get_world_size(), "fp16_scaler")
     results["machines"] = unequal_machines(rank)
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(results))
@@ -119,6 +131,13 @@ def test_ranks_agree_in_one_reduction(two_ranks: list[dict[str, Any]]) -> None:
     assert len(fp8["demoted"]) == 1
     assert fp8["switched"] == [False, False, False, False, True]
     assert fp8["history"][2] == fp8["history"][1] != fp8["history"][3]
+
+
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler"])
+def test_the_standard_loop_is_the_explicit_one(two_ranks: list[dict[str, Any]], name: str) -> None:
+    for result in two_ranks:
+        assert result[f"standard {name}"] == result[name]
+        assert result[name]["applied"].count(True) > 1
 
 
 def test_gradients_may_be_exchanged_in_the_last_micro_batch_alone(two_ranks: list[dict[str, Any]]) -> None:

@@ -124,6 +124,17 @@ def test_the_jump_of_the_rate_is_told_before_it_happens(tmp_path: Path) -> None:
     assert changed["accepted"] == []
 
 
+def test_a_run_that_starts_from_anothers_checkpoint_is_told_the_jump(tmp_path: Path) -> None:
+    assert train(tmp_path, "--name", "a", "train.steps=12").returncode == 0
+    source = "runs/a/checkpoints/step-00000012"
+    done = train(tmp_path, "--name", "b", "--resume", source, "train.steps=14", "train.schedule=constant")
+    assert done.returncode == 0, done.stdout
+    (jump,) = events(tmp_path / "runs" / "b", "train.lr_jump")
+    assert jump["last"] == dict(metrics(tmp_path / "runs" / "a", "train/lr"))[12]
+    assert jump["next"] == dict(metrics(tmp_path / "runs" / "b", "train/lr"))[13]
+    assert "train.schedule cosine -> constant" in jump["text"]
+
+
 def test_a_rate_that_only_moves_on_is_no_jump(tmp_path: Path) -> None:
     wsd = ("--name", "r", "train.schedule=wsd")
     assert train(tmp_path, *wsd, "train.steps=5", "train.decay_share=0").returncode == 0
@@ -163,6 +174,20 @@ def test_accepted_changes_are_made_written_down_and_replayed(tmp_path: Path) -> 
         replayed = harness(tmp_path, "replay", "runs/r", "--step", str(step))
         assert replayed.returncode == 0, replayed.stdout + replayed.stderr
         assert "bit for bit" in replayed.stdout, replayed.stdout
+
+
+def test_a_recipe_is_changed_only_by_the_door(tmp_path: Path) -> None:
+    line = ("--name", "r", "checkpoint.every=3")
+    assert train(tmp_path, *line, "train.steps=3").returncode == 0
+    bf16 = (*line, "train.steps=5", "--recipe", "bf16")
+    assert "or --accept-changed recipe" in train(tmp_path, *bf16).stdout
+    done = train(tmp_path, *bf16, "--accept-changed", "recipe")
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "runs" / "r"
+    (changed,) = events(run, "run.changed")
+    assert changed["changes"] == [["recipe", "fp8_hybrid", "bf16"], ["train.steps", 3, 5]]
+    assert json.loads((run / "plan.json").read_text())["resolved"] == "autocast:bf16"
+    assert [step for step, _ in metrics(run)] == [1, 2, 3, 4, 5]
 
 
 def test_what_does_not_load_or_cannot_be_accepted_changes_nothing(tmp_path: Path) -> None:

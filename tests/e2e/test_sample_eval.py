@@ -173,6 +173,46 @@ def test_what_cannot_be_is_said(trained: Path, tmp_path: Path) -> None:
     assert "the run has no config.yaml" in done.stderr
 
 
+NANO = """
+import torch
+from torch import nn
+
+
+class Nano(nn.Module):
+    vocab_size = 256
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(256, 64), nn.Linear(64, 64), nn.Linear(64, 256)
+
+    def forward(self, idx, targets=None):
+        x = torch.tanh(self.mix(self.embed(idx)))
+        if targets is None:
+            return self.head(x[:, [-1], :]), None
+        logits = self.head(x)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build():
+    return Nano()
+"""
+
+
+def test_a_model_as_nanogpt_gives_its_logits(tmp_path: Path) -> None:
+    (tmp_path / "nano.py").write_text(NANO)
+    own = ("model.target=nano:build", "model.args={}", "train.steps=6")
+    done = train(tmp_path, "--recipe", "fp8_hybrid", "--name", "run", *own)
+    assert done.returncode == 0, done.stdout
+    told = evaluated(tmp_path)
+    recorded = json.loads((tmp_path / "runs/run/outcome.json").read_text())["val_loss"]
+    assert told["in_precision"]["loss"] == pytest.approx(recorded, abs=2e-6)
+    weights = load_file(tmp_path / "runs/run/checkpoints/step-00000006/model.safetensors")
+    hidden = torch.tanh(F.linear(weights["embed.weight"][ord("x")], weights["mix.weight"], weights["mix.bias"]))
+    likeliest = int(F.linear(hidden, weights["head.weight"], weights["head.bias"]).argmax())
+    words = ("--tokens", "1", "--temperature", "0", "--precision", "fp32")
+    assert written(tmp_path, *words, prompt="x") == bytes([ord("x"), likeliest]).decode(errors="replace")
+
+
 def test_tokens_are_drawn_by_their_shares() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 2.5])
     generator = torch.Generator().manual_seed(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from harness import Precision
 from harness.precision.recipe import Recipe, load_recipe
 
 ROWS = 16
+ROOT = Path(__file__).resolve().parents[2]
 # Limits that every healthy tensor is over: a layer leaves FP8 as soon as the fallback may act.
 EAGER = {"saturation_weight": 1e-6, "hits": 1, "window": 2, "dwell_steps": 1, "warmup_steps": 1}
 
@@ -88,3 +91,11 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def codes(folder: Path) -> list[str]:
     return [row["code"] for row in rows(folder) if row["kind"] == "event"]
+
+
+def amaxes(store: Path) -> list[float]:
+    """The history of one slot's amax in an MLflow store that holds one run."""
+    with closing(sqlite3.connect(store)) as database:
+        found = database.execute("SELECT key, value FROM metrics WHERE key LIKE 'fp8_amax/%' ORDER BY step").fetchall()
+    first = min((key for key, _ in found), default="")
+    return [value for key, value in found if key == first]

@@ -14,9 +14,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from harness.core.config import ModelConfig
-from harness.core.errors import ConfigError
+from harness.core.errors import CheckpointError, ConfigError
+from harness.engines.torch_engine import ModelPart
 from harness.models import Task, build_model
-from harness.models.huggingface import positions_of, tokenizer_of
+from harness.models.huggingface import causal_lm, check, positions_of, tokenizer_of
 from harness.precision.api import Precision
 from tests.extras.tiny_models import CONFIGS, VOCAB, batch, fresh, load, save
 
@@ -241,6 +242,17 @@ def test_missing_and_left_out_weights_are_refused(tmp_path: Path) -> None:
     assert load(tmp_path, ignore=["score.*"]).training
 
 
+def test_a_checkpoint_of_another_description_is_refused(tmp_path: Path) -> None:
+    part = ModelPart(load(save(tmp_path, "llama")))
+    tensors, meta = part.state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_cache": False, "transformers_version": "5.0.0"}))
+    ModelPart(load(tmp_path)).load_state_dict(tensors, meta)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(CheckpointError, match="described otherwise than when the checkpoint was written"):
+        ModelPart(load(tmp_path)).load_state_dict(tensors, meta)
+
+
 def test_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"of another shape: .*\[128, 64\], not \[192, 64\]"):
         load(save(tmp_path, "llama"), config={"intermediate_size": 192})
@@ -300,6 +312,18 @@ def test_a_target_of_ones_own_may_return_such_a_model(tmp_path: Path, monkeypatc
     with torch.no_grad():
         expected = F.cross_entropy(fresh("qwen2")(batch()["inputs"]).logits.flatten(0, 1), batch()["targets"].flatten())
         torch.testing.assert_close(Task(model, "own_hf:build").loss(model, batch()), expected)
+
+
+def test_models_for_other_tasks_are_left_to_their_own_loss() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    masked = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **sizes))
+    images = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=16, patch_size=8, **sizes))
+    assert causal_lm(masked) is None
+    assert causal_lm(images) is None
+    check(masked, "here")
+    assert Task(images, "own:model").vocab_size is None
+    own = type("Own", (transformers.LlamaForCausalLM,), {})(CONFIGS["llama"]())
+    assert causal_lm(own) is not None
 
 
 def test_the_folder_offers_its_tokenizer(tmp_path: Path) -> None:

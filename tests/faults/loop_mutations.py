@@ -70,6 +70,13 @@ LOOP = (
     ),
     Mutation(
         8,
+        "another library's autocast around a prepared model is noticed",
+        'if vars(self.model).get("forward") is not self._forward:',
+        "if False:",
+        "tests/unit/precision/test_api_misuse.py -k part_that_changed",
+    ),
+    Mutation(
+        8,
         "a part that was cast is noticed",
         "if value.dtype != dtype:",
         "if False:",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from data_mutations import DATA
+from dataset_mutations import DATASET
 from guard_mutations import GUARD
+from huggingface_mutations import HUGGING_FACE
 from loop_mutations import LOOP
 from model_mutations import MODELS
 from mutation import Mutation
@@ -24,9 +26,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LOOP,
     *TRACKING,
     *DATA,
+    *DATASET,
     *TOKENS,
     *NATIVE,
     *TORCHAO,
     *TRANSFORMER_ENGINE,
     *MODELS,
+    *HUGGING_FACE,
 )

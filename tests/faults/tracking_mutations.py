@@ -110,4 +110,32 @@ TRACKING: tuple[Mutation, ...] = (
         "if self.pid is not None:",
         "tests/unit/tracking/test_shipper.py -k delivered_to_its_end",
     ),
+    Mutation(
+        1,
+        "figures that a kill cut short are cut off before the next ones are written",
+        "        self._end = whole\n        self._cut()\n",
+        "        self._end = os.fstat(self._fd).st_size\n",
+        "tests/unit/tracking/test_slot_file.py -k mid_frame",
+    ),
+    Mutation(
+        18,
+        "an extreme of a step before a kill is told after the resume",
+        "                self._low, self._high = np.fmin(self._low, values), np.fmax(self._high, values)\n",
+        "                pass\n",
+        "tests/unit/tracking/test_slot_series.py -k goes_on",
+    ),
+    Mutation(
+        18,
+        "a run that goes on has the slots' series that it had before",
+        "self._picked = dict(self._picked_before(attempt, step))",
+        "self._picked = {}",
+        "tests/unit/tracking/test_slot_series.py -k goes_on",
+    ),
+    Mutation(
+        18,
+        "a description that somebody wrote is left alone",
+        "if there and _hash(there) != ours:",
+        "if False:",
+        "tests/unit/tracking/test_mlflow_page.py -k somebody_wrote",
+    ),
 )

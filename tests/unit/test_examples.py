@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
 GUARDED_LOOP = ROOT / "examples" / "guarded_loop.py"
+CONVNET_DIGITS = ROOT / "examples" / "convnet_digits.py"
+UNSAFE_LOSS = ROOT / "examples" / "unsafe_loss.py"
+STANDARD_LOOP = ROOT / "examples" / "standard_loop.py"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,72 @@ def test_guarded_loop(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "guarded" / "report.html").exists()
 
 
-@pytest.mark.parametrize("example", [PLAIN_LOOP, GUARDED_LOOP], ids=lambda each: each.stem)
+def run_example(example: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(example), *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"peak memory \d+\.\d\d GiB", done.stdout)
+    return done
+
+
+@pytest.mark.slow  # fp16 on a CPU
+def test_convnet_digits(tmp_path: Path) -> None:
+    done = run_example(CONVNET_DIGITS, tmp_path)
+    assert "fp16_scaler runs as autocast:fp16" in done.stdout
+    (accuracy,) = re.findall(r"accuracy (\S+)% of 297", done.stdout)
+    assert float(accuracy) > 85
+
+
+def test_convnet_digits_under_an_fp8_recipe_says_why_not(tmp_path: Path) -> None:
+    done = run_example(CONVNET_DIGITS, tmp_path, "fp8_hybrid")
+    assert "fp8_hybrid runs as autocast:bf16" in done.stdout
+    assert "native:fp8 is not taken: no layer of this model can run in FP8 (8: sizes 10x256" in done.stderr
+
+
+def test_unsafe_loss(tmp_path: Path) -> None:
+    """Caught, told, and over; the same penalty in float32 never meets it."""
+    done = run_example(UNSAFE_LOSS, tmp_path)
+    unsafe, safe = done.stdout.split("\nunsafe: ")
+    assert "loss inf" in unsafe
+    assert "the run goes on in bf16, for good" in unsafe
+    told, _, safe = safe.partition("\n")
+    assert "weights finite: True" in told
+    assert 3 < int(told.split()[0]) < 10
+    assert "safe: 0 updates skipped" in safe
+    losses = [float(found) for found in re.findall(r"skipped, loss (\S+),", done.stdout)]
+    assert all(loss < 0.1 for loss in losses), "both go on to learn"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp16_scaler"])
+def test_standard_loop(recipe: str, tmp_path: Path) -> None:
+    """Everything happens to it, and it learns; what it saw of the amaxes arrives in MLflow."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/mlflow.db"
+    command = [sys.executable, "-W", "error", str(STANDARD_LOOP), recipe]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "guard.rollback x 1, nonfinite.skip x 6" in done.stdout
+    assert ("precision.demote x 1" in done.stdout) == (recipe == "fp8_hybrid")
+    assert float(re.findall(r"last loss (\S+),", done.stdout)[0]) < 0.1
+    assert re.search(r"peak memory \d\.\d\d GiB", done.stdout)
+    series = amaxes(tmp_path / "mlflow.db")
+    assert (len(series) > 3) == (recipe == "fp8_hybrid")
+
+
+def amaxes(store: Path) -> list[float]:
+    """The history of one slot's amax in an MLflow store that holds one run."""
+    with closing(sqlite3.connect(store)) as database:
+        found = database.execute("SELECT key, value FROM metrics WHERE key LIKE 'fp8_amax/%' ORDER BY step").fetchall()
+    first = min((key for key, _ in found), default="")
+    return [value for key, value in found if key == first]
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda each: each.stem)
 def test_an_example_is_short(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) < 60

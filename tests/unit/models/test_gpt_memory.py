@@ -128,7 +128,7 @@ def test_packed_documents_train_in_16_bits(recipe: str) -> None:
     found = {}
     for name in ("fp32", recipe):
         precision = Precision.from_recipe(name)
-        model = precision.prepare(small(recompute="block", loss_chunk=10))
+        model = precision.prepare(small(recompute="block", loss_chunk=10, qk_norm=True))
         with precision.context():
             loss = model(drawn[:, :-1], drawn[:, 1:], segments)
         precision.backward(loss)

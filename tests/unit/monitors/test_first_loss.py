@@ -67,11 +67,19 @@ def test_the_models_own_vocabulary_counts(batches: TokenBatches) -> None:
 
 
 def test_only_runs_on_tokens_are_watched() -> None:
-    class Pairs:
-        name, tokens_per_sample, masked = "pairs", 1, False
+    class Own:
+        """A data set of one's own; ids, vocab: nothing is known of token ids."""
+
+        name, tokens_per_sample, masked, ids, vocab = "own", 16, False, 0, 256
+
+        def __init__(self, unit: str) -> None:
+            self.unit = unit
 
     assert watching(None, 256) is None
-    assert watching(Pairs(), 256) is None
+    assert watching(Own("loss"), 256) is None
+    assert watching(Own("nats per label"), 256) is None
+    assert watching(Own("nats per token")) is None, "of an unknown vocabulary"
+    assert watching(Own("nats per token"), 256) is not None
 
 
 def test_an_untrained_gpt_says_nothing_and_a_summed_loss_does(batches: TokenBatches) -> None:

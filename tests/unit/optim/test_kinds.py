@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from harness.core.config import TrainConfig
 from harness.core.errors import CheckpointError, ConfigError
 from harness.core.facts import Limits
+from harness.core.state import ExternalState
 from harness.core.update import takes_found_inf
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import MuonAdamW, build_optimizer, optimizer_bytes, refused_by, waits_for
@@ -231,6 +233,33 @@ def test_torchao_follows_fused_adamw_embeddings_too(name: str) -> None:
     assert (ends[0] - ends[1]).abs().max() < 0.1, "no weight was thrown far away"
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw_fp8", "muon"])
+def test_the_guards_snapshots_bring_it_back_in_a_loop_of_ones_own(name: str) -> None:
+    def looped(first: int, last: int) -> None:
+        for step in range(first, last):
+            net.zero_grad()
+            net(torch.randint(128, (32,), generator=torch.Generator().manual_seed(step))).backward()
+            optimizer.step()
+
+    net = Net()
+    optimizer = build_optimizer(net, config(name), CPU)
+    part = ExternalState("optimizer", optimizer)
+    looped(0, 2)
+    tensors, meta = part.state_dict()
+    kept = {key: tensor.clone() for key, tensor in tensors.items()}, json.dumps(meta)
+    assert all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors.values())
+    weights = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    looped(2, 4)
+    expected = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    looped(7, 9)
+    net.load_state_dict(weights)
+    part.load_state_dict(kept[0], json.loads(kept[1]))
+    moment = optimizer.state[net.hidden.weight]
+    assert is_traceable_wrapper_subclass(moment.get("exp_avg", torch.zeros(()))) is (name != "muon")
+    looped(2, 4)
+    assert all(torch.equal(net.state_dict()[key], tensor) for key, tensor in expected.items())
+
+
 def test_state_of_other_blocks_is_refused() -> None:
     saved = save(make("adamw8bit"))
     other = Net()
@@ -300,8 +329,10 @@ def test_embeddings_decay_unless_told_otherwise() -> None:
         ("adamw8bit", {"optimizer_args": {"blocksize": 128}}, 'did you mean "block_size"'),
         ("muon", {"optimizer_args": {"ns_stepz": 3}}, 'did you mean "ns_steps"'),
         ("no_such_module:Adam", {}, "cannot import"),
-        ("torch.optim:AdamZ", {}, 'no class "AdamZ"'),
-        ("own_optimizers:NotOne", {}, r"is no torch\.optim\.Optimizer"),
+        ("torch.optim:AdamZ", {}, 'no function "AdamZ"'),
+        ("os:system", {}, "Python's own library, which has no optimizers"),
+        ("torch.optim.lr_scheduler:LambdaLR", {}, r"is no torch\.optim\.Optimizer"),
+        ("own_optimizers:NotOne", {}, 'no function "NotOne"'),
         ("own_optimizers:NoDecay", {}, "train.weight_decay has no effect"),
         ("own_optimizers:NoDecay", {"weight_decay": 0.0, "betas": (0.8, 0.9)}, "train.betas has no effect"),
         ("own_optimizers:Kept", {}, "train.lr has no effect"),

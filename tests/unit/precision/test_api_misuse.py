@@ -230,9 +230,14 @@ def replaced_under_a_block(model: nn.Sequential) -> None:
     model[0] = nn.Sequential(nn.Linear(16, 32))
 
 
+def another_forward(model: nn.Sequential) -> None:
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        (another_forward, "its forward was replaced after"),
         (half_of_it, r"is in torch\.float16 now \(2\.weight\)"),
         (one_bias, r"is in torch\.bfloat16 now \(2\.bias\)"),
         (on_another_device, r"is on meta now \(2\.weight\)"),

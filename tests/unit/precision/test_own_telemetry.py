@@ -11,6 +11,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from api_support import EAGER, adamw, forward_backward, prepared, recipe
 from typer.testing import CliRunner
@@ -131,6 +132,30 @@ def test_without_a_guard_steps_are_recorded_by_hand(tmp_path: Path, capsys: pyte
     assert "not measured" in harness("inspect", str(tmp_path / "mine")), "nobody said how many tokens there were"
     assert history.last("val/loss") == 0.5
     assert len(history.series["fp8_amax/00.weight"]) == 3
+
+
+def test_without_pyarrow_the_run_ends_as_well_as_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    folder = tmp_path / "mine"
+    train(folder, steps=4)
+    history = RunHistory.read(folder)
+    assert history.outcome["status"] == "done"
+    (told,) = [event for event in history.events if event["code"] == "fp8.no_table"]
+    assert "pyarrow" in told["text"]
+    monkeypatch.undo()
+    assert "fp8_telemetry.parquet" in harness("report", str(folder))
+    assert len(pandas.read_parquet(folder / "fp8_telemetry.parquet")) == 4 * 6
+
+
+def test_a_disk_that_refuses_the_figures_is_told_at_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    (folder / "fp8_telemetry.bin").mkdir(parents=True)
+    train(folder, steps=4)
+    history = RunHistory.read(folder)
+    assert history.outcome["status"] == "done"
+    (told,) = [event for event in history.events if event["code"] == "fp8.dropped"]
+    assert told["steps"] == 4
+    assert sorted(history.series["fp8_amax/00.weight"]) == [2, 4], "the journal has what is due"
 
 
 @pytest.mark.parametrize("resumed", ["early", "unguarded", "afresh"])

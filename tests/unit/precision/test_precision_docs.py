@@ -102,12 +102,31 @@ def test_the_loop_runs(tmp_path: Path) -> None:
         "loss_function": torch.nn.functional.mse_loss,
         "path": path,
     }
-    plain, _ = code("python")
+    _, plain, _ = code("python")
     exec(plain, names)
     assert names["precision"].plan.fp8_layers() == ("1",)
     assert names["outcome"].was_applied
     assert not torch.equal(model.get_parameter("1.weight"), before)
     assert torch.load(path, weights_only=True)["meta"]["state"]["step"] == 1
+
+
+@pytest.mark.usefixtures("cpu_on_purpose")
+def test_the_standard_loop_runs() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+    optimizer = adamw(model)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
+        "batches": [batch(step) for step in range(3)],
+        "held_out": batch(99),
+        "loss_function": torch.nn.functional.mse_loss,
+    }
+    standard, _, _ = code("python")
+    exec(standard, names)
+    assert names["precision"].prepared.state.step == 3
+    assert names["optimizer"].outcome.was_applied
+    assert not names["validation"].requires_grad
 
 
 @pytest.mark.usefixtures("cpu_on_purpose")
@@ -122,7 +141,7 @@ def test_the_guarded_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "batches": [batch(step) for step in range(6)],
         "loss_function": torch.nn.functional.mse_loss,
     }
-    _, guarded = code("python")
+    _, _, guarded = code("python")
     assert guarded.count("steps=1000") == guarded.count("< 1000") == 1
     exec(guarded.replace("steps=1000", "steps=6, mlflow=False").replace("< 1000", "< 6"), names)
     assert names["guard"].step == 6

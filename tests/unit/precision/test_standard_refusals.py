@@ -62,6 +62,16 @@ def test_a_loss_of_two_prepared_models_needs_to_be_told_whose_it_is() -> None:
     assert all(each.outcome is not None and each.outcome.was_applied for each in wrapped)
 
 
+def test_a_model_that_is_prepared_anew_is_the_new_ones() -> None:
+    """A cell that is run again, say."""
+    model = mlp()
+    both = [Precision(recipe("fp16_scaler")) for _ in range(2)]
+    for precision in both:
+        precision.prepare(model)
+        standard_step(model, precision.wrap(adamw(model)), 0)
+    assert [precision.prepared.state.step for precision in both] == [1, 1]
+
+
 # Misuse
 
 

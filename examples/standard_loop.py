@@ -1,0 +1,57 @@
+"""torch's standard loop, as it is, under any recipe. Run: python examples/standard_loop.py [recipe]
+
+One batch has a NaN, five in a row are ruined, and late in the run the inputs double for six steps, which is more than
+FP8 scales that are set from the past can follow: the bad step is skipped, the run rolled back, the layer leaves FP8.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+
+from harness import Guard, Precision, Telemetry
+
+STEPS, NAN, RUINED, DOUBLING = 120, 40, range(70, 75), range(90, 96)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(step))
+    targets = inputs.roll(1, dims=1) * (float("nan") if step == NAN or step in RUINED else 1.0)
+    return inputs * 2.0 ** max(0, min(step - DOUBLING.start + 1, len(DOUBLING))), targets
+
+
+def main(recipe: str) -> None:
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision = Precision.from_recipe(recipe)
+    net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64))
+    model = precision.prepare(net.to(device))
+    optimizer = precision.wrap(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), max_grad_norm=1.0)
+    scheduler = LinearLR(optimizer, 1.0, 0.1, STEPS)
+    mlflow = find_spec("mlflow") is not None
+    with Telemetry.for_precision("runs/standard", precision, steps=STEPS, mlflow=mlflow) as telemetry:
+        guard = Guard.for_precision(precision, optimizer, keep=[scheduler], telemetry=telemetry)
+        last = torch.zeros(())
+        for step in range(STEPS):
+            inputs, targets = (each.to(device) for each in batch(step))
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            guard.end_step()
+            last = loss.detach()
+        inputs, targets = (each.to(device) for each in batch(STEPS))
+        with precision.evaluating():
+            telemetry.validation(guard.step, nn.functional.mse_loss(model(inputs), targets).item())
+    print(f"last loss {last.item()!r}, {guard.step} steps count, demoted: {', '.join(precision.demoted) or 'none'}")
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "fp8_hybrid")

@@ -1,0 +1,58 @@
+"""A custom loss that leaves fp16's range, and how that is caught. Run: python examples/unsafe_loss.py [recipe]
+
+The penalty squares the model's output, which is in fp16 under this recipe: from 256 on the square is over 65504, which
+is infinite. No loss scale cures that, since it is the forward pass. The update is skipped each time, the weights stay
+finite, and after three in a row the recipe's fallback takes the whole run to bf16, which has float32's range. The same
+penalty on `output.float()` stays in fp16.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from harness import Precision
+
+STEPS = 60
+
+
+def unsafe(output: Tensor) -> Tensor:
+    return (output * output).mean()
+
+
+def safe(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def train(recipe: str, penalty: Callable[[Tensor], Tensor], device: str) -> None:
+    torch.manual_seed(0)
+    precision = Precision.from_recipe(recipe)
+    model = precision.prepare(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)).to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    inputs, targets = torch.rand(64, 64, device=device), torch.ones(64, 16, device=device)
+    skipped = 0
+    for step in range(1, STEPS + 1):
+        with precision.context():
+            output = model(inputs)
+            loss = nn.functional.mse_loss(output.float() / 400, targets) + 1e-7 * penalty(output)
+        precision.backward(loss)
+        outcome = precision.step(optimizer, max_grad_norm=1.0)
+        optimizer.zero_grad()
+        if not outcome.was_applied:
+            skipped += 1
+            print(f"  step {step}: loss {loss.item():g}, largest output {output.max().item():.0f}: update skipped")
+        if outcome.switch is not None:
+            print(f"  step {step}: {outcome.switch.reason}")
+    finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    print(f"{penalty.__name__}: {skipped} updates skipped, loss {loss.item():.4g}, weights finite: {finite}")
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1] if len(sys.argv) > 1 else "fp16_scaler"
+    for kind in (unsafe, safe):
+        train(chosen, kind, "cuda" if torch.cuda.is_available() else "cpu")
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB (of the process)")

@@ -1,0 +1,43 @@
+"""The examples with Lightning, Hugging Face's Trainer and accelerate give the losses of the one without."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loop_support import ROOT, amaxes
+
+PLAIN = "standard_loop"
+
+
+def last_loss(example: str, recipe: str, folder: Path) -> str:
+    """What the example prints of its last loss, after everything that has to happen has happened."""
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+    command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), recipe]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "guard.rollback x 1, nonfinite.skip x 6" in done.stdout
+    assert ("precision.demote x 1" in done.stdout) == (recipe == "fp8_hybrid")
+    assert re.search(r"peak memory \d\.\d\d GiB", done.stdout)
+    assert (len(amaxes(folder / "mlflow.db")) > 3) == (recipe == "fp8_hybrid")
+    (run,) = (folder / "runs").iterdir()
+    assert (run / "report.html").exists()
+    return re.findall(r"last loss (\S+),", done.stdout)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp16_scaler"])
+def test_every_library_gives_the_same_losses(recipe: str, tmp_path: Path) -> None:
+    found = {
+        example: last_loss(example, recipe, tmp_path / example)
+        for example in (PLAIN, "with_lightning", "with_trainer", "with_accelerate")
+    }
+    assert len(set(found.values())) == 1, found

@@ -1,0 +1,73 @@
+"""Models of transformers and adapters: what is read, what would train wrongly. Rows 23, 24 and 27."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+_MODELS, _LORA = "tests/extras/test_huggingface.py", "tests/extras/test_lora.py"
+
+HUGGING_FACE = (
+    Mutation(
+        27,
+        "adapters beside other frozen weights are refused",
+        'theirs["sha256"] != ours["sha256"]',
+        "False",
+        f"{_LORA} -k hold_the_adapters",
+    ),
+    Mutation(
+        23,
+        "weights that are missing are refused",
+        'if missing := sorted(info["missing_keys"]):',
+        "if missing := []:",
+        f"{_MODELS} -k left_out_weights",
+    ),
+    Mutation(
+        23,
+        "weights that would be left out are named",
+        "    if left:\n        why = ",
+        "    if False:\n        why = ",
+        f"{_MODELS} -k left_out_weights",
+    ),
+    Mutation(
+        23,
+        "every shard is opened before a model is built",
+        "with safe_open(file, framework=",
+        'with memoryview(b"") if file.is_file() else safe_open(file, framework=',
+        f"{_MODELS} -k wrong_with_the_weights",
+    ),
+    Mutation(
+        23,
+        "a model that mixes packed documents is refused",
+        "        if self.unpackable:\n",
+        "        if False:\n",
+        f"{_MODELS} -k mixes_packed",
+    ),
+    Mutation(
+        23,
+        "a model that sees its targets is refused",
+        "if _moved(logits[:, :8], after[:, :8], logits) > _ROUNDING:",
+        "if False:",
+        f"{_MODELS} -k sees_its_targets",
+    ),
+    Mutation(
+        24,
+        "code that comes with a model is refused",
+        'if "auto_map" in config and ',
+        'if "auto_map" in config and False and ',
+        f"{_MODELS} -k foreign_code",
+    ),
+    Mutation(
+        23,
+        "a model is trained in training mode",
+        "    return model.train()\n",
+        "    return model\n",
+        f"{_MODELS} -k dropout_is_on",
+    ),
+    Mutation(
+        23,
+        "a packed sample is never computed with a cache",
+        "position_ids=positions_of(segments), use_cache=False",
+        "position_ids=positions_of(segments), use_cache=True",
+        f"{_MODELS} -k packed_documents",
+    ),
+)
