@@ -170,7 +170,7 @@ class Recovery:
         if stands >= step:  # gone back to and trained on again
             lost = f"what was trained up to step {step} is lost"
         what = f"the newest checkpoint that verifies is of step {stands}" if stands else "there is no checkpoint"
-        return Kept(False, self.engine.broadcast(f"{lost}: it could not be saved, and {what}"), asked, halts)
+        return Kept(False, self.engine.broadcast(f"{lost}: the state could not be saved, and {what}"), asked, halts)
 
     def _failures_so_far(self) -> int:
         """Saves in a row that have failed, after what is being saved now; the same on every rank."""
