@@ -192,7 +192,7 @@ RESUME: tuple[Mutation, ...] = (
         "DeepSpeed refuses what it cannot save",
         "problems += [] if engine.any_optimizer else refused_by(worker.engine, config.train)",
         "pass",
-        "tests/e2e/test_optimizers.py -k deepspeed",
+        "tests/e2e/test_optimizer_runs.py -k deepspeed",
     ),
     Mutation(
         25,

@@ -20,12 +20,16 @@ ATTRIBUTES = {
     ("np", "load"), ("numpy", "load"), ("os", "system"), ("os", "popen"), ("yaml", "safe_load"), ("yaml", "load"),
     ("json", "load"), ("json", "loads"),
 }  # fmt: skip
-# What reads text of its own process, of a launcher's sibling or of a bounded line, and where YAML has its home.
+# What reads text of its own process, of a launcher's sibling or of a bounded line, and where YAML has its home; arrays
+# without pickles (NumPy's default), and the state that transformers' Trainer keeps, as weights only.
 ALLOWED = {
     ("harness/core/schema.py", "yaml.load"), ("harness/core/files.py", "json.loads"),
     ("harness/tracking/journal.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
     ("harness/precision/shape_probe.py", "json.loads"),
     ("harness/run_folder.py", "json.loads"), ("harness/checkpoint/saver.py", "json.loads"),
+    ("harness/data/prepare.py", "json.loads"), ("harness/data/prepare.py", "np.load"),
+    ("harness/data/rows.py", "json.loads"), ("harness/tracking/slot_file.py", "json.loads"),
+    ("harness/integrations/transformers.py", "torch.load"),
 }  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def test_every_figure_and_every_tensor_is_that_of_native(undisturbed: dict[str, 
     assert tensors_compared > 150
     rows = {f"fp8_{row}" for row in ("amax", "scale", "saturation", "underflow", "clipped", "sqnr_db")}
     found = figures(undisturbed["transformer_engine"])
-    assert {name.split("/")[0] for _, name in found} == {"train", "val", "guard"} | rows
+    assert {name.split("/")[0] for _, name in found} == {"train", "val", "guard", "fp8", "Loss"} | rows
 
 
 def test_layers_that_leave_fp8_and_return_do_so_in_the_same_steps(tmp_path: Path) -> None:
