@@ -81,5 +81,5 @@ def test_the_loop_trains_in_fp8() -> None:
     names: dict[str, Any] = {"Precision": Precision, "torch": torch, "model": model, "batches": [batch] * 3}
     exec(loop, names)
     assert names["precision"].plan.fp8_layers() == ("0", "2")
-    assert names["outcome"].was_applied
+    assert names["optimizer"].outcome.was_applied
     assert not torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
