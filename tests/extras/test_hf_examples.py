@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import ROOT
 
-EXAMPLES = [ROOT / "examples" / f"with_{name}.py" for name in ("huggingface", "lora")]
+EXAMPLES = [ROOT / "examples" / f"with_{name}.py" for name in ("huggingface", "lora", "tokenizer")]
 
 
 def shown(example: Path, folder: Path) -> str:
@@ -52,6 +52,14 @@ def test_adapters_beside_a_frozen_base_learn(tmp_path: Path) -> None:
     losses = [float(found) for found in re.findall(r"loss (\S+)", told)]
     assert losses[-1] < losses[0] - 0.5
     assert "adapters loaded back: the same logits" in told
+
+
+@pytest.mark.slow
+def test_a_folder_of_ones_own_becomes_samples(tmp_path: Path) -> None:
+    told = shown(EXAMPLES[2], tmp_path)
+    assert re.search(r"^loss +validation (\d\.\d+) nats per token", told, re.MULTILINE)
+    assert "24 of 24 FP8 slots saw a nonzero amax" in told
+    assert "\nimport " in told
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each.stem)

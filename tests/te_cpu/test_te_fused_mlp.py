@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,7 +225,7 @@ class AgainWithTe(GPT):
         for block in self.blocks:
             if "own" not in vars(block):
                 block.own = block.forward  # type: ignore[assignment]
-                block.forward = lambda x, rotation, own=block.own: te.checkpoint(own, x, rotation, use_reentrant=False)
+                block.forward = partial(te.checkpoint, block.own, use_reentrant=False)
         return super().forward(inputs, targets)
 
 
