@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -178,7 +179,7 @@ class Again(GPT):
         for block in self.blocks:
             if "own" not in vars(block):
                 block.own = block.forward  # type: ignore[assignment]
-                block.forward = lambda x, rotation, own=block.own: self.again(own, x, rotation, use_reentrant=False)
+                block.forward = partial(self.again, block.own, use_reentrant=False)
         return super().forward(inputs, targets)
 
 
