@@ -15,9 +15,9 @@ class RestlessBlock(nn.Module):
         super().__init__()
         self.block, self.calls = block, 0
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         self.calls += 1
-        return self.block(x, rotation) if self.calls > 0 else x
+        return self.block(x, rotation, mask) if self.calls > 0 else x
 
 
 def restless() -> GPT:

@@ -97,18 +97,15 @@ def test_a_part_of_the_data_that_gives_nan(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "r-2" / "journal.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_a_part_of_the_data_with_labels_that_the_model_does_not_know(tmp_path: Path) -> None:
+    """Known before the first step, as the data were looked at; one that comes up later: tests/faults/test_bad_data.py."""
     prepare(tmp_path)
     data = text_with_a_bad_part(tmp_path, "\u00e9".encode() * 700)
     done = train(tmp_path, *SMALL, data, "model.target=broken:ascii_only", "train.steps=40")
-    found = events(tmp_path / "runs" / "r", "data.label")
-    assert found, "the fault must fire"
-    assert done.returncode == 3
-    step, window, sample = found[0]["step"], found[0]["window"], found[0]["samples"][0]
-    assert re.search(rf"! step {step}: data.label: .*window {window} .*sample {sample}: ", done.stdout), "where"
-    assert "[harness explain data.label]" in done.stdout
-    assert suggested(done.stdout, "explain")[-2:] == ["explain", "data.label"]
+    assert done.returncode == 2, done.stdout
+    assert "broken:ascii_only" in done.stdout
+    assert "128" in done.stdout, "what the model has"
+    assert not (tmp_path / "runs" / "r" / "journal.jsonl").exists(), "before anything was trained"
 
 
 def test_an_activation_that_outgrows_fp8(tmp_path: Path) -> None:

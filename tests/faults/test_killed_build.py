@@ -27,6 +27,7 @@ def test_a_run_killed_while_deepspeed_compiles_does_not_block_the_next(tmp_path:
     assert not list(cache.glob("*/*.so")), "killed before it was ready"
     job = launch(tmp_path, *ARGUMENTS, "train.steps=3", kind="deepspeed", ranks=2, variables=variables)
     assert job.process.wait(timeout=2 * START_SECONDS) == 0, job.output()
-    assert f"{lock} was left behind by a process that is gone" in job.output()
     job.ended(10)
+    # Whichever came first: the lock was taken away, or a compiler that outlived its parent ended and let it go.
     assert not lock.exists()
+    assert list(cache.glob("*/*.so")), "the kernel was built"
