@@ -98,7 +98,7 @@ def test_a_part_of_the_data_that_gives_nan(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_data_with_labels_that_the_model_does_not_know(tmp_path: Path) -> None:
-    """Known before the first step, as the data were looked at; one that comes up later: tests/faults/test_bad_data.py."""
+    """Known before the first step, as the data were looked at; for later ones see tests/faults/test_bad_data.py."""
     prepare(tmp_path)
     data = text_with_a_bad_part(tmp_path, "\u00e9".encode() * 700)
     done = train(tmp_path, *SMALL, data, "model.target=broken:ascii_only", "train.steps=40")

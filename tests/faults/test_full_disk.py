@@ -149,6 +149,7 @@ def test_a_full_disk_is_told_waited_for_and_forgotten(disk: Disk) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.attack  # minutes each
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
 def test_ranks_hold_together_for_longer_than_their_timeout(disk: Disk, kind: str) -> None:

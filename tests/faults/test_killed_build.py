@@ -15,6 +15,7 @@ from launch_support import (
 
 
 @pytest.mark.slow
+@pytest.mark.attack  # it compiles twice: minutes
 @pytest.mark.dist
 @pytest.mark.faults(7)
 def test_a_run_killed_while_deepspeed_compiles_does_not_block_the_next(tmp_path: Path) -> None:
