@@ -64,6 +64,7 @@ class Guard:
         self._optimizers: list[Optimizer] = []
         self._seen: InFlight | None = None
         self._loaded = 0
+        self._groups: list[int] | None = None
 
     @classmethod
     def for_precision(
@@ -154,6 +155,10 @@ class Guard:
             self._loaded, self.telemetry.attempt = precision.prepared.loaded, self.state.ledger.attempt
             if self.memory is not None:
                 self.memory.clear()
+        groups = [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        if self._groups not in (None, groups) and self.memory is not None:
+            self.memory.clear()  # an optimizer that grew cannot be put back to what it was
+        self._groups = groups
         done: Action = Continue()
         while (facts := self.arrived(0 if self.snapshot_due() else 1)) is not None:
             action = self.act(self.observe(facts))

@@ -290,7 +290,7 @@ class Precision:
         ready.applied += figures["applied"]
         clock = self._clock or StepClock(ready.device)
         self._end_window(ready)
-        ready.window.stepped(parameters_of(chosen))
+        ready.window.stepped(chosen)
         switch = ready.end_step({**figures, "applied_steps": ready.applied}, slots, clock, tokens)
         return StepOutcome(figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch)
 

@@ -81,7 +81,7 @@ class OpenWindow:
         self.begun = False
         self.backwards = 0
         self._stepping = False
-        self._applied: tuple[nn.Parameter, tuple[int, int] | None] | None = None
+        self._applied: list[tuple[nn.Parameter, tuple[int, int] | None]] = []
         self._owns_any = owns_any
         self._marks: dict[nn.Parameter, tuple[int, int] | None] = {}
         _watch_optimizers()
@@ -102,15 +102,15 @@ class OpenWindow:
 
     def check_zeroed(self) -> None:
         """Before a window's first backward: raises MisuseError if a gradient is as the last step left it."""
-        applied, self._applied = self._applied, None
-        if applied is not None and applied[0].grad is not None and _mark(applied[0]) == applied[1]:
+        applied, self._applied = self._applied, []
+        if any(parameter.grad is not None and _mark(parameter) == mark for parameter, mark in applied):
             why = "those of two windows would be added, and the former were divided in place"
             raise misuse("backward()", "gradients were not zeroed after the last step()", why, "optimizer.zero_grad()")
 
-    def stepped(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients of `parameters` were applied, or skipped. One of them stands for all."""
-        one = next((parameter for parameter in parameters if parameter.grad is not None), None)
-        self._applied = None if one is None else (one, _mark(one))
+    def stepped(self, optimizers: Iterable[Optimizer]) -> None:
+        """The gradients of their parameters were applied, or skipped. One of each optimizer stands for all of its."""
+        held = ((p for p in parameters_of([optimizer]) if p.grad is not None) for optimizer in optimizers)
+        self._applied = [(one, _mark(one)) for one in (next(each, None) for each in held) if one is not None]
 
     def step_begins(self) -> None:
         """The optimizers may step now."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -191,9 +191,10 @@ class Standard:
     def __init__(self, precision: Precision, ready: Prepared) -> None:
         self._precision, self._ready = precision, ready
         self.gradients = None if ready.loss_scale is None else TrueGradients(ready.loss_scale, ready.device)
-        self._entered: AbstractContextManager[None] | None = None
+        self._entered: AbstractContextManager[Any] | None = None
         self._entrance: nn.Module | None = None
         self._depth = 0
+        self._autocast: WeakKeyDictionary[nn.Module, tuple[bool, torch.dtype]] = WeakKeyDictionary()
         for other in [each for each in _standards if each._ready.model is ready.model]:
             other._retire()  # of a Precision that the model had before
         self._hooks = [
@@ -223,6 +224,19 @@ class Standard:
             entered = self._precision.context()
             entered.__enter__()
             self._entered, self._entrance, self._depth = entered, module, 1
+            self._autocast[module] = self._autocast_now()
+        elif self._precision.in_backward and self._entrance is None and module in self._autocast:
+            if self._autocast[module] == self._autocast_now():
+                return
+            # A checkpoint around this call computes it again, in the autocast of outside the context.
+            enabled, dtype = self._autocast[module]
+            entered = torch.autocast(self._ready.device.type, dtype=dtype, enabled=enabled)
+            entered.__enter__()
+            self._entered, self._entrance, self._depth = entered, module, 1
+
+    def _autocast_now(self) -> tuple[bool, torch.dtype]:
+        kind = self._ready.device.type
+        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
         """After the call, also one that failed: what comes out is in float32."""

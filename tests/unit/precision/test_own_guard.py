@@ -61,6 +61,21 @@ def test_what_the_user_moved_since_the_snapshot_stays_where_it_was_put() -> None
     assert loop.precision.state_dict()["meta"]["state"]["parts"]["own"]["held"] == ["00"]
 
 
+def test_an_optimizer_that_grew_goes_back_to_no_snapshot_of_before() -> None:
+    def grow(loop: Loop, at: int) -> None:
+        loop.steps(at)
+        loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 1e-3})
+
+    early = Loop(poison=(10, 11))
+    grow(early, 2)
+    early.steps(10)
+    assert early.guard.step == 8, "a snapshot that was taken since is good"
+    late = Loop(poison=(10, 11))
+    grow(late, 9)
+    with pytest.raises(HaltedError, match="no snapshot is good"):
+        late.steps(3)
+
+
 def test_without_the_guard_the_same_faults_are_only_skipped() -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)

@@ -424,6 +424,27 @@ def test_checkpointed_forwards_run_again_the_same(name: str, reentrant: bool) ->
     assert differences(*results) == []
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_checkpoint_that_the_loop_makes_runs_the_same_again(name: str, reentrant: bool) -> None:
+    """It remembers the autocast around it, which is none: the context is entered inside of it."""
+    results = []
+    for use in (True, False):
+        precision, model = prepared(recipe(name))
+        optimizer = adamw(model)
+        wrapped = precision.wrap(optimizer)
+        for step in range(4):
+            x, y = batch(step)
+            first = model[0](x)
+            hidden = checkpoint(model[2], first, use_reentrant=reentrant) if use else model[2](first)
+            assert isinstance(hidden, Tensor)
+            nn.functional.mse_loss(hidden, y).backward()
+            wrapped.step()
+            wrapped.zero_grad()
+        results.append(snapshot(precision, model, optimizer))
+    assert differences(*results) == []
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_blocks_may_be_compiled() -> None:

@@ -246,3 +246,14 @@ def test_a_guard_takes_the_wrapped_optimizer() -> None:
     assert guard.step < 16
     assert scheduler.last_epoch == guard.step
     assert guard.window == 16
+
+
+def test_one_of_two_optimizers_was_not_zeroed() -> None:
+    precision, model = prepared(recipe())
+    first, second = (torch.optim.SGD(model[at].parameters(), lr=0.1) for at in (0, 2))
+    wrapped = precision.wrap([first, second])
+    model(batch(0)[0]).mean().backward()
+    wrapped.step()
+    first.zero_grad()
+    with pytest.raises(MisuseError, match="gradients were not zeroed after the last"):
+        model(batch(1)[0]).mean().backward()
