@@ -388,6 +388,9 @@ def _implausible(shard: Shard, seen: _Seen, vocabulary: Vocabulary | None) -> li
     if shard.dtype == "uint16" and shard.offset == 0 and shard.index is None and _looks_wider(shard):
         why = "every second number is 0 or nearly so, as the upper halves of uint32 ids are"
         return [Problem("does not look like uint16", where, why, "set data.dtype=uint32")]
+    if shard.dtype == "uint32" and shard.offset == 0 and shard.index is None and _looks_like_int64(shard):
+        why = "every second number is 0, as the upper halves of int64 ids are"
+        return [Problem("does not look like uint32", where, why, "write it again: ids.astype(numpy.uint32)")]
     if vocabulary is not None and seen.largest >= vocabulary.ids:
         why = f"the tokenizer has {vocabulary.ids} ids, 0 to {vocabulary.ids - 1}"
         fix = "give the tokenizer that made these ids in data.tokenizer, or none"
@@ -403,6 +406,11 @@ def _looks_wider(shard: Shard) -> bool:
     if len(ids) < 64:
         return False
     return bool(upper.max() <= 0x3F and lower.max() > 4 * max(int(upper.max()), 1) and np.median(upper) <= 1)
+
+
+def _looks_like_int64(shard: Shard) -> bool:
+    ids = np.fromfile(shard.path, dtype="<u4", count=1 << 16)
+    return len(ids) >= 64 and not ids[1::2].any() and bool(ids[::2].any())
 
 
 def _larger(path: Path, file: Mapping[str, Any], info: Mapping[str, Any]) -> str:

@@ -185,17 +185,19 @@ def go_on(history: RunHistory) -> str:
     """The command for a new run from the good checkpoint, or from the start if there is none.
 
     With half the learning rate, as the same settings would end the same way, unless the data or a machine is at fault.
-    If no update was ever applied, a lower rate is no help: fp32 tells whether numerics are to blame. The windows that
-    this run passed over stay passed over.
+    If otherwise no update was ever applied, a lower rate is no help: fp32 tells whether numerics are to blame. The
+    windows that this run passed over stay passed over.
     """
     run_dir, run = history.run_dir, short(history.run_dir)
     good = _good(run_dir)
     words = [tool("harness"), "train", "--config", f"{run}/config.yaml", "--name", _free_name(run_dir)]
     words += ["--resume", short(good)] if good else []
     lr = history.run["params"].get("train.lr")
-    if not good and 1.0 not in history.series.get("train/step_applied", {}).values():
+    if (cause(history) or "").startswith(_KEEP_LR):
+        pass  # neither would cure it
+    elif not good and 1.0 not in history.series.get("train/step_applied", {}).values():
         words += ["--recipe", "fp32"]
-    elif isinstance(lr, int | float) and not (cause(history) or "").startswith(_KEEP_LR):
+    elif isinstance(lr, int | float):
         words.append(f"train.lr={lr / 2:g}")
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return " ".join(words) + ("  (under this run's launcher)" if launched else "")

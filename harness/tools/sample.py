@@ -76,7 +76,7 @@ def codec_of(restored: Restored, tokenizer: Path | None) -> tuple[Encoder, int |
     data = restored.folder / "data"
     own, info = data / "tokenizer.json", read_mapping(data / "corpus.json", MAX_LARGE)
     if tokenizer is None and not own.is_file():
-        if "ids" not in info and restored.config.data.target is None:
+        if of_bytes(restored):
             return Bytes(), None
         why = "the run trained on token ids, and nobody said what they mean"
         raise ConfigError(Problem("the prompt cannot be turned into tokens", str(data), why, "give --tokenizer PATH"))
@@ -86,6 +86,17 @@ def codec_of(restored: Restored, tokenizer: Path | None) -> tuple[Encoder, int |
         what, fix = "is not the tokenizer that the run's data were made with", "leave it out, or give that one"
         raise ConfigError(Problem(what, f"--tokenizer {tokenizer}", fix=fix))
     return made, made.vocabulary.separator
+
+
+def of_bytes(restored: Restored) -> bool:
+    """Whether the run's token ids are known to be bytes: those of text, wherever it lay, that no tokenizer read. A file
+    of ids may be anybody's."""
+    from harness.core.files import MAX_LARGE, read_mapping
+
+    data, config = restored.folder / "data", restored.config.data
+    folders = [data / str(number) for number in range(len(config.mixture))] or [data]
+    sources = [read_mapping(folder / "corpus.json", MAX_LARGE) for folder in folders]
+    return config.target is None and not any(each.get("tokenizer") or each.get("kind") == "tokens" for each in sources)
 
 
 def write_on(

@@ -158,6 +158,12 @@ def test_ids_of_another_dtype_are_refused(tmp_path: Path) -> None:
         prepare(config(path, dtype="uint32"), tmp_path / "run")
 
 
+def test_int64_is_not_read_as_uint32(tmp_path: Path) -> None:
+    path = headerless(tmp_path / "train.bin", IDS, "int64")
+    with pytest.raises(DataError, match=r"does not look like uint32\n.*int64 ids are\n.*write it again"):
+        prepare(config(path, dtype="uint32"), tmp_path / "run")
+
+
 def test_all_bad_shards_are_named_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     folder.mkdir()

@@ -221,13 +221,15 @@ def test_a_run_that_never_learned_anything_is_tried_in_fp32(tmp_path: Path) -> N
     assert go_on(RunHistory.read(run_dir)).endswith("--name r-2 --recipe fp32")
 
 
-def test_bad_data_is_no_reason_to_change_the_learning_rate(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "r", "halted")
+@pytest.mark.parametrize("learned", [True, False])
+def test_bad_data_is_no_reason_to_change_learning_rate_or_recipe(tmp_path: Path, learned: bool) -> None:
+    run_dir = make_run(tmp_path / "r", "halted", learned=learned)
     with Journal(run_dir / "journal.jsonl", attempt=2) as journal:
         journal.event(9, "data.label", text="window 8: label 900")
     record = RunHistory.read(run_dir)
     assert cause(record) == "data.label"
     assert "train.lr" not in go_on(record)
+    assert "--recipe" not in go_on(record)
 
 
 @pytest.mark.parametrize(("bits", "steps", "poor"), [(3.9, 60, True), (3.7, 60, False), (3.9, 40, False)])
