@@ -170,6 +170,18 @@ def _cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[npt.NDArray[
     return sources, ranks
 
 
+def _overlapping(paths: Sequence[str]) -> list[Problem]:
+    """Sources that lie within another: each is split by itself, so that one's validation is the other's training."""
+    resolved = [Path(path).expanduser().resolve() for path in paths]
+    fix = "leave it out, or move it out of that folder"
+    return [
+        Problem("lies within another source of the mixture", f"data.mixture: {path}", f"of {paths[other]}", fix)
+        for path, inner in zip(paths, resolved, strict=True)
+        for other, outer in enumerate(resolved)
+        if outer in inner.parents
+    ]
+
+
 def prepare_mixture(
     config: DataConfig, run_dir: Path, lead: bool, reading: Callable[[str | None], None]
 ) -> list[TokenData]:
@@ -180,7 +192,7 @@ def prepare_mixture(
     folder = run_dir / "data"
     begun = (folder / "corpus.json").exists()
     data: list[TokenData] = []
-    problems: list[Problem] = []
+    problems = _overlapping([part.path for part in config.mixture])
     for number, part in enumerate(config.mixture):
         own = folder / str(number)
         if lead and not begun:  # what a start that was killed has left may be of other settings

@@ -163,6 +163,7 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
 
     from harness.build import build_data
     from harness.data.dataset import DatasetBatches
+    from harness.tools.sample import of_bytes
 
     config, worker = restored.config, restored.worker
     wanted = config.data.val_samples if samples is None else samples
@@ -179,6 +180,10 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
         source = build_data(_with_data(config, changed).model_copy(update=one), Path(scratch), worker)
         assert not isinstance(source, DatasetBatches)
+        if changed["tokenizer"] is None and source.facts()["kind"] != "tokens" and not of_bytes(restored):
+            why = "nobody said what its token ids mean, and bytes would be taken for them"
+            fix = "give data of the same ids, or train with data.tokenizer"
+            raise ConfigError(Problem("the run was not trained on bytes", f"--data {data}", why, fix))
         total = source.n_samples + source.available
         chosen = np.arange(min(wanted, total), dtype=np.int64) * total // min(wanted, total)
         cut = int(np.searchsorted(chosen, source.n_samples))

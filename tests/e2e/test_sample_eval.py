@@ -173,6 +173,17 @@ def test_what_cannot_be_is_said(trained: Path, tmp_path: Path) -> None:
     assert "the run has no config.yaml" in done.stderr
 
 
+def test_text_is_not_scored_as_the_ids_of_a_run_on_token_files(tmp_path: Path) -> None:
+    np.tile(np.arange(300, dtype=np.uint16), 40).tofile(tmp_path / "train.bin")
+    done = train(tmp_path, "--name", "ids", "data.path=train.bin", "train.steps=2")
+    assert done.returncode == 0, done.stdout
+    (tmp_path / "text.txt").write_text("some text\n" * 400)
+    refused = harness(tmp_path, "eval", "runs/ids", "--data", "text.txt")
+    assert refused.returncode == 2, refused.stdout
+    assert "the run was not trained on bytes" in refused.stderr
+    assert harness(tmp_path, "eval", "runs/ids", "--data", "train.bin").returncode == 0
+
+
 NANO = """
 import torch
 from torch import nn

@@ -119,6 +119,18 @@ def test_all_bad_sources_are_named_at_once(tmp_path: Path) -> None:
     assert [Path(problem.where).name for problem in caught.value.problems] == ["source0.bin", "source2.bin"]
 
 
+def test_a_source_within_another_is_refused(tmp_path: Path) -> None:
+    """Each is split by itself: what one validates on, the other would train on."""
+    (tmp_path / "all" / "code").mkdir(parents=True)
+    for place in ("all", "all/code"):
+        (tmp_path / place / "a.txt").write_text("some text to train on\n" * 200)
+    parts = [{"path": str(tmp_path / place), "weight": 1.0} for place in ("all", "all/code")]
+    config = validate(DataConfig, {"mixture": parts, "context": 8}, "here")
+    with pytest.raises(DataError, match="lies within another source") as caught:
+        prepare_mixture(config, tmp_path / "run", True, lambda path: None)
+    assert str(tmp_path / "all" / "code") in caught.value.problems[0].where
+
+
 def test_path_and_mixture_together_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.path and data\.mixture are both given"):
         validate(DataConfig, {"path": "a", "mixture": [{"path": "b", "weight": 1}]}, "here")
