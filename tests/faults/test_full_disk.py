@@ -29,7 +29,7 @@ from launch_support import (
 from harness.checkpoint.store import Store
 from tests.support.runs import metrics, train, wait_for_checkpoint
 
-pytestmark = pytest.mark.faults(3)
+pytestmark = [pytest.mark.faults(3), pytest.mark.slow]
 
 HERE = Path(__file__).parent
 HOLDING = ("checkpoint.max_failures=2", "checkpoint.retry_seconds=0.5")
