@@ -198,10 +198,10 @@ def build_run(
         telemetry.event(0, "train.lr_high", text=text)
         telemetry.screen.event(f"train.lr_high: {text}")
     card = _card(worker)
-    flops = _flops(config, worker, card, model, data)
+    task = task or Task(model, config.model.target)
+    flops = _flops(config, worker, card, model, task, data)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
-    task = task or Task(model, config.model.target)
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     scaled = loss_scale is not None and not engine.owns_loss_scale
     monitors = build_monitors(
@@ -271,14 +271,14 @@ def build_run(
     )
 
 
-def _flops(config: RunConfig, worker: Worker, card: Card | None, model: nn.Module, data: Batches) -> float:
+def _flops(config: RunConfig, worker: Worker, card: Card | None, model: nn.Module, task: Task, data: Batches) -> float:
     """FLOPs of training on one sample, NaN where no peak is known to hold them against. The model is as it was built:
     what is counted must not depend on how it is computed.
     """
     if card is None:
         return math.nan
     batch = data.micro_batches(data.window(0), worker.launch.rank, worker.launch.world_size)[0]
-    return training_flops(model, Task(model, config.model.target), batch) / config.train.micro_batch
+    return training_flops(model, task, batch) / config.train.micro_batch
 
 
 def _card(worker: Worker) -> Card | None:

@@ -208,8 +208,13 @@ class Change:
     old: Any
     new: Any
 
+    @property
+    def values(self) -> str:
+        """Both, in words."""
+        return f"from {self.old!r} to {self.new!r}"
+
     def __str__(self) -> str:
-        return f"{self.key} from {self.old!r} to {self.new!r}"
+        return f"{self.key} {self.values}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +237,7 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepte
     saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
     old, new = saved.model_dump(mode="json"), config.model_dump(mode="json")
     check_accepted(accepted, old, new)
-    changes = [Change(key, _value(old, key), _value(new, key)) for key in changed_keys(old, new)]
+    changes = _changes(old, new)
     plan = read_plan(folder)
     sha256 = plan.get("recipe_sha256", recipe_sha256)
     problems: list[Problem] = []
@@ -240,7 +245,7 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepte
         changes.append(Change("recipe", sha256, recipe_sha256))
     for change in changes:
         where = f"{folder}: {change.key}"
-        what = f"changed from {change.old!r} to {change.new!r}"
+        what = f"changed {change.values}"
         if change.key == "recipe" and config.recipe == saved.recipe:
             what = "the recipe's contents changed since this run began"
         why = _why_never(change.key)
@@ -253,6 +258,10 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepte
     if problems:
         raise CheckpointError(problems)
     return Resumed(saved, tuple(changes), tuple(accepted))
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    return [Change(key, _value(old, key), _value(new, key)) for key in changed_keys(old, new)]
 
 
 def _why_never(key: str) -> str:
@@ -308,9 +317,9 @@ def check_bound(step: int, saved: Any, now: Mapping[str, Any], accepted: Collect
     why = "its weights come from what was; config.yaml or data/ may have been replaced since"
     fix = "put the run's own files back, or give the new run another --name and --resume this checkpoint"
     problems = [
-        Problem(f"changed from {_value(old, key)!r} to {_value(now['config'], key)!r}", key, why, _or_accept(fix, key))
-        for key in changed_keys(old, now["config"])
-        if not key.startswith(_MAY_CHANGE)
+        Problem(f"changed {change.values}", change.key, why, _or_accept(fix, change.key))
+        for change in _changes(old, now["config"])
+        if not change.key.startswith(_MAY_CHANGE)
     ]
     named = {"recipe": "the recipe's contents are others", "data": "the data are others"}
     problems += [

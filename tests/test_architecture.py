@@ -91,6 +91,10 @@ class Import:
     lazy: bool
 
 
+def _imports(function: str) -> bool:
+    return "import_module" in function or "import_extra" in function
+
+
 def imports_of(path: Path, root: Path) -> list[Import]:
     """Every import of a file, relative ones made absolute; `from a import b` counts as a.b."""
     relative = path.relative_to(root)
@@ -107,7 +111,7 @@ def imports_of(path: Path, root: Path) -> list[Import]:
                 base = list(package[: len(package) - child.level + 1]) if child.level else []
                 base += child.module.split(".") if child.module else []
                 targets = [".".join([*base, alias.name]) for alias in child.names]
-            elif isinstance(child, ast.Call) and "import_module" in ast.unparse(child.func) and child.args:
+            elif isinstance(child, ast.Call) and child.args and _imports(ast.unparse(child.func)):
                 name = child.args[0]
                 targets = [name.value] if isinstance(name, ast.Constant) and isinstance(name.value, str) else []
             found.extend(Import(relative.as_posix(), child.lineno, target, lazy) for target in targets)  # type: ignore[attr-defined]
@@ -276,7 +280,13 @@ def test_an_unknown_room_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["import mlflow", "def f():\n    from mlflow.tracking import x", "import_module('mlflow')"]
+    "text",
+    [
+        "import mlflow",
+        "def f():\n    from mlflow.tracking import x",
+        "import_module('mlflow')",
+        "import_extra('mlflow', 'mlflow', 'here')",
+    ],
 )
 def test_a_vendor_away_from_home_is_found(tmp_path: Path, text: str) -> None:
     root = tree(tmp_path, {"harness/tracking/m.py": text, "harness/tools/m.py": text})

@@ -123,6 +123,12 @@ class RunLedger:
         return index
 
 
+def lost_ledger(where: str, why: str) -> Problem:
+    """A ledger that is not the run's own, or not its newest."""
+    fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
+    return Problem("what rollbacks decided is missing: windows to pass over, budgets spent", where, why, fix)
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
@@ -388,9 +394,7 @@ class TrainState:
             why = (
                 f"it was saved in attempt {budgets['attempt']}; the ledger is of attempt {ledger.attempt}, or another's"
             )
-            fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
-            what = "what rollbacks decided before this checkpoint is missing: windows to pass over, budgets spent"
-            raise CheckpointError(Problem(what, f"checkpoint of step {meta['step']} and incidents.json", why, fix))
+            raise CheckpointError(lost_ledger(f"checkpoint of step {meta['step']} and incidents.json", why))
         if budgets["attempt"] == ledger.attempt:
             ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
             ledger.lowered = budgets["lowered"]

@@ -1,4 +1,4 @@
-"""Code that a config names: "pkg.mod:fn", imported and called with the arguments beside it."""
+"""Code that a config names: "pkg.mod:fn", imported and called with the arguments beside it; libraries of extras."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_target(where: str, target: str, what: str) -> Any:
     return found
 
 
-def call_target(section: str, target: str, args: Mapping[str, Any], what: str = "nothing of the kind") -> Any:
+def call_target(section: str, target: str, args: Mapping[str, Any], what: str) -> Any:
     """What the function that `<section>.target` names returns for `<section>.args`.
 
     what: that Python's own library does not have, for the message. Raises ConfigError if it is missing, does not take
@@ -60,3 +60,12 @@ def call_target(section: str, target: str, args: Mapping[str, Any], what: str = 
         raise ConfigError(
             Problem(f"failed: {type(error).__name__}: {error}", where, fix=f"call {target} with {arguments} alone")
         ) from error
+
+
+def import_extra(module: str, extra: str, where: str) -> Any:
+    """A module of a library that the extra `extra` installs. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fix = f"pip install 'hopper-harness[{extra}]'"
+        raise ConfigError(Problem(f"needs {module}, which cannot be imported: {error}", where, fix=fix)) from error

@@ -6,15 +6,15 @@ A part is a range of one file that can be read alone, in bounded memory, and alw
 from __future__ import annotations
 
 import codecs
-import importlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
-from harness.core.errors import ConfigError, DataError, Problem
+from harness.core.errors import DataError, Problem
 from harness.core.files import MAX_LARGE, read_mapping
+from harness.core.target import import_extra
 from harness.data.shards import is_validation, validation_beside
 from harness.data.text import BadFiles, walk
 
@@ -175,7 +175,7 @@ class Parquet:
 
     def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
         """Row groups. Every file must have the column, with text in it."""
-        library = _pyarrow("pyarrow.parquet")
+        library = import_extra("pyarrow.parquet", "hf", "data.path")
         parts: list[Part] = []
         problems: list[Problem] = []
         for file, split in _files(path, self.suffixes):
@@ -196,7 +196,7 @@ class Parquet:
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
         """The rows of a row group."""
-        library = _pyarrow("pyarrow.parquet")
+        library = import_extra("pyarrow.parquet", "hf", "data.path")
         try:
             with library.ParquetFile(part.path) as opened:
                 groups = list(range(part.begin, part.end))
@@ -217,8 +217,8 @@ class ArrowFolder:
 
     def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
         """Whole files. Every file must have the column, with text in it."""
-        library = _pyarrow("pyarrow")
-        ipc = _pyarrow("pyarrow.ipc")
+        library = import_extra("pyarrow", "hf", "data.path")
+        ipc = import_extra("pyarrow.ipc", "hf", "data.path")
         parts: list[Part] = []
         problems: list[Problem] = []
         for file, split in self._listed(path):
@@ -235,8 +235,8 @@ class ArrowFolder:
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
         """The rows of a file."""
-        library = _pyarrow("pyarrow")
-        ipc = _pyarrow("pyarrow.ipc")
+        library = import_extra("pyarrow", "hf", "data.path")
+        ipc = import_extra("pyarrow.ipc", "hf", "data.path")
         row = 0
         try:
             with library.OSFile(part.path) as source, ipc.open_stream(source) as stream:
@@ -377,11 +377,3 @@ def _listed(parts: list[Part], left_out: list[tuple[str, str]], problems: list[P
         why = "; ".join(f"{name} ({reason})" for name, reason in left_out[:_NAMED])
         raise DataError(Problem("has nothing to train on", f"data.path: {path}", why))
     return Listed(tuple(parts), tuple(left_out))
-
-
-def _pyarrow(name: Literal["pyarrow", "pyarrow.ipc", "pyarrow.parquet"]) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        fix = "pip install 'hopper-harness[hf]'"
-        raise ConfigError(Problem("needs pyarrow, which is not installed", "data.path", fix=fix)) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from harness.core.errors import ConfigError, Problem
 from harness.core.files import MAX_LARGE, read_bounded, read_mapping
+from harness.core.target import import_extra
 from harness.data.corpus import Vocabulary
 
 WHERE = "data.tokenizer"
@@ -58,7 +58,7 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         """path: the file, or a folder that has it (as Hugging Face writes one). Raises ConfigError."""
         file = tokenizer_file(path)
-        library = _library()
+        library = import_extra("tokenizers", "hf", WHERE)
         try:
             content = read_bounded(file, MAX_LARGE)
             self._tokenizer: Any = library.Tokenizer.from_buffer(content)
@@ -103,14 +103,6 @@ def tokenizer_file(path: Path) -> Path:
 def load_encoder(path: str | None) -> Encoder:
     """The tokenizer at `path`; bytes for None. Raises ConfigError."""
     return Tokenizer(Path(path)) if path else Bytes()
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("tokenizers")
-    except ImportError as error:
-        fix = "pip install 'hopper-harness[hf]'"
-        raise ConfigError(Problem("needs the tokenizers library, which is not installed", WHERE, fix=fix)) from error
 
 
 def _end(file: Path, ids: dict[str, int]) -> int | None:

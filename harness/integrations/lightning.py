@@ -19,19 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from harness.core.errors import MisuseError, Problem
-from harness.integrations import extra
+from harness.core.target import import_extra
 from harness.integrations.watch import NO_SETTINGS, Watch
 from harness.precision.api import Precision
 from harness.precision.standard import WrappedOptimizer
+
+_HERE = "harness.integrations.lightning"
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.precision import Precision as FabricBase
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.precision import Precision as TrainerBase
 else:
-    FabricBase = extra("lightning.fabric.plugins.precision", "lightning").Precision
-    TrainerBase = extra("lightning.pytorch.plugins.precision", "lightning").Precision
-    Callback = extra("lightning.pytorch", "lightning").Callback
+    FabricBase = import_extra("lightning.fabric.plugins.precision", "lightning", _HERE).Precision
+    TrainerBase = import_extra("lightning.pytorch.plugins.precision", "lightning", _HERE).Precision
+    Callback = import_extra("lightning.pytorch", "lightning", _HERE).Callback
 
 
 class TrainerPrecision(TrainerBase):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,7 +77,7 @@ class Watch:
         Raises HaltedError where going on would only be worse.
         """
         outcomes = [each.outcome for each in self._optimizers]
-        if self.telemetry is None or self._precision is None or all(map(_same, outcomes, self._seen)):
+        if self.telemetry is None or self._precision is None or all(map(is_, outcomes, self._seen)):
             return
         self._seen = outcomes
         if self.guard is not None:
@@ -102,7 +103,3 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end(error)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other

@@ -34,9 +34,9 @@ from harness.core.errors import ConfigError, Problem, near_match, some
 from harness.core.facts import IGNORED
 from harness.core.files import MAX_LARGE, read_json
 from harness.core.schema import Strict, validate
+from harness.core.target import import_extra
 
 PREFIX = "hf:"
-_EXTRA = {"transformers": "hf", "peft": "peft"}
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # What a change of one token moves by less than this share of the largest logit is rounding.
 _ROUNDING = 1e-5
@@ -90,7 +90,7 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
         why = "only local folders are read" if not path.is_dir() else "it has no config.json"
         fix = "give a folder with config.json and *.safetensors; fetch one from the hub with `hf download --local-dir`"
         raise ConfigError(Problem("is no folder of a Hugging Face model", where, why, fix))
-    transformers = library("transformers", where)
+    transformers = import_extra("transformers", "hf", where)
     if problems := [*_config_problems(path, where), *_weight_problems(path, options)]:
         raise ConfigError(problems)
     with _quiet(transformers):
@@ -109,15 +109,6 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
     model.config_sha256 = _config_hash(path)
     # transformers returns models for evaluation: without dropout, and with gradient checkpointing switched off.
     return model.train()
-
-
-def library(name: str, where: str) -> Any:
-    """The module `name` of an extra. Raises ConfigError where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        fix = f"pip install 'hopper-harness[{_EXTRA[name]}]'"
-        raise ConfigError(Problem(f"needs {name}, which cannot be imported: {error}", where, fix=fix)) from error
 
 
 def tokenizer_of(target: str) -> Path | None:
@@ -287,7 +278,7 @@ def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> No
 
 
 def _with_adapters(model: Any, lora: LoraConfig, where: str) -> Any:
-    peft = library("peft", where)
+    peft = import_extra("peft", "peft", where)
     conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",

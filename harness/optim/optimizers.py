@@ -69,7 +69,8 @@ def optimizer_bytes(model: nn.Module, train: TrainConfig) -> int:
     elements = sum(param.numel() for param in trained)
     if train.optimizer in _TORCHAO:
         moments = 3 if train.optimizer_args.get("amsgrad") else 2
-        return moments * sum(_torchao_moment(train, param, _embeddings(model)) for param in trained)
+        whole = _embeddings(model)
+        return moments * sum(_torchao_moment(train, param, whole) for param in trained)
     moments = {"adamw": 3 if train.optimizer_args.get("amsgrad") else 2, "sgd": 1}.get(train.optimizer)
     if moments is not None:
         return 4 * moments * elements

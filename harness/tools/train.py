@@ -30,7 +30,7 @@ from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
-from harness.core.state import state_bytes
+from harness.core.state import lost_ledger, state_bytes
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
 from harness.models.huggingface import tokenizer_of
@@ -252,9 +252,7 @@ def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) ->
     lost = worker.group.broadcast(journaled if journaled > attempt else 0)
     if lost:
         why = f"the journal has steps of attempt {lost}; incidents.json knows of {attempt}"
-        fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
-        what = "what rollbacks decided is missing: windows to pass over, budgets spent"
-        raise CheckpointError(Problem(what, str(folder / "incidents.json"), why, fix))
+        raise CheckpointError(lost_ledger(str(folder / "incidents.json"), why))
 
 
 def _missing_commit(worker: Worker, folder: Path, start: int) -> int:

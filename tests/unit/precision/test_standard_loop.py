@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,10 +30,36 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import Precision
 from harness.core.errors import MisuseError
+from harness.precision.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
 
 RUNGS = ["fp8_hybrid", "fp8_dynamic", "bf16", "fp16_scaler", "fp32"]
+
+
+def both_loops(
+    policy: Recipe,
+    make: Callable[[], nn.Module],
+    then: Callable[[nn.Module], None] = lambda model: None,
+    steps: int = 4,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the standard loop and the explicit one leave behind of the same model. then: done once it is prepared."""
+
+    def left_behind(wrap: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        precision = Precision(policy)
+        model = precision.prepare(make())
+        optimizer = adamw(model)
+        wrapped = precision.wrap(optimizer) if wrap else None
+        then(model)
+        for step in range(steps):
+            if wrapped is None:
+                train_step(precision, model, optimizer, step)
+            else:
+                standard_step(model, wrapped, step)
+        return snapshot(precision, model, optimizer)
+
+    return left_behind(True), left_behind(False)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -378,20 +405,7 @@ class Twice(nn.Module):
 
 
 def test_a_module_that_calls_itself() -> None:
-    results = []
-    for wrap in (True, False):
-        torch.manual_seed(0)
-        precision = Precision(recipe())
-        model = precision.prepare(Twice())
-        optimizer = adamw(model)
-        wrapped = precision.wrap(optimizer) if wrap else None
-        for step in range(4):
-            if wrapped is None:
-                train_step(precision, model, optimizer, step)
-            else:
-                standard_step(model, wrapped, step)
-        results.append(snapshot(precision, model, optimizer))
-    assert differences(*results) == []
+    assert differences(*both_loops(recipe(), Twice)) == []
 
 
 class Checkpointed(nn.Module):
@@ -408,20 +422,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler"])
 def test_checkpointed_forwards_run_again_the_same(name: str, reentrant: bool) -> None:
-    results = []
-    for wrap in (True, False):
-        torch.manual_seed(0)
-        precision = Precision(recipe(name))
-        model = precision.prepare(Checkpointed(reentrant))
-        optimizer = adamw(model)
-        wrapped = precision.wrap(optimizer) if wrap else None
-        for step in range(4):
-            if wrapped is None:
-                train_step(precision, model, optimizer, step)
-            else:
-                standard_step(model, wrapped, step)
-        results.append(snapshot(precision, model, optimizer))
-    assert differences(*results) == []
+    assert differences(*both_loops(recipe(name), lambda: Checkpointed(reentrant))) == []
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -448,20 +449,12 @@ def test_a_checkpoint_that_the_loop_makes_runs_the_same_again(name: str, reentra
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_blocks_may_be_compiled() -> None:
-    results = []
-    for wrap in (True, False):
-        precision, model = prepared(recipe())
-        optimizer = adamw(model)
-        wrapped = precision.wrap(optimizer) if wrap else None
+    def compiled(model: nn.Module) -> None:
+        assert isinstance(model, nn.Sequential)
         for block in (model[0], model[2]):
             block.compile(backend="aot_eager", fullgraph=True)
-        for step in range(3):
-            if wrapped is None:
-                train_step(precision, model, optimizer, step)
-            else:
-                standard_step(model, wrapped, step)
-        results.append(snapshot(precision, model, optimizer))
-    assert differences(*results) == []
+
+    assert differences(*both_loops(recipe(), mlp, compiled, steps=3)) == []
 
 
 def test_a_copy_and_a_pickle() -> None:
