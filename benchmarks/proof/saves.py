@@ -37,7 +37,7 @@ def saves(task: Task) -> Answer:
 
         def save() -> None:
             began = time.perf_counter()
-            contender.run.recovery.save({})
+            contender.run.recovery.keep({})
             begins.append(time.perf_counter() - began)
             asked.append(contender.run.state.step)
 
