@@ -167,12 +167,14 @@ if triton is not None:
         bits = ((scaled + magic) - magic).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bits = bits | (scaled.to(tl.int32, bitcast=True) & -2147483648)
         bits = tl.where(scaled == scaled, bits, NAN)
-        raw = bits.to(tl.float32, bitcast=True).to(rows.dtype.element_ty)
-        tl.store(rows + i[:, None] * n + j[None, :], raw, mask=inside)
+        rounded = bits.to(tl.float32, bitcast=True)
+        tl.store(rows + i[:, None] * n + j[None, :], rounded.to(rows.dtype.element_ty), mask=inside)
         if TRANSPOSE:
-            # Rows past the last were read as zeros, and fill the transpose up.
+            # Turned in bfloat16, which holds every FP8 value: of float32 tiles Triton 3.6.0 misplaces 8-bit elements
+            # (seen on an H100). Rows past the last were read as zeros, and fill the transpose up.
+            turned = tl.trans(rounded.to(tl.bfloat16)).to(columns.dtype.element_ty)
             filled = (j[:, None] < n) & (i[None, :] < m_padded)
-            tl.store(columns + j[:, None] * m_padded + i[None, :], tl.trans(raw), mask=filled)
+            tl.store(columns + j[:, None] * m_padded + i[None, :], turned, mask=filled)
 
 
 def load(device: torch.device) -> tuple[Cast, str]:
