@@ -98,7 +98,9 @@ def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
     """float32 [16]: what `_scale` and `_inverse` find there. after: says when they are read."""
     layer = layer_of(handle)
     buffers, slot = cast("Fp8SlotBuffers", layer.slot_buffers), layer.slot
-    return torch.cat([buffers.scale[slot : slot + 3], buffers.scale.new_ones(1), buffers.apart[slot : slot + 3].flatten()])
+    return torch.cat(
+        [buffers.scale[slot : slot + 3], buffers.scale.new_ones(1), buffers.apart[slot : slot + 3].flatten()]
+    )
 
 
 def _fake_scales(handle: Tensor, after: Tensor) -> Tensor:
@@ -266,7 +268,7 @@ class Fp8SlotBuffers(SlotBuffers):
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         super().__init__(names, formats, config, device)
-        self.sampled = SampledStats(formats, device)
+        self.sampled = SampledStats(formats, device, measure=native_triton.load_stats(device))
         self.sums = self.sampled.sums
         self.cast, self.kernel_note = native_triton.load(device)
         self._backwards, self._expected, self._last = 0, 1, True
@@ -282,7 +284,7 @@ class Fp8SlotBuffers(SlotBuffers):
         if rows.dtype not in native_triton.DTYPES:
             rows = rows.to(torch.bfloat16)
         if record and self.sampling:
-            self.sampled.add(slot, rows.to(torch.bfloat16), self.scale[slot])
+            self.sampled.add(slot, rows, self.scale[slot], torch.bfloat16)
         return self._pair(rows.contiguous(), slot, record, rights, through_bf16=True)
 
     def operand(self, x: Tensor, slot: int, record: bool, rights: bool = True) -> Fp8Pair:
