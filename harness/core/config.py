@@ -188,7 +188,7 @@ class EngineConfig(Strict):
     )
     deterministic: bool = Field(
         default=False,
-        description="on a GPU, kernels that give the same bits every time, slower; the gradient of attention has others",
+        description="GPU kernels that give the same bits each time; attention's usual gradient may not",
     )
 
 

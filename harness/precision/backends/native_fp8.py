@@ -30,7 +30,7 @@ from harness.precision.compiling import define, layer_of
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS, SampledStats
 
-# `fp8_scales`: the scales of input, weight and grad_output, then one place of _APART floats for each of their inverses.
+# `fp8_scales_apart`: the scales of input, weight and grad_output, then one place of _APART floats for each of their inverses.
 # cuBLASLt refuses a scale whose address is no multiple of 16 bytes (CUBLAS_STATUS_NOT_SUPPORTED, seen on an H100).
 _APART = ALIGNMENT // 4
 _INPUT, _WEIGHT, _GRADIENT = range(3)
@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, gradient: str
     ) -> Tensor:
-        scales = _ops.fp8_scales(handle, rows)
+        scales = _ops.fp8_scales_apart(handle, rows)
         wants_weight = ctx.needs_input_grad[1]
         _, amax, left, columns = _cast(rows, _scale(scales, _INPUT), "e4m3", wants_weight)
         ctx.record, ctx.gradient, ctx.dtype = record, gradient, rows.dtype
@@ -66,7 +66,7 @@ class _Linear(torch.autograd.Function):
         columns, then, weight, handle = ctx.saved_tensors
         needs = [bool(need) for need in ctx.needs_input_grad[:3]]
         # The argument says that these are of now: scales may have rolled since forward.
-        scales = _ops.fp8_scales(handle, grad)
+        scales = _ops.fp8_scales_apart(handle, grad)
         values, amax, left, turned = _cast(grad, _scale(scales, _GRADIENT), ctx.gradient, needs[1])
         rows, weights = _ops.fp8_backward(
             left, turned, amax, scales, columns, then, weight, handle, ctx.record, needs[:2]
@@ -108,7 +108,7 @@ def _fake_scales(handle: Tensor, after: Tensor) -> Tensor:
 
 
 def _scale(scales: Tensor, role: int) -> Tensor:
-    """float32 [1]: the scale of a role, out of `fp8_scales`."""
+    """float32 [1]: the scale of a role, out of `fp8_scales_apart`."""
     return scales[role : role + 1]
 
 
@@ -242,17 +242,17 @@ def _switching_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | No
     return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
-define("fp8_scales", _fp8_scales, _fake_scales)
+define("fp8_scales_apart", _fp8_scales, _fake_scales)
 define("fp8_forward", _fp8_forward, _fake_forward)
 define("fp8_backward", _fp8_backward, _fake_backward)
-define("fp8_switching", _fp8_switching, _fake_switching, _switching_gradients, _setup)
+define("fp8_switching_apart", _fp8_switching, _fake_switching, _switching_gradients, _setup)
 define("fp8_switching_backward", _fp8_switching_backward, _fake_switching_backward)
 _ops: Any = torch.ops.hopper_harness
 
 
 def switching(rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
     """As `linear`, for a layer whose precision or statistics are known only when it runs."""
-    return _ops.fp8_switching(rows, weight, bias, handle, record)[0]
+    return _ops.fp8_switching_apart(rows, weight, bias, handle, record)[0]
 
 
 class Fp8SlotBuffers(SlotBuffers):
