@@ -67,13 +67,14 @@ RECIPES: dict[str, Variant] = {
     "stochastic": replace(FP8, stochastic=True),
     "smooth_swiglu": replace(FP8, smooth=True),
     "weight_residual": replace(FP8, weight_residual=True),
-    "bf16_first_fifth": replace(FP8, bf16_steps=40),
+    "bf16_first_step": replace(FP8, bf16_steps=1),
+    "bf16_warmup": replace(FP8, bf16_steps=40),
 }
 VARIANTS: dict[str, Variant] = {**CONTROLS, "fp8": FP8, **SOURCES, **RECIPES}
 
 QUICKSTART = Size(dim=256, layers=4, heads=4, context=256, batch=16, steps=200, warmup=40, lr=1e-3, validation=512)
 SIZES: dict[str, Size] = {
-    "1.4M": replace(QUICKSTART, dim=192, layers=3, heads=3),
+    "1.4M": replace(QUICKSTART, dim=192, layers=3, heads=3, steps=150),
     "3M": QUICKSTART,
     "10M": replace(QUICKSTART, dim=384, layers=6, heads=6),
     "toy": Size(dim=32, layers=3, heads=2, context=32, batch=2, steps=4, warmup=2, lr=1e-3, validation=32),

@@ -114,8 +114,8 @@ def product(left: Operand, right: Operand, gemm: str, card: bool) -> Tensor:
     left has one part; where right has two, both are one GEMM of twice the common dimension.
     """
     a, parts = left.parts[0], right.parts
-    b = torch.cat(parts, dim=2 if gemm == "fprop" else 1) if len(parts) > 1 else parts[0]
-    a = torch.cat([a] * len(parts), dim=2) if len(parts) > 1 else a
+    b = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2 if gemm == "fprop" else 1)
+    a = a if len(parts) == 1 else torch.cat([a] * len(parts), dim=2)
     a, b = (a.mT if gemm == "wgrad" else a), (b.mT if gemm == "fprop" else b)
     inverses = [each.inverse for each in (left, right) if each.inverse is not None]
     if not card:
@@ -134,14 +134,14 @@ def _addmm(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 
 class Numbers:
-    """The FP8 state of all layers of one job. active: FP8 is on; warming: first steps in bf16; card: compute as a card
-    does, not as the product's emulation on a CPU, which gives the same but for the order of sums.
+    """The state of a job's `layers` Linears in FP8. active: FP8 is on; warming: first steps in bf16; card: compute
+    as a card does, not as the product's emulation on a CPU, which gives the same but for the order of sums.
 
     A slot is a role of a layer, and has a column of history and a scale for each of the S seeds.
     """
 
     def __init__(self, variant: Variant, layers: int, seeds: int, device: torch.device, card: bool) -> None:
-        self.variant, self.seeds, self.card = variant, seeds, card
+        self.variant, self.layers, self.seeds, self.card = variant, layers, seeds, card
         self.active = self.warming = False
         formats = ("e4m3", "e4m3", variant.gradient)
         largest = [scaling.FORMATS[fmt].max for _ in range(layers) for fmt in formats for _ in range(seeds)]
@@ -155,7 +155,7 @@ class Numbers:
                 }
             )
             self.state = scaling.ScalingState(config, torch.tensor(largest, device=device))
-        self.generator = torch.Generator(device).manual_seed(1)
+        self.generator = torch.Generator(device)
         self._nobody = torch.zeros((), device=device)
 
     def begin_step(self, step: int) -> None:

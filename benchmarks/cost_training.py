@@ -252,6 +252,7 @@ def train(
     order = sample_order(size, corpus, seeds).to(device)
     losses: list[Tensor] = []
     numbers.active = True
+    numbers.generator.manual_seed(seeds[0])
     for step in range(size.steps):
         if time.monotonic() > deadline:
             raise OutOfTimeError
@@ -272,7 +273,7 @@ def train(
     numbers.warming = False
     own = validate(model, corpus.val, size.context, len(seeds), device)
     numbers.active = False
-    plain = validate(model, corpus.val, size.context, len(seeds), device)
+    plain = validate(model, corpus.val, size.context, len(seeds), device) if numbers.layers else own
     last = torch.stack(losses[-20:]).mean(0)
     return [Outcome(*each) for each in torch.stack([own, plain, last], dim=1).tolist()]
 
