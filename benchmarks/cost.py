@@ -177,15 +177,13 @@ def read_lines(folders: Iterable[Path]) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for path in sorted(path for folder in folders for path in folder.glob("*.jsonl")):
-        *whole, rest = path.read_text().split("\n")
-        for number, text in enumerate(whole, start=1):
+        for number, text in enumerate(path.read_text().split("\n")[:-1], start=1):
             row = json.loads(text)
             known = row.get("stage") in STAGES and row.get("variant") in VARIANTS
             if not known or Job(row["stage"], row["variant"], row["corpus"], ()).identity() != row["identity"]:
                 why = "variant, size or corpus were others when it was written"
                 raise DataError(Problem("not a run of this plan", f"{path}:{number}", why, "use another folder"))
             rows.append(row)
-        del rest
     return rows
 
 

@@ -39,14 +39,22 @@ class Row:
 
 
 def losses_of(rows: Sequence[Mapping[str, Any]], key: str) -> dict[tuple[str, str, int], float]:
-    """The `key` of every run that did not fail. Raises DataError for runs of several machines or torches."""
+    """The `key` of every run that did not fail.
+
+    Raises DataError for runs of several machines or torches, and for one that is there twice.
+    """
     kept = [row for row in rows if "failed" not in row]
     if len(made := {f"{row['machine']}, torch {row['torch']}" for row in kept}) > 1:
         fix = "report each machine's folders alone"
         raise DataError(Problem("runs of several machines do not pair", "; ".join(sorted(made)), fix=fix))
-    return {
-        (row["variant"], row["corpus"], row["seed"]): math.inf if row[key] is None else float(row[key]) for row in kept
-    }
+    found: dict[tuple[str, str, int], float] = {}
+    for row in kept:
+        name = (row["variant"], row["corpus"], row["seed"])
+        if name in found:
+            what = f"the run {' '.join(map(str, name))} is there twice"
+            raise DataError(Problem(what, "--report", fix="leave the folder out that has it again"))
+        found[name] = math.inf if row[key] is None else float(row[key])
+    return found
 
 
 def control_of(losses: Losses, corpus: str, seed: int, but: str = "") -> float | None:

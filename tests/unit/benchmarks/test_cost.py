@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,12 +311,22 @@ def _row(job: Job, seed: int, loss: float | None, plain: float | None = None) ->
     return head | figures | {"seconds": 1.0, "machine": "here", "torch": "2"}
 
 
+class Turn:
+    """The counter that workers share, for one of them."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def get_lock(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 def test_an_interrupted_output_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = cost_corpora.pinned()
     for name in pinned:
         data = TEXT * 3
         (tmp_path / f"{name}.txt").write_bytes(data)
-        pinned[name] |= {"sha256": cost_corpora.hashlib.sha256(data).hexdigest()}
+        pinned[name] |= {"sha256": hashlib.sha256(data).hexdigest()}
     monkeypatch.setattr(cost_corpora, "pinned", lambda: pinned)
     stage = replace(STAGES["rehearse"], variants=(*CONTROLS, "fp8"), seeds=2, at_once=1)
     monkeypatch.setitem(STAGES, "rehearse", stage)
@@ -324,13 +336,6 @@ def test_an_interrupted_output_is_gone_on_with(tmp_path: Path, monkeypatch: pyte
     jobs = jobs_of("rehearse")
     worker = cost.Worker(0, "cpu", tmp_path, out, math.inf)
 
-    class Turn:
-        value = 0
-        get_lock = staticmethod(lambda: cost_lock)
-
-    from contextlib import nullcontext
-
-    cost_lock = nullcontext()
     cost.work(worker, jobs[:3], Turn())
     (file,) = out.glob("*.jsonl")
     whole = file.read_text()
@@ -411,16 +416,18 @@ def test_the_report_finds_a_cost_that_was_put_in(tmp_path: Path, capsys: pytest.
     assert high - low == pytest.approx(2 * 1.96 * sd * math.sqrt(11 / 12) / math.sqrt(12), rel=0.1)
 
 
-def test_runs_of_two_machines_do_not_pair() -> None:
+def test_runs_of_two_machines_and_repeated_ones_are_refused() -> None:
     job = Job("screen", "fp8", "python", ())
     rows = [_row(job, 0, 1.0), _row(job, 1, 1.0) | {"machine": "elsewhere"}]
     with pytest.raises(DataError, match="several machines"):
         cost_report.losses_of(rows, "loss")
+    with pytest.raises(DataError, match="there twice"):
+        cost_report.losses_of([rows[0], rows[0]], "loss")
 
 
 def test_corpora_are_made_whole_or_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes(b"one\n")
-    digest = cost_corpora.hashlib.sha256
+    digest = hashlib.sha256
     wanted = {
         "python": {"sha256": digest(b"one\n").hexdigest(), "files": {"stdlib/a.py": digest(b"one\n").hexdigest()}}
     }
