@@ -50,8 +50,8 @@ NATIVE = (
     Mutation(
         16,
         "compiled gradients are cast to their own format",
-        "scales[_SCALE + 2 : _SCALE + 3], ctx.gradient, needs[1]",
-        'scales[_SCALE + 2 : _SCALE + 3], "e4m3", needs[1]',
+        "_scale(scales, _GRADIENT), ctx.gradient, needs[1]",
+        '_scale(scales, _GRADIENT), "e4m3", needs[1]',
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
     ),
     Mutation(
@@ -106,8 +106,8 @@ NATIVE = (
     Mutation(
         16,
         "x is dequantised with the scale that it was cast under",
-        "Fp8Pair(None, columns, then[_INVERSE : _INVERSE + 1])",
-        "Fp8Pair(None, columns, scales[_INVERSE : _INVERSE + 1])",
+        "Fp8Pair(None, columns, _inverse(then, _INPUT))",
+        "Fp8Pair(None, columns, _inverse(scales, _INPUT))",
         "tests/unit/precision/test_native_compile.py -k between_a_forward",
     ),
 )

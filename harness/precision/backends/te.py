@@ -36,6 +36,7 @@ from harness.core.errors import CheckpointError, MachineError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import te_fused, te_library
+from harness.precision.backends.native_triton import load_stats
 from harness.precision.backends.te_library import DelayedScales, Recomputations, Scales, TensorScales
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
 from harness.precision.layers import swap_linears
@@ -66,7 +67,7 @@ class TransformerEngineBackend:
         if fp8.scaling == "delayed":
             self.note += ", rolls once per " + fp8.roll.replace("_", "-")
         check_convertible(model, self.layers)
-        sampled = None if fp8.scaling == "block" else SampledStats(self.formats, device)
+        sampled = None if fp8.scaling == "block" else SampledStats(self.formats, device, measure=load_stats(device))
         again = self._again = Recomputations(library.manager)
         self._watch = Watch(len(self.slot_names), device, again, fp8.scaling != "delayed", sampled)
         converted = linear_class(library, self._recipe, fp8.scaling, self._watch)
