@@ -30,7 +30,7 @@ from harness.precision.compiling import define, layer_of
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS, SampledStats
 
-# `fp8_scales_apart`: the scales of input, weight and grad_output, then one place of _APART floats for each of their inverses.
+# `fp8_scales_apart`: the scales of input, weight and grad_output, then _APART floats for each of their inverses, as
 # cuBLASLt refuses a scale whose address is no multiple of 16 bytes (CUBLAS_STATUS_NOT_SUPPORTED, seen on an H100).
 _APART = ALIGNMENT // 4
 _INPUT, _WEIGHT, _GRADIENT = range(3)
