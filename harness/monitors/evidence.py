@@ -25,7 +25,7 @@ Ratio = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """One kind of evidence. sampled: measured every `fp8.stats_every` steps only. below: bad under its limit."""
+    """One kind of evidence. sampled: measured in one of `fp8.stats_every` steps only. below: bad under its limit."""
 
     name: str
     sampled: bool = False
