@@ -42,10 +42,17 @@ STATISTICS = (
     Statistic("sqnr_db", sampled=True, below=True),
 )
 
+_PER_OCTAVE = 0.5
+_DECIBELS_PER_OCTAVE = 20 * float(np.log10(2))
+_ENOUGH = 0.5
+"""Of the last of `hits` bad observations, how much is needed: so much may have been taken away between them."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
-_SIGN = np.array([-1.0 if kind.below else 1.0 for kind in STATISTICS], dtype=np.float32)[:, None, None]
+_BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
+_COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
+_SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
 
 
 class FallbackConfig(Strict):
@@ -55,8 +62,12 @@ class FallbackConfig(Strict):
     (shares of all, of non-zero values, flushed to zero) are over theirs; sqnr_db is under its limit; its amax is
     infinite; or, unless None, its amax is over amax_over or amax_growth times what it was a window before.
 
-    hits of the last window observations demote. A stay in BF16 of dwell_steps is multiplied by cooldown_factor at each
-    further demotion of the layer. max_demoted_share always allows one layer. failed_steps: see `WholeRunFallback`.
+    Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
+    beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
+    1 / (2 * (window - hits)) away. A score of hits - 1/2 that at least hits bad observations made demotes. So do hits
+    of window, and those that keep coming further apart, the sooner the further they are beyond. A stay in BF16 of
+    dwell_steps is multiplied by cooldown_factor at each further demotion of the layer. max_demoted_share always allows
+    one layer. failed_steps: see `WholeRunFallback`.
 
     Healthy runs of a 3M-parameter GPT reach ratios of 1.38 (input), 1.02 (weight), 4.5 (grad_output) and an underflow
     of 0.007 (benchmarks/results/clean_cpu.json); the first steps of tiny models at high learning rates clip 1.5% of an
@@ -80,7 +91,11 @@ class FallbackConfig(Strict):
     amax_over: Ratio | None = Field(
         default=None, description="amax that counts as bad, whatever the scale; null: not looked at, which is right"
     )
-    hits: int = Field(default=3, ge=1, description="bad observations in the window that demote a layer")
+    hits: int = Field(
+        default=3,
+        ge=1,
+        description="bad observations in a window that demote a layer; further apart too if they are far over it",
+    )
     window: int = Field(default=8, ge=1, description="observations in the window")
     dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
     cooldown_factor: float = Field(
@@ -122,6 +137,53 @@ def limits_of(config: FallbackConfig) -> Floats:
     return np.array(rows, dtype=np.float32)[:, None, :]
 
 
+def octaves_beyond(values: npt.NDArray[Any], limits: npt.NDArray[Any], below: Bools | bool) -> Floats:
+    """How far values are beyond their limits, as powers of two; negative within them, 0 for NaN.
+
+    below: those are decibels that should be over their limit.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log2(np.clip(values, _SMALLEST, _LARGEST) / limits)
+    return np.nan_to_num(np.where(below, (limits - values) / _DECIBELS_PER_OCTAVE, ratio))
+
+
+class Score:
+    """The evidence of many series at once, see `FallbackConfig`; arrays are float32 of `shape`."""
+
+    def __init__(self, policy: FallbackConfig, shape: tuple[int, ...]) -> None:
+        self._hits, window = policy.hits, policy.window
+        self._relief = 0.5 / (window - self._hits) if window > self._hits else 1.0
+        self._enough = self._hits - _ENOUGH if window > self._hits else float(self._hits)
+        self.value: Floats = np.zeros(shape, dtype=np.float32)
+        self.bad: Floats = np.zeros(shape, dtype=np.float32)
+        """Bad observations since the value was zero, `hits` at most."""
+
+    def add(self, seen: Bools, bad: Bools, octaves: Floats) -> None:
+        """One observation of those that were seen. octaves: how far the bad ones are beyond their limits."""
+        gain = np.where(bad, 1 + _PER_OCTAVE * octaves, -self._relief)
+        # No higher than what a window without a bad value takes under `_enough` again.
+        value = np.clip(self.value + gain, 0, self._enough + _ENOUGH).astype(np.float32)
+        self.value = np.where(seen, value, self.value)
+        self.bad = np.where(self.value > 0, np.minimum(self.bad + bad, self._hits), 0).astype(np.float32)
+
+    def over(self) -> Bools:
+        """Evidence enough to leave FP8."""
+        return (self.value >= self._enough) & (self.bad >= self._hits)
+
+    def forget(self, place: Any) -> None:
+        """Start the series at `place` anew."""
+        self.value[place] = self.bad[place] = 0
+
+    def restore(self, value: Floats, bad: Floats) -> None:
+        """Be what `value` and `bad` were."""
+        self.value, self.bad = value.reshape(self.value.shape), bad.reshape(self.bad.shape)
+
+    def count(self, bad: Floats) -> None:
+        """Be what so many bad observations in the window make at least."""
+        self.bad = np.minimum(bad, self._hits).astype(np.float32)
+        self.value = np.minimum(bad, self._enough + _ENOUGH).astype(np.float32)
+
+
 class Evidence:
     """A window of observations for each slot and statistic of `layers`; each statistic has a window of its own.
 
@@ -136,6 +198,7 @@ class Evidence:
         self._recent: Floats = np.full((policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32)
         # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
         self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
+        self._score = Score(policy, (len(STATISTICS), count, 3))
         self._samples = False
         self._index = {layer: index for index, layer in enumerate(self.layers)}
         self._names: tuple[str, ...] = ()
@@ -168,7 +231,10 @@ class Evidence:
         # 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is told as the smallest number.
         told = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
         hits = np.where(bad, told, np.where(np.isnan(values), values, np.float32(0)))
-        self._recent = np.where(np.isnan(values), self._recent, np.concatenate([self._recent[1:], hits[None]]))
+        seen = ~np.isnan(values)
+        self._recent = np.where(seen, np.concatenate([self._recent[1:], hits[None]]), self._recent)
+        beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, self._limits, _BELOW))
+        self._score.add(seen, bad, beyond)
 
     def suspicious(self, among: Bools) -> bool:
         """Whether a sampled statistic of a layer in `among` (bool [layers]) was bad in its newest observation."""
@@ -178,10 +244,11 @@ class Evidence:
     def forget(self, layers: Bools) -> None:
         """Start `layers` (bool [layers]) without observations: their precision changed."""
         self._recent[:, :, layers] = np.nan
+        self._score.forget((slice(None), layers))
 
     def over(self) -> Bools:
-        """Bad in at least `hits` of the window: bool [statistics, layers, roles]."""
-        return (np.nan_to_num(self._recent) != 0).sum(axis=0) >= self.policy.hits
+        """Evidence enough to leave FP8: bool [statistics, layers, roles]."""
+        return self._score.over()
 
     def clean(self) -> Bools:
         """No bad value in a full window: bool [layers].
@@ -205,8 +272,7 @@ class Evidence:
         with np.errstate(over="ignore"):
             ratio = values / self._limits
             decibels = 10.0 ** ((self._limits - values) / 20.0)
-        below = np.array([kind.below for kind in STATISTICS])[:, None, None]
-        factors = np.where(values == 0, 0.0, np.where(below, decibels, ratio))
+        factors = np.where(values == 0, 0.0, np.where(_BELOW, decibels, ratio))
         return np.nan_to_num(factors).max(axis=(0, 1, 3))
 
     def describe(self, layer: int, over: Bools) -> dict[str, dict[str, Any]]:
@@ -223,13 +289,19 @@ class Evidence:
 
     def state_dict(self) -> Meta:
         """JSON-able."""
-        return {"recent": _listed(self._recent), "amax": _listed(self._amax), "samples": self._samples}
+        arrays = {"recent": self._recent, "amax": self._amax, "score": self._score.value, "bad": self._score.bad}
+        return {**{name: _listed(values) for name, values in arrays.items()}, "samples": self._samples}
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same layers and window gave."""
+        """Restore what `state_dict` of the same layers and window gave. Older ones have no score: what is in their
+        windows makes it."""
         self._recent = _array(meta["recent"]).reshape(self._recent.shape)
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
+        if "score" in meta:
+            self._score.restore(_array(meta["score"]), _array(meta["bad"]))
+        else:
+            self._score.count((np.nan_to_num(self._recent) != 0).sum(axis=0).astype(np.float32))
 
     def _spread(self, values: npt.NDArray[np.float32]) -> Floats:
         """[slots] -> [layers, roles], NaN for slots that are not reported."""

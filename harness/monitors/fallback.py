@@ -1,10 +1,10 @@
 """Which FP8 layers should run in BF16, and when a whole run should: the same decision on every rank, no torch.
 
-A slot is bad at a step when one of its statistics is beyond its limit (see `FallbackConfig`). A layer with a slot and
-statistic that was bad in `hits` of the last `window` observations asks to be demoted. Its tensors go on being measured,
-as if they were still quantised. It may come back once it stayed for its dwell time, which grows with every demotion of
-the same layer, and nothing was bad for a whole window. After a bad sample of what is not measured at every step it asks
-for samples at every step, for a window.
+A slot is bad at a step when one of its statistics is beyond its limit. A layer with a slot and statistic whose score
+says that it was bad often enough, and far enough, asks to be demoted (see `FallbackConfig`). Its tensors go on being
+measured, as if they were still quantised. It may come back once it stayed for its dwell time, which grows with every
+demotion of the same layer, and nothing was bad for a whole window. After a bad sample of what is not measured at every
+step it asks for samples at every step, for a window.
 """
 
 from __future__ import annotations

@@ -12,4 +12,25 @@ FALLBACK = (
         "    return block * every + every\n",
         "tests/unit/precision/test_sampled_faults.py",
     ),
+    Mutation(
+        16,
+        "evidence weighs how far over, not only how often",
+        "1 + _PER_OCTAVE * octaves",
+        "1",
+        "tests/unit/monitors/test_fallback.py -k ever_so_often",
+    ),
+    Mutation(
+        16,
+        "one or two overflows, however large, are no fault",
+        " & (self.bad >= self._hits)",
+        "",
+        "tests/unit/monitors/test_fallback.py -k few_overflows",
+    ),
+    Mutation(
+        16,
+        "the score of sparse overflows is part of the state",
+        '            self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
+        "            pass\n",
+        "tests/unit/monitors/test_fallback.py -k mid_trace",
+    ),
 )
