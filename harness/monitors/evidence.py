@@ -20,6 +20,7 @@ from harness.core.schema import Strict
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+_Numbers = npt.NDArray[np.floating[Any]]
 Ratio = Annotated[float, Field(gt=0)]
 
 
@@ -66,7 +67,8 @@ class FallbackConfig(Strict):
     beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
     1 / (2 * (window - hits)) away. A score of hits - 1/2 that at least hits bad observations made demotes. So do hits
     of window, and those that keep coming further apart, the sooner the further they are beyond. A stay in BF16 of
-    dwell_steps is multiplied by cooldown_factor at each further demotion of the layer. max_demoted_share always allows
+    dwell_steps is multiplied by cooldown_factor each time that the layer leaves again before it was back in FP8 for as
+    long as that product; a layer that was starts over. max_demoted_share always allows
     one layer. failed_steps: see `WholeRunFallback`.
 
     Healthy runs of a 3M-parameter GPT reach ratios of 1.38 (input), 1.02 (weight), 4.5 (grad_output) and an underflow
@@ -99,7 +101,9 @@ class FallbackConfig(Strict):
     window: int = Field(default=8, ge=1, description="observations in the window")
     dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
     cooldown_factor: float = Field(
-        default=2.0, ge=1, description="dwell grows by this at each demotion of the same layer"
+        default=2.0,
+        ge=1,
+        description="dwell grows by this where a layer leaves again before it was back that long",
     )
     warmup_steps: int = Field(
         default=2, ge=1, description="first steps, in which scales are not set yet, give no evidence"
@@ -124,9 +128,9 @@ class FallbackConfig(Strict):
         """How many of `layers` may be in BF16 at once."""
         return max(1, int(self.max_demoted_share * layers))
 
-    def dwell(self, demotions: int) -> float:
-        """Steps that a layer stays in BF16 after its demotion number `demotions` (from 1)."""
-        return self.dwell_steps * self.cooldown_factor ** (demotions - 1)
+    def dwell(self, stays: int) -> float:
+        """Steps of stay number `stays` (from 1) in BF16, of those that follow each other closely."""
+        return self.dwell_steps * self.cooldown_factor ** (stays - 1)
 
 
 def limits_of(config: FallbackConfig) -> Floats:
@@ -137,7 +141,7 @@ def limits_of(config: FallbackConfig) -> Floats:
     return np.array(rows, dtype=np.float32)[:, None, :]
 
 
-def octaves_beyond(values: npt.NDArray[Any], limits: npt.NDArray[Any], below: Bools | bool) -> Floats:
+def octaves_beyond(values: _Numbers, limits: _Numbers, below: Bools | bool) -> _Numbers:
     """How far values are beyond their limits, as powers of two; negative within them, 0 for NaN.
 
     below: those are decibels that should be over their limit.
@@ -158,7 +162,7 @@ class Score:
         self.bad: Floats = np.zeros(shape, dtype=np.float32)
         """Bad observations since the value was zero, `hits` at most."""
 
-    def add(self, seen: Bools, bad: Bools, octaves: Floats) -> None:
+    def add(self, seen: Bools, bad: Bools, octaves: _Numbers) -> None:
         """One observation of those that were seen. octaves: how far the bad ones are beyond their limits."""
         gain = np.where(bad, 1 + _PER_OCTAVE * octaves, -self._relief)
         # No higher than what a window without a bad value takes under `_enough` again.

@@ -28,6 +28,13 @@ FALLBACK = (
     ),
     Mutation(
         16,
+        "one that leaves long after its return does not stay away for longer",
+        "self._stays[index] = stays if again else 1",
+        "self._stays[index] = stays",
+        "tests/unit/monitors/test_fallback.py -k leaves_again_soon",
+    ),
+    Mutation(
+        16,
         "the score of sparse overflows is part of the state",
         '            self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
         "            pass\n",

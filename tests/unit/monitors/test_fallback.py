@@ -133,9 +133,13 @@ def test_a_few_overflows_far_apart_are_no_fault(bad: list[int]) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(dwell=st.integers(5, 40), period=st.integers(1, 60), steps=st.integers(200, 600), role=st.sampled_from(ROLES))
+@given(dwell=st.integers(5, 40), period=st.integers(1, 40), steps=st.integers(200, 600), role=st.sampled_from(ROLES))
 def test_flapping_is_bounded_by_the_back_off(dwell: int, period: int, steps: int, role: str) -> None:
-    """The m-th demotion cannot come before dwell * (2^(m-1) - 1) steps, so switches grow with the logarithm."""
+    """The m-th demotion cannot come before dwell * (2^(m-1) - 1) steps, so switches grow with the logarithm.
+
+    As long as no calm is longer than the stay that would follow it.
+    """
+    period = min(period, dwell)
     policy = FallbackConfig(dwell_steps=dwell, hits=1, window=2)
     slot = f"{LAYERS[0]}.{role}"
 
@@ -191,6 +195,23 @@ def test_a_demoted_layer_returns_after_its_dwell_and_the_dwell_doubles() -> None
     assert steps[3] - steps[2] == 2 + 40
     # Back in FP8 two steps later, of which the first is no evidence, then three hits.
     assert steps[2] - steps[1] == 2 + 3
+
+
+@pytest.mark.parametrize("far_apart", [True, False])
+def test_only_a_layer_that_leaves_again_soon_stays_away_for_longer(far_apart: bool) -> None:
+    """One value just over its limit, three times: what each costs does not depend on what was long ago."""
+    bad = (30, 200, 500) if far_apart else (30, 130, 330)
+    away = 0
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        nonlocal away
+        away += len(demoted)
+        return make_facts(step, {NAMES[0]: 1.6} if step in bad else None, demoted=demoted)
+
+    switches = drive(FallbackController(FallbackConfig(hits=1), LAYERS), trace, range(1, 1001))
+    assert [step for step, switch in switches if switch.demote] == list(bad)
+    stays = 3 * [50] if far_apart else [50, 100, 200]
+    assert away == sum(stays) + 2 * len(stays), "two steps from the decision to return to the first one back"
 
 
 def test_a_role_that_is_never_reported_does_not_keep_a_layer_away() -> None:
