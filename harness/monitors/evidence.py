@@ -48,28 +48,33 @@ _DECIBELS_PER_OCTAVE = 20 * float(np.log10(2))
 _ENOUGH = 0.5
 """Of the last of `hits` bad observations, how much is needed: so much may have been taken away between them."""
 
+_MOST = 2.0
+"""How far over its limit a saturation may be while its tensor grows: what grows faster is no fast start."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
 _BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
 _COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
+_SATURATION, _CLIPPED = ([kind.name for kind in STATISTICS].index(name) for name in ("saturation", "clipped"))
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
 
 
 class FallbackConfig(Strict):
     """When a layer leaves FP8 and when it returns; see docs/runbook.md, `precision.demote`.
 
-    A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit; clipped or underflow
-    (shares of all, of non-zero values, flushed to zero) are over theirs; sqnr_db is under its limit; its amax is
-    infinite; or, unless None, its amax is over amax_over or amax_growth times what it was a window before.
+    A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
+    tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
+    non-zero values, flushed to zero) are over theirs; sqnr_db is under its limit; its amax is infinite; or, unless
+    None, its amax is over amax_over or amax_growth times what it was a window before.
 
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
     beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
     1 / (2 * (window - hits)) away. A score of hits - 1/2 that at least hits bad observations made demotes. So do hits
     of window, and those that keep coming further apart, the sooner the further they are beyond. A stay in BF16 of
     dwell_steps is multiplied by cooldown_factor each time that the layer leaves again before it was back in FP8 for as
-    long as that product; a layer that was starts over. max_demoted_share always allows
-    one layer. failed_steps: see `WholeRunFallback`.
+    long as that product; a layer that was starts over. max_demoted_share always allows one layer. failed_steps: see
+    `WholeRunFallback`.
 
     Healthy runs of a 3M-parameter GPT reach ratios of 1.38 (input), 1.02 (weight), 4.5 (grad_output) and an underflow
     of 0.007 (benchmarks/results/clean_cpu.json); the first steps of tiny models at high learning rates clip 1.5% of an
@@ -202,6 +207,7 @@ class Evidence:
         self._recent: Floats = np.full((policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32)
         # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
         self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
+        self._scale: Floats = np.full_like(self._amax, np.nan)
         self._score = Score(policy, (len(STATISTICS), count, 3))
         self._samples = False
         self._index = {layer: index for index, layer in enumerate(self.layers)}
@@ -209,10 +215,15 @@ class Evidence:
         self._places: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._present: Bools = np.zeros((count, 3), dtype=np.bool_)
 
-    def record(self, slots: SlotStats, ignore: Bools) -> None:
-        """Append one step. ignore: bool [layers], whose values say nothing. Raises MisuseError for unknown slots."""
+    def note(self, slots: SlotStats) -> None:
+        """Append a step's scales alone, to know where they go. Raises as `record`."""
         if slots.names is not self._names and slots.names != self._names:
             self._place(slots.names)
+        self._scale = np.concatenate([self._scale[1:], self._spread(slots.scale)[None]])
+
+    def record(self, slots: SlotStats, ignore: Bools) -> None:
+        """Append one step. ignore: bool [layers], whose values say nothing. Raises MisuseError for unknown slots."""
+        self.note(slots)
         amax = self._spread(slots.amax)
         self._amax = np.concatenate([self._amax[1:], amax[None]])
         infinite = np.isinf(amax)
@@ -231,14 +242,35 @@ class Evidence:
         )
         values[:, ignore] = np.nan
         self._samples = self._samples or not np.isnan(values[_SAMPLED]).all()
-        bad = values * _SIGN > self._limits * _SIGN
+        limits, headroom = self._limits.repeat(amax.shape[0], axis=1), self._headroom()
+        limits[_SATURATION] *= headroom
+        # What growth alone takes over the edge: the scale is on its way, and none is cut by more than that.
+        grown = (headroom > 1) & (values[_SATURATION] <= headroom)
+        values[_CLIPPED] = np.where(grown & ~np.isnan(values[_CLIPPED]), 0, values[_CLIPPED])
+        bad = values * _SIGN > limits * _SIGN
         # 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is told as the smallest number.
         told = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
         hits = np.where(bad, told, np.where(np.isnan(values), values, np.float32(0)))
         seen = ~np.isnan(values)
         self._recent = np.where(seen, np.concatenate([self._recent[1:], hits[None]]), self._recent)
-        beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, self._limits, _BELOW))
+        beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, limits, _BELOW))
         self._score.add(seen, bad, beyond)
+
+    def _headroom(self) -> Floats:
+        """What a saturation may be over its limit while its tensor grows: float32 [layers, roles], 1 to _MOST.
+
+        A scale is of the steps before, so a tensor that grows by g a step is at a ratio of g although nothing is wrong
+        with it, and in a fast start g itself swings: g^2, g being by how much a step the scale fell within the window.
+        The scale goes by the largest amax of its history: noise about a level does not look like growth.
+        """
+        valid = np.isfinite(self._scale) & (self._scale > 0)
+        first = valid.argmax(axis=0)
+        last = len(valid) - 1 - valid[::-1].argmax(axis=0)
+        oldest, newest = (np.take_along_axis(self._scale, place[None], axis=0)[0] for place in (first, last))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            octaves = np.log2(oldest / newest) / (last - first)
+        grows = valid.any(axis=0) & (last > first)
+        return np.exp2(np.clip(2 * np.where(grows, octaves, 0.0), 0.0, np.log2(_MOST))).astype(np.float32)
 
     def suspicious(self, among: Bools) -> bool:
         """Whether a sampled statistic of a layer in `among` (bool [layers]) was bad in its newest observation."""
@@ -293,15 +325,18 @@ class Evidence:
 
     def state_dict(self) -> Meta:
         """JSON-able."""
-        arrays = {"recent": self._recent, "amax": self._amax, "score": self._score.value, "bad": self._score.bad}
+        arrays = {"recent": self._recent, "amax": self._amax, "scale": self._scale}
+        arrays |= {"score": self._score.value, "bad": self._score.bad}
         return {**{name: _listed(values) for name, values in arrays.items()}, "samples": self._samples}
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same layers and window gave. Older ones have no score: what is in their
-        windows makes it."""
+        """Restore what `state_dict` of the same layers and window gave. Older ones have no scales, and
+        no score: what is in their windows makes it."""
         self._recent = _array(meta["recent"]).reshape(self._recent.shape)
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
+        if "scale" in meta:
+            self._scale = _array(meta["scale"]).reshape(self._scale.shape)
         if "score" in meta:
             self._score.restore(_array(meta["score"]), _array(meta["bad"]))
         else:

@@ -69,7 +69,11 @@ class FallbackController(KeptWindow):
         if not self.policy.enabled or facts.slots is None or facts.fell_back_to or self._lowering:
             return quiet
         self._follow(facts)
-        if not facts.applied or facts.applied_steps <= self.policy.warmup_steps:
+        if not facts.applied:
+            return quiet
+        if facts.applied_steps <= self.policy.warmup_steps:
+            if facts.applied_steps > 1:  # the first step's scales are of no tensor
+                self._evidence.note(facts.slots)
             return quiet
         # A layer just back in FP8 used a scale made from shadow values: its first ratio says nothing of the next ones.
         self._evidence.record(facts.slots, self._fresh)

@@ -35,6 +35,27 @@ FALLBACK = (
     ),
     Mutation(
         16,
+        "a healthy fast start keeps its layers",
+        "limits[_SATURATION] *= headroom",
+        "pass",
+        "tests/unit/monitors/test_fast_starts.py -k keeps_its_layers",
+    ),
+    Mutation(
+        16,
+        "what a growing tensor clips is no fault",
+        "grown = (headroom > 1) & (values[_SATURATION] <= headroom)",
+        "grown = headroom > 99",
+        "tests/unit/monitors/test_fast_starts.py -k over_the_edge",
+    ),
+    Mutation(
+        16,
+        "growth hides no fault",
+        "0.0, np.log2(_MOST)",
+        "0.0, 99.0",
+        "tests/unit/monitors/test_fast_starts.py -k taken_for_growth",
+    ),
+    Mutation(
+        16,
         "the score of sparse overflows is part of the state",
         '            self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
         "            pass\n",
