@@ -260,7 +260,12 @@ def build_run(
         spare=spare_folder(config.checkpoint.emergency_path, folder),
     )
     judge = Judge(
-        config.guard, state, backend, monitors, comparison=RankComparison.of(config.guard, model, engine.device)
+        config.guard,
+        state,
+        backend,
+        monitors,
+        comparison=RankComparison.of(config.guard, model, engine.device),
+        seed=config.train.seed,
     )
     recorder = FlightRecorder(folder, store, surroundings(config, worker, engine)) if engine.rank == 0 else None
     return Run(

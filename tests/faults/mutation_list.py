@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from data_mutations import DATA
 from dataset_mutations import DATASET
+from fallback_mutations import FALLBACK
 from guard_mutations import GUARD
 from huggingface_mutations import HUGGING_FACE
 from loop_mutations import LOOP
@@ -23,6 +24,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *RESUME,
     *PROCESS,
     *GUARD,
+    *FALLBACK,
     *LOOP,
     *TRACKING,
     *DATA,

@@ -106,8 +106,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         12,
         "skipped steps are no evidence",
-        "if not facts.applied or facts.applied_steps <= self.policy.warmup_steps:",
-        "if facts.applied_steps <= self.policy.warmup_steps:",
+        "        if not facts.applied:\n            return quiet\n        if facts.applied_steps <=",
+        "        if facts.applied_steps <=",
         "tests/faults/test_detector_windows.py",
     ),
     Mutation(
