@@ -6,6 +6,7 @@ from pathlib import Path
 
 from harness.core.config import TrackingConfig, load_config
 from harness.core.errors import ConfigError, Problem
+from harness.core.screen import say
 from harness.report import RunFolder
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import misplaced, require_run
@@ -23,6 +24,6 @@ def command(run: RunFolder) -> int:
         experiment = str(RunHistory.read(run).run["tags"].get("experiment", TrackingConfig().experiment))
     done = sync(run, experiment)
     if (aside := run / SET_ASIDE).exists():
-        print(f"! lines of the journal that are no rows were set aside in {aside}")
-    print("delivered" if done else f"not delivered; see {run / 'shipper.log'}")
+        say(f"! lines of the journal that are no rows were set aside in {aside}")
+    say("delivered" if done else f"not delivered; see {run / 'shipper.log'}")
     return 0 if done else 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -24,6 +25,7 @@ from harness.build import (
     open_telemetry,
     read_ledger,
 )
+from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, lacks_room
@@ -123,11 +125,12 @@ def train(request: Request) -> int:
             if not resuming:
                 write_config(folder, config)
                 write_plan(folder, plan.as_dict())
-            forget_outcome(folder)
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
-        missing = _missing_commit(worker, folder, start or 0) if resuming else 0
+        missing = _missing_commit(worker, folder, start or 0, request.accepted) if resuming else 0
+        if lead:
+            forget_outcome(folder)
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
         telemetry = open_telemetry(
@@ -255,33 +258,57 @@ def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) ->
         raise CheckpointError(lost_ledger(str(folder / "incidents.json"), why))
 
 
-def _missing_commit(worker: Worker, folder: Path, start: int) -> int:
-    """The newest checkpoint after step `start` that the journal has as saved, and nothing that this run did has put
-    away; 0 if there is none. Raises CheckpointError on every rank if there is one and no other is left: a run that
-    came far must not start over unasked.
+def _missing_commit(worker: Worker, folder: Path, start: int, accepted: Sequence[str]) -> int:
+    """The newest checkpoint after step `start` that was committed, and that nothing which this run did has put away; 0
+    if there is none. Raises CheckpointError on every rank if there is one, unless `checkpoint` is among `accepted` and
+    an older one is left: a run that came far must neither start over nor go back unasked.
     """
     missing = worker.group.broadcast(_newest_commit(folder, start) if worker.group.rank == 0 else 0)
-    if missing and not start:
+    if missing and not (start and "checkpoint" in accepted):
+        there = f"the newest that is there is of step {start}" if start else "none is there"
         fix = "put it back from a copy of this run, or begin anew: --resume never, with another --name or with none"
-        what = f"the checkpoint of step {missing} was saved, by the journal, and none is there"
+        if start:
+            meant = f"where steps {start + 1} to {missing} are to be done again"
+            fix = f"put it back from a copy of this run; {meant}: --accept-changed checkpoint"
+        what = f"the checkpoint of step {missing} was saved, by the journal or good.json, and {there}"
         raise CheckpointError(Problem(what, str(folder / "checkpoints"), fix=fix))
     return int(missing)
 
 
 def _newest_commit(folder: Path, start: int) -> int:
+    """Retention never deletes the newest; damaged ones and those behind a rollback are set aside, in folders that stay.
+
+    Whatever puts a checkpoint away says so in the journal, but may be killed before: then there is one folder more than
+    the journal accounts for.
+    """
     committed: set[int] = set()
-    journal = folder / JOURNAL
+    accounted: Counter[int] = Counter()
+
+    def put_away(steps: Iterable[int]) -> None:
+        gone = committed.intersection(steps)
+        accounted.update(gone)
+        committed.difference_update(gone)
+
+    journal, checkpoints = folder / JOURNAL, folder / "checkpoints"
     for row in read_rows(journal, metrics=False) if journal.exists() else ():
-        step = row.get("step", 0)
-        if row["kind"] == "checkpoint" and row.get("state") == "saved":
+        step, what = row.get("step", 0), row.get("code", row.get("state"))
+        if row["kind"] == "checkpoint" and what == "saved":
             committed.add(step)
-        elif row["kind"] == "checkpoint" and row.get("state") in ("deleted", "rolled back"):
+        elif row["kind"] == "checkpoint" and what == "rolled back":
+            put_away([step])
+        elif row["kind"] == "checkpoint" and what == "deleted":
             committed.discard(step)
-        elif row["kind"] == "event" and row["code"] == "run.resumed":  # what came after it has been answered for
-            committed = {each for each in committed if each <= step}
-    # Set aside as damaged, or by a rollback that was killed before it said so.
-    aside = {path.name.split("-")[2] for path in (folder / "checkpoints").glob("*-step-*")}
-    return max((step for step in committed if step > start and f"{step:08d}" not in aside), default=0)
+        elif row["kind"] == "event" and what == "guard.rollback" and isinstance(row.get("to_step"), int):
+            put_away({each for each in committed if each > row["to_step"]})
+        elif row["kind"] == "event" and what == "run.resumed":  # what came after it has been answered for
+            put_away({each for each in committed if each > step})
+            committed.add(step)
+    aside = Counter(
+        int(number) for path in checkpoints.glob("*-step-*") if (number := path.name.split("-")[2]).isdecimal()
+    )
+    marked = {step for step in read_marks(checkpoints) if not aside[step]}
+    lost = {step for step in committed if aside[step] <= accounted[step]} | marked
+    return max((step for step in lost if step > start), default=0)
 
 
 def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequence[str]) -> None:

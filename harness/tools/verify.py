@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.core.errors import ExitCode
+from harness.core.screen import say
 from harness.report import RunFolder
 from harness.tracking.journal import require_run
 
@@ -27,12 +28,12 @@ def command(run: RunFolder) -> int:
         problems = store.verify(step)
         damaged += bool(problems)
         if problems:
-            print(f"{store.path(step)}: {'; '.join(map(str, problems))}")
+            say(f"{store.path(step)}: {'; '.join(map(str, problems))}")
             continue
         known = [f"{name} {value:.4f}" for name, value in sorted(store.metrics(step).items())]
         titles = ["good"] * (step in good) + [f"lowest {metric}" for metric, at in lowest.items() if at == step]
-        print(f"{store.path(step)}: ok{', '.join(['', *titles, *known])}")
-    print(f"{len(steps) - damaged} of {len(steps)} checkpoints verify")
+        say(f"{store.path(step)}: ok{', '.join(['', *titles, *known])}")
+    say(f"{len(steps) - damaged} of {len(steps)} checkpoints verify")
     for aside in sorted(store.root.glob("quarantine-*")):
-        print(f"{aside}: was found damaged and set aside")
+        say(f"{aside}: was found damaged and set aside")
     return int(ExitCode.FAILED if damaged or not steps else ExitCode.DONE)

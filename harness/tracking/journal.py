@@ -11,15 +11,16 @@ import math
 import os
 import time
 import uuid
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match
-from harness.core.files import read_json, write_json
+from harness.core.files import read_json, too_many, write_json
+from harness.tracking.standing import StandingRows
 
 
 class RowClock:
@@ -51,9 +52,14 @@ _HEADS: Mapping[str, Mapping[str, type]] = {
     "checkpoint": {"step": int, "state": str},
 }
 _SAVED: Mapping[str, type] = {"path": str, "metrics": dict, "attempt": int}
-_MAPPINGS = ("tags", "params", "data")
-MAX_ROW = 64 << 20
+_MAPPINGS = ("tags", "params", "data", "where")
+MAX_ROW = 16 << 20
 """Bytes of a row. A step's FP8 statistics take a hundred bytes each, 18 for a layer."""
+MAX_TOLD = 4 << 20
+"""Bytes of a row without figures: the longest have the name of every layer, or of every file that was left out."""
+MAX_NAME = 1000
+"""Characters of a figure's name, or of a code."""
+_MAX_ROW_VALUES = 1 << 20
 # Seconds since 1970, in the year 9999: what no date can be made of is no time.
 _LAST_TIME = 253_370_764_800
 # `kind` is every row's first key.
@@ -70,7 +76,11 @@ def encode(row: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on."""
+    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on: too large
+    ones are not even parsed.
+    """
+    if len(line) > (MAX_ROW if line.startswith(_METRICS_LINE) else MAX_TOLD) or too_many(line, _MAX_ROW_VALUES):
+        return None
     try:
         row = json.loads(line)
         row = _restored(row) if isinstance(row, dict) else {}
@@ -82,7 +92,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def read_rows(path: Path, end: int | None = None, metrics: bool = True) -> Iterator[dict[str, Any]]:
     """Rows of a journal in order, up to byte `end`. metrics: else their rows, nearly all of a file, are left unread.
 
-    A torn last line, lines damaged by a dying disk and lines over MAX_ROW are passed over.
+    A torn last line, lines damaged by a dying disk and lines over MAX_ROW or MAX_TOLD are passed over.
     """
     with path.open("rb") as lines:
         while (end is None or lines.tell() < end) and (line := lines.readline(MAX_ROW)):
@@ -99,13 +109,14 @@ def _is_row(row: Mapping[str, Any]) -> bool:
     if kind == "checkpoint" and row.get("state") == "saved":
         head = {**head, **_SAVED}
     metrics = row.get("metrics")
-    values = metrics.values() if "metrics" in head and isinstance(metrics, dict) else ()
+    metrics = metrics if "metrics" in head and isinstance(metrics, dict) else {}
     return (
         isinstance(row.get("time", 0.0), float | int)
         and 0 <= row.get("time", 0.0) < _LAST_TIME
         and all(isinstance(row.get(name), of) for name, of in head.items())
         and (kind not in ("run", "tags") or all(isinstance(row.get(name, {}), dict) for name in _MAPPINGS))
-        and all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in values)
+        and all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in metrics.values())
+        and all(len(name) <= MAX_NAME for name in (*metrics, row.get("code", "")))
     )
 
 
@@ -241,10 +252,6 @@ def require_run(run_dir: Path) -> Path:
     what = f"has no {JOURNAL}" if run_dir.is_dir() else "no such folder"
     hint = near_match(run_dir.name, runs) or "start one with: harness train --recipe fp8_hybrid"
     raise ConfigError(Problem(f"not a run: {what}", str(run_dir), fix=hint))
-
-
-Metrics = dict[str, float]
-_NOT_OF_THE_STEP = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 
 
 class Journal:
@@ -400,94 +407,3 @@ class Journal:
         if self._torn is not None:
             os.ftruncate(self._fd, self._torn)
             self._torn = None
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Whether a metrics row already stands (`same`), or stands with other values (`mismatch`: the first of them)."""
-
-    same: bool = False
-    mismatch: dict[str, Any] | None = None
-    report: bool = False
-
-
-@dataclass
-class StandingRows:
-    """What a resume has to know: rows that already stand in the journal for steps that are executed again.
-
-    After a kill -9 the run starts again at its last checkpoint and repeats a few steps. A repeated row must not stand
-    in the journal twice, and one that comes out different must not go unnoticed: a resume promises the same bits. What
-    happened to the process or its disk is no repetition: a run that fails twice at one step has failed twice.
-
-    Rows by identity: (attempt, step, sorted metric names) or (attempt, step, event code). latest: time of the last row
-    of all, 0 if there is none. attempt: the highest of all, likewise.
-    """
-
-    latest: float = 0.0
-    attempt: int = 0
-    _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(default_factory=lambda: defaultdict(list))
-    _events: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
-    _reported: bool = False
-    _differs: bool = False
-
-    @classmethod
-    def index(cls, rows: Iterable[Mapping[str, Any]], resume_step: int) -> StandingRows:
-        """Index the rows of steps from `resume_step` on."""
-        standing = cls()
-        for row in rows:
-            standing.latest = max(standing.latest, row.get("time", 0.0))
-            standing.attempt = max(standing.attempt, row.get("attempt", 0))
-            # The step before too: a run that had done its last one is validated once more.
-            if row.get("step", -1) < resume_step - 1:
-                continue
-            if row["kind"] == "metrics":
-                values = row["metrics"]
-                standing._metrics[row["attempt"], row["step"], tuple(sorted(values))].append(values)
-            elif row["kind"] == "event":
-                standing._events[row["attempt"], row["step"], row["code"]] += 1
-        return standing
-
-    def metrics(self, attempt: int, step: int, values: Metrics) -> Seen:
-        """Compare with the rows of this identity and cross off the one that is bit-equal, times and rates aside."""
-        standing = self._metrics.get((attempt, step, tuple(sorted(values))))
-        if not standing:
-            return Seen()
-        for place, old in enumerate(standing):
-            if _first_difference(old, values) is None:
-                del standing[place]
-                self._differs = False
-                return Seen(same=True)
-        name = _first_difference(standing[-1], values)
-        assert name is not None
-        self._differs = True
-        report, self._reported = not self._reported, True
-        return Seen(mismatch={"metric": name, "before": standing[-1][name], "now": values[name]}, report=report)
-
-    def event(self, attempt: int, step: int, code: str) -> bool:
-        """True if this event already stands; each standing one is crossed off once.
-
-        Never where the figures of the step, as far as they are known, are others than those that stand.
-        """
-        if self._differs or code.startswith(_NOT_OF_THE_STEP):
-            return False
-        identity = (attempt, step, code)
-        if not self._events.get(identity):
-            return False
-        self._events[identity] -= 1
-        return True
-
-
-def _first_difference(old: Metrics, new: Metrics) -> str | None:
-    # repr tells every two floats apart, 0.0 and -0.0 too, but not one NaN from another.
-    for name in sorted(new):
-        if not _of_the_process(name) and repr(old[name]) != repr(new[name]):
-            return name
-    return None
-
-
-_OF_THE_PROCESS = ("train/tokens_per_second", "train/mfu", "train/peak_memory_gib")
-
-
-def _of_the_process(name: str) -> bool:
-    """Whether it says how fast or large the process was, which is another each time."""
-    return name.startswith("time/") or name in _OF_THE_PROCESS
