@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -118,12 +119,13 @@ def train(request: Request) -> int:
             # Before config.yaml forgets where the last save of a run without room may be.
             for spare in spare_folders(folder, config.checkpoint.emergency_path) if resuming else ():
                 back += filter(None, [bring_back(open_store(folder, worker), spare)])
-            if source and not resuming:
-                write_source(folder, source)
-            if not resuming:
-                write_config(folder, config)
-                write_plan(folder, plan.as_dict())
-            forget_outcome(folder)
+            with _writing(folder):
+                if source and not resuming:
+                    write_source(folder, source)
+                if not resuming:
+                    write_config(folder, config)
+                    write_plan(folder, plan.as_dict())
+                forget_outcome(folder)
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
@@ -161,8 +163,9 @@ def train(request: Request) -> int:
                     raise
                 _tell_changes(run, resumed, source)
                 if lead and resuming:  # what does not load changes nothing
-                    write_config(folder, config)
-                    write_plan(folder, plan.as_dict())
+                    with _writing(folder):
+                        write_config(folder, config)
+                        write_plan(folder, plan.as_dict())
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, plan, outcome)
@@ -245,6 +248,19 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
         fix = "move it away, or give the run another --name"
         return [Problem("the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix)]
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError for a file of the run that cannot be written, such as one in whose place there is a
+    folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = error.filename2 or error.filename or folder
+        fix = "move away what is there, or make room"
+        raise CheckpointError(Problem("cannot be written", str(where), error.strerror or str(error), fix)) from error
 
 
 def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:

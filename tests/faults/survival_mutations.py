@@ -166,4 +166,11 @@ SURVIVAL: tuple[Mutation, ...] = (
         "if refused := []:",
         "tests/faults/test_other_files.py -k held_to",
     ),
+    Mutation(
+        27,
+        "a file of the run that cannot be replaced is named",
+        "    except OSError as error:\n        where = error.filename2",
+        "    except ZeroDivisionError as error:\n        where = error.filename2",
+        "tests/faults/test_other_files.py -k folder_in",
+    ),
 )
