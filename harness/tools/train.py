@@ -31,6 +31,7 @@ from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
+from harness.core.files import step_name
 from harness.core.state import lost_ledger, state_bytes
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
@@ -87,7 +88,7 @@ def train(request: Request) -> int:
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
-        if is_finished(folder, config.train.steps):
+        if is_finished(folder, config.train.steps) and _end_is_saved(folder):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
@@ -248,6 +249,11 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
         fix = "move it away, or give the run another --name"
         return [Problem("the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix)]
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
+
+
+def _end_is_saved(folder: Path) -> bool:
+    """Whether there is a checkpoint of the step that outcome.json ends with: the file may be another run's."""
+    return (folder / "checkpoints" / step_name(read_outcome(folder)["step"])).is_dir()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ into the ledger, whose sums are in docs/reliability.md. Exit code 1 if something
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
@@ -77,6 +78,7 @@ def main() -> int:
     from attack_run import Field
 
     began, head, sums = time.monotonic(), commit(), dict.fromkeys(RESULTS, 0)
+    plans = hashlib.sha256((HERE / "attack_plans.py").read_bytes()).hexdigest()[:8]  # by which a seed means something
     first = seed = next_seed(given.ledger) if given.seed is None else given.seed
     wanted = [[name] for name in FAMILIES] if given.each else []
     count = given.count or len(wanted)
@@ -97,7 +99,14 @@ def main() -> int:
             if result.finding:
                 tell(attack, result.finding, result.log, work, again)
             if not given.no_ledger:
-                line = {"seed": seed, "again": again, "commit": head, "kind": attack.kind, "families": attack.families}
+                line = {
+                    "seed": seed,
+                    "again": again,
+                    "commit": head,
+                    "plans": plans,
+                    "kind": attack.kind,
+                    "families": attack.families,
+                }
                 ended = {"faults": faults, "result": result.result, "finding": reason or result.finding[:300]}
                 append(given.ledger, line | ended)
             seed += 1

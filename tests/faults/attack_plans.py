@@ -122,6 +122,8 @@ def signals(scene: Scene) -> Episode:
 def freeze(scene: Scene) -> Episode:
     """A rank, or everything (a machine that suspends), stands still for a while and goes on."""
     at, seconds = scene.step(), round(scene.chance.uniform(0.1, 2.0), 2)
+    if scene.ranks > 1 and scene.chance.random() < 0.2:
+        seconds = 14.0  # engine.timeout_seconds are over
     everything = scene.chance.random() < 0.5
     do = "continue all" if everything else "continue"
     reaction = {"when": "fired", "after": seconds, "do": do, "stop": everything}
@@ -247,7 +249,7 @@ def ranks(scene: Scene) -> Episode:
 
 
 def tracking(scene: Scene) -> Episode:
-    """MLflow's server goes and comes ten times, and denies access in between."""
+    """MLflow's server goes and comes ten times, and denies access in between; the clock is set meanwhile."""
     faults = [scene.chance.choice(("refuse", "denied", "error", "swallow", "denied", "refuse")) for _ in range(10)]
     reactions = [{"when": "started", "after": round(0.4 * (number + 1), 2), "do": f"server {fault}"}
                  for number, fault in enumerate(faults)]  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -162,6 +163,8 @@ class _Sequence:
     def close(self) -> None:
         if self.proxy is not None:
             self.proxy.close()
+            with sqlite3.connect(self.database / "mlflow.db", timeout=60) as database:
+                database.execute("update runs set name = ? where name = 'r'", (f"r-{self.attack.seed}",))
 
     @property
     def steps(self) -> int:
@@ -361,9 +364,9 @@ class _Sequence:
             done = harness(self.folder, "sync", "runs/r", **self.variables)
             if done.returncode:
                 raise Finding(f"tracking: sync ends with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
-        with_name = self.database / "mlflow.db"
+        database = self.database / "mlflow.db"
         try:
-            check_delivered(self.run, with_name)
+            check_delivered(self.run, database)
         except (AssertionError, ValueError) as error:
             raise Finding(f"tracking: {str(error)[:600]}") from error
 
@@ -393,7 +396,7 @@ def attend(job: Job, episode: Episode, where: Field, hands: Mapping[str, Any]) -
         ended.hung |= other.hung
         ended.others.append(other)
     if hands.get("proxy") is not None:
-        hands["proxy"]._switch("")
+        hands["proxy"].switch("")
     return ended
 
 
@@ -421,6 +424,6 @@ def react(do: str, job: Job, hands: Mapping[str, Any], seconds: list[Job]) -> No
         case ["second"]:
             seconds.append(hands["again"]())
         case ["server", fault]:
-            hands["proxy"]._switch(fault)
+            hands["proxy"].switch(fault)
         case _:
             raise ValueError(do)

@@ -113,7 +113,7 @@ def enemy(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _found(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Each thing that was found or is known, once, with the seed that shows it and whether that seed is well by now."""
-    last = {line["again"]: line for line in lines}
+    last = {(line["again"], line["plans"]): line for line in lines}
     shown: dict[str, Mapping[str, Any]] = {}
     for line in lines:
         if line["finding"]:
@@ -122,7 +122,7 @@ def _found(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     told = ["| what was found | `make attack ARGS=` | at | that sequence now |", "|---|---|---|---|"]
     for line in shown.values():
-        now = last[line["again"]]
+        now = last[line["again"], line["plans"]]
         ended = {"known": "known gap", "finding": "open"}.get(now["result"], f"well at {now['commit']}")
         text = " ".join(line["finding"].split())[:160].replace("|", "/").replace("`", "'")
         told.append(f"| {text} | `{line['again']}` | {line['commit']} | {ended} |")

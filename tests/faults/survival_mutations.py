@@ -173,4 +173,11 @@ SURVIVAL: tuple[Mutation, ...] = (
         "    except ZeroDivisionError as error:\n        where = error.filename2",
         "tests/faults/test_other_files.py -k folder_in",
     ),
+    Mutation(
+        27,
+        "an outcome counts with its checkpoint",
+        "if is_finished(folder, config.train.steps) and _end_is_saved(folder):",
+        "if is_finished(folder, config.train.steps):",
+        "tests/faults/test_deleted_checkpoints.py -k outcome",
+    ),
 )

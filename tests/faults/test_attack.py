@@ -189,7 +189,15 @@ def test_figures_of_one_kind_are_one_row() -> None:
 
 
 def test_the_page_tells_the_sums_of_the_ledger() -> None:
-    line = {"seed": 1, "again": "--seed=1", "commit": "a", "kind": "python", "families": ["start", "kill"], "faults": 2}
+    line = {
+        "seed": 1,
+        "again": "--seed=1",
+        "commit": "a",
+        "plans": "p",
+        "kind": "python",
+        "families": ["start", "kill"],
+        "faults": 2,
+    }
     told = enemy(
         [{**line, "result": "finding", "finding": "bytes: x"}, {**line, "commit": "b", "result": "same", "finding": ""}]
     )
