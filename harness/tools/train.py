@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-<<<<<<< HEAD
 from collections import Counter
-from collections.abc import Iterable, Sequence
-=======
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
->>>>>>> attack
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -126,13 +122,6 @@ def train(request: Request) -> int:
             # Before config.yaml forgets where the last save of a run without room may be.
             for spare in spare_folders(folder, config.checkpoint.emergency_path) if resuming else ():
                 back += filter(None, [bring_back(open_store(folder, worker), spare)])
-<<<<<<< HEAD
-            if source and not resuming:
-                write_source(folder, source)
-            if not resuming:
-                write_config(folder, config)
-                write_plan(folder, plan.as_dict())
-=======
             with _writing(folder):
                 if source and not resuming:
                     write_source(folder, source)
@@ -140,7 +129,6 @@ def train(request: Request) -> int:
                     write_config(folder, config)
                     write_plan(folder, plan.as_dict())
                 forget_outcome(folder)
->>>>>>> attack
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None

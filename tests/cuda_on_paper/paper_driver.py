@@ -150,7 +150,7 @@ def scene_planted(_: str) -> dict[str, Any]:
 
 def place(tensor: torch.Tensor) -> int:
     """Bytes from the beginning of its allocation, which a card puts at a multiple of 512."""
-    return tensor.storage_offset() * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 class Operands(Recorder):

@@ -22,9 +22,23 @@ NATIVE = (
     Mutation(
         15,
         "the kernel rounds once",
-        "magic = tl.maximum(exponent, SMALLEST) * MAGIC",
-        "magic = tl.maximum(exponent, SMALLEST) * 0.0",
+        "magic = tl.maximum(exponent, SMALLEST) * MAGIC\n        bits",
+        "magic = tl.maximum(exponent, SMALLEST) * 0.0\n        bits",
         "tests/unit/precision/test_native_triton.py -k bits_of_torch",
+    ),
+    Mutation(
+        16,
+        "statistics are of what was rounded",
+        "quantized = (scaled + magic) - magic\n            some",
+        "quantized = scaled\n            some",
+        "tests/unit/precision/test_native_triton.py -k interpreted_statistics",
+    ),
+    Mutation(
+        15,
+        "scales lie where cuBLASLt takes them",
+        "F.pad(self.inverse[:, None], (0, _APART - 1))",
+        "self.inverse[:, None]",
+        "tests/cuda_on_paper/test_operands.py -k multiples_of_16_bytes",
     ),
     Mutation(
         15,
