@@ -6,7 +6,6 @@ it stands. Events are not in MLflow, only how many there were of each.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -20,6 +19,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from harness.core.errors import ConfigError, Problem
+from harness.core.files import parse_json
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, Position, encode, finished_size
 from harness.tracking.mlflow import KEY_TAG, metric_name
@@ -140,7 +140,7 @@ def _told(
 
 def _missing_events(run: Run, history: RunHistory) -> dict[str, int]:
     try:
-        counted = json.loads(run.data.tags.get("events.count", "{}"))
+        counted = parse_json(run.data.tags.get("events.count", "{}").encode())
         here = Counter(event["code"] for event in history.events)
         return {str(code): count - here[code] for code, count in counted.items() if count > here[code]}
     except (ValueError, TypeError, AttributeError):

@@ -58,9 +58,12 @@ class Seal:
         return made, wrong
 
     def write(self, journal: Path) -> None:
-        """Beside the journal; where the disk refuses, an older seal of it is true as well."""
+        """Beside the journal. Where the disk refuses, an older seal of it is true as well; no save waits for this one
+        to be safe from a power cut.
+        """
+        content = {"step": self.step, "bytes": self.size, "sha256": self._digest.hexdigest()}
         with suppress(OSError):
-            write_json(seal_file(journal), {"step": self.step, "bytes": self.size, "sha256": self._digest.hexdigest()})
+            write_json(seal_file(journal), content, sync=False)
 
 
 def read_seal(journal: Path) -> dict[str, Any]:
