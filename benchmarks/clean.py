@@ -12,7 +12,7 @@
 3. *Storms*: the recorded runs with one slot 1% over its saturation limit for just as many successive steps as the rule
    asks for, which must all be noticed by the last of them; else the zeros above would say nothing.
 4. *Margins*: for each statistic and role, the worst healthy value, and the limit from which on the recorded runs would
-   have kept all their layers (the worst value that `hits` observations of a window reach), against the recipe's limit.
+   have kept all their layers (as far as the score of evidence goes for single values), against the recipe's limit.
 
 What the bound on synthetic runs means: the chance that a run made of these traces switches. A value that no recorded
 run had does not occur in it; for that look at the margins, and at the bound from the real runs alone.
@@ -38,13 +38,15 @@ from benchmarks.parity import RECIPE, ROOT, run_folder
 from benchmarks.traces import FIELDS, Trace, read_trace, resample
 from harness.core.facts import ROLES, StepFacts, Verdict
 from harness.core.files import write_json
-from harness.monitors.evidence import STATISTICS, FallbackConfig, Statistic, limits_of
+from harness.monitors.evidence import STATISTICS, FallbackConfig, Score, Statistic, limits_of, octaves_beyond
 from harness.monitors.fallback import FallbackController
 from harness.precision.recipe import load_recipe
 
 OUT = ROOT / "benchmarks" / "results" / "clean_cpu.json"
 START = 20
 BLOCKS = (20, 40, 80)
+_TRIED, _REFINED = 33, 5
+"""Limits tried at once, and how often the gap between two of them is looked into."""
 
 
 def first_finding(policy: FallbackConfig, layers: Sequence[str], facts: Iterator[StepFacts]) -> Verdict | None:
@@ -101,8 +103,8 @@ def storms(traces: Sequence[Trace], policy: FallbackConfig, runs: int, seed: int
 class Margin:
     """Healthy values of one statistic and role against the limit (None: not looked at).
 
-    worst: of any step. sustained: the worst that `hits` observations of one window reach, which is what the rule looks
-    at: a limit beyond it would never have demoted a layer. slot: where that was.
+    worst: of any step. sustained: a limit beyond it would never have demoted a layer, one within it would have. slot:
+    where that was.
     """
 
     statistic: str
@@ -122,12 +124,12 @@ def margins(traces: Sequence[Trace], policy: FallbackConfig) -> list[Margin]:
         for place, role in enumerate(ROLES):
             found: list[tuple[float, float, str]] = []
             for trace in traces:
-                values = sign * observed(trace, kind, role, policy)
+                values = observed(trace, kind, role, policy)
                 slots = [trace.slots[slot] for slot in trace.of_role(role)]
                 for slot, series in zip(slots, values.T, strict=True):
                     series = series[~np.isnan(series)]
                     if series.size >= policy.hits:
-                        found.append((sustained(series, policy.hits, policy.window), float(series.max()), slot))
+                        found.append((sign * sustained(series, policy, kind.below), float((sign * series).max()), slot))
             if found:
                 limit = float(limits[number, 0, place])
                 lasting, _, slot = max(found)
@@ -148,10 +150,24 @@ def observed(trace: Trace, kind: Statistic, role: str, policy: FallbackConfig) -
     return np.isinf(amax).astype(np.float32) if kind.name == "nonfinite" else amax
 
 
-def sustained(series: npt.NDArray[np.float32], hits: int, window: int) -> float:
-    """The largest value that at least `hits` of any `window` successive ones reach; the series has `hits` or more."""
-    windows = np.lib.stride_tricks.sliding_window_view(series, min(window, len(series)))
-    return float(np.sort(windows, axis=1)[:, -hits].max())
+def sustained(series: npt.NDArray[np.float32], policy: FallbackConfig, below: bool) -> float:
+    """The limit that a series just keeps to: one within it would demote. below: values under the limit are bad."""
+    limits = np.linspace(float(series.min()), float(series.max()), _TRIED)
+    for _ in range(_REFINED):
+        score = Score(policy, limits.shape)
+        acts = np.zeros(limits.shape, dtype=np.bool_)
+        for value in series:
+            values = np.full(limits.shape, value)
+            bad = values < limits if below else values > limits
+            score.add(np.ones_like(bad), bad, octaves_beyond(values, limits, below))
+            acts |= score.over()
+        places = np.flatnonzero(acts)
+        if not places.size:  # not even the strictest
+            return float(limits[-1] if below else limits[0])
+        edge = (places.min() - 1, places.min()) if below else (places.max(), places.max() + 1)
+        inner, outer = (limits[min(max(place, 0), _TRIED - 1)] for place in edge)
+        limits = np.linspace(inner, outer, _TRIED)
+    return float(limits[0] if below else limits[-1])
 
 
 def show_margins(rows: Sequence[Margin]) -> None:

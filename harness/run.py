@@ -62,11 +62,12 @@ class Validation(NamedTuple):
 class Run:
     """Everything `train_step` and the loop touch.
 
-    stats_every: steps between samples of underflow and SQNR. watch: None unless something was compiled. keep_flight:
-    keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and says whether it
-    begins a streak of bad ones; raises OSError; None but on rank 0. ideal: seconds that a sample's matrix products take
-    on all ranks at the cards' peak, by precision (RUNG: the rung's own); empty where it is not known. replay_told: the
-    user has seen how to find out what made a step bad; validation_told: that samples of the validation are bad.
+    stats_every: one of so many steps samples underflow and SQNR. watch: None unless something was compiled.
+    keep_flight: keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and
+    says whether it begins a streak of bad ones; raises OSError; None but on rank 0. ideal: seconds that a sample's
+    matrix products take on all ranks at the cards' peak, by precision (RUNG: the rung's own); empty where it is not
+    known. replay_told: the user has seen how to find out what made a step bad; validation_told: that samples of the
+    validation are bad.
     """
 
     config: RunConfig

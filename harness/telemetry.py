@@ -248,7 +248,8 @@ class Telemetry:
             self._counts = {"applied": facts.applied_steps, "skipped": skipped, "rollbacks": len(ledger.returned_to)}
         self._last = (ledger.attempt, facts.step)
         kept = self.slots.take(self.attempt, facts)
-        self.metrics(facts.step, row(facts, ledger, kept.with_slots, kept.picked) | kept.figures)
+        told = facts if kept.slots is None else replace(facts, slots=kept.slots)
+        self.metrics(facts.step, row(told, ledger, kept.with_slots, kept.picked) | kept.figures)
         self._tell_slots(facts.step, kept)
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)

@@ -5,6 +5,7 @@ Torch-free, so that every decision can be tested, replayed and rendered without 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,8 @@ class Metric:
     often: str = EVERY_STEP
 
 
-_KEPT, _SAMPLED = "tracking.fp8_every", "tracking.fp8_every, where sampled: fp8.stats_every"
+_KEPT = "tracking.fp8_every"
+SAMPLED = "tracking.fp8_every, the last sample since the row before: fp8.stats_every"
 _SCALED = "guard.measure_every, under a loss scale"
 _OWN_LOOP = "every step, not in loops of your own"
 _PerSlot = npt.NDArray[np.float32]
@@ -99,11 +101,11 @@ class SlotStats:
     saturation: Annotated[
         _PerSlot, Metric("amax * scale / fp8_max: over 1 means clipped", "", "fp8_saturation", "max", _KEPT)
     ]
-    clipped: Annotated[_PerSlot, Metric("share of values over the limit", "", "fp8_clipped", "mean", _SAMPLED)]
+    clipped: Annotated[_PerSlot, Metric("share of values over the limit", "", "fp8_clipped", "mean", SAMPLED)]
     underflow: Annotated[
-        _PerSlot, Metric("share of non-zero values that become zero", "", "fp8_underflow", "mean", _SAMPLED)
+        _PerSlot, Metric("share of non-zero values that become zero", "", "fp8_underflow", "mean", SAMPLED)
     ]
-    sqnr_db: Annotated[_PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", "mean", _SAMPLED)]
+    sqnr_db: Annotated[_PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", "mean", SAMPLED)]
     scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
 
 
@@ -266,6 +268,28 @@ class SamplingSpan:
     def extended(self, first: int, steps: int) -> SamplingSpan:
         """With `steps` more from `first` on, without a gap if this one reaches there."""
         return SamplingSpan(self.first if self.last >= first else first, max(self.last, first + steps))
+
+
+_SET_AFTER = 2
+"""Steps after which FP8 scales fit their tensors: nothing is learned from samples before."""
+
+
+def sampled_step(seed: int, block: int, every: int) -> int:
+    """The step (from 1) in which what is measured once in `every` steps is measured in their block `block` (from 0).
+
+    A function of its arguments alone: a place drawn anew for each block by a hash of it and `seed`, since a fault that
+    comes every so many steps would hide from samples with a period. Samples are up to 2 * every - 1 steps apart. The
+    first is in the first half of its block, but not before the third step: a short run has one too.
+    """
+    drawn = int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, block), digest_size=8).digest())
+    if block:
+        return block * every + drawn % every + 1
+    return min(every, _SET_AFTER + drawn % max(1, every // 2 - _SET_AFTER) + 1)
+
+
+def is_sampled(seed: int, step: int, every: int) -> bool:
+    """Whether `step` is the `sampled_step` of its block."""
+    return step == sampled_step(seed, (step - 1) // every, every)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from harness.capability.cards import Card
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
-from harness.core.facts import LayerPlan, Window
+from harness.core.facts import LayerPlan, Window, is_sampled, sampled_step
 from harness.core.protocols import Batch
 from harness.core.state import RunLedger
 from harness.data.dataset import DatasetBatches
@@ -255,8 +255,8 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
         recorder, run = made.recorder, made.run
         static = recorder.live
         made.step(1, FIRST)
-        made.step(_usual(run), USUAL)
-        made.step(2 * run.stats_every, SAMPLED)
+        made.step(_step(run, sampled=False), USUAL)
+        made.step(_step(run, sampled=True), SAMPLED)
         return Trace(
             rung=made.plan.rung,
             layers=made.plan.layers,
@@ -337,11 +337,14 @@ def _bring(model: nn.Module, device: torch.device) -> None:
                 held[name] = moved[tensor]  # type: ignore[assignment]
 
 
-def _usual(run: Run) -> int:
-    """A step that measures nothing beyond what every step does, if there is one."""
-    measured = run.config.guard.measure_every
-    steps = range(2, 2 + 2 * run.stats_every * measured)
-    return next((step for step in steps if step % run.stats_every and (step - 1) % measured), 2)
+def _step(run: Run, sampled: bool) -> int:
+    """A step that measures FP8 statistics or not, as asked, and nothing else beyond what every step does, if there is
+    one."""
+    seed, every, measured = run.config.train.seed, run.stats_every, run.config.guard.measure_every
+    steps = [sampled_step(seed, block, every) for block in range(2 * measured)]
+    if not sampled:
+        steps = [step for step in range(2, 2 + 4 * measured) if not is_sampled(seed, step, every)]
+    return next((step for step in steps if (step - 1) % measured), next(iter(steps), 2))
 
 
 def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:

@@ -20,12 +20,13 @@ from harness.core.schema import Strict
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+_Numbers = npt.NDArray[np.floating[Any]]
 Ratio = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """One kind of evidence. sampled: measured every `fp8.stats_every` steps only. below: bad under its limit."""
+    """One kind of evidence. sampled: measured in one of `fp8.stats_every` steps only. below: bad under its limit."""
 
     name: str
     sampled: bool = False
@@ -42,21 +43,38 @@ STATISTICS = (
     Statistic("sqnr_db", sampled=True, below=True),
 )
 
+_PER_OCTAVE = 0.5
+_DECIBELS_PER_OCTAVE = 20 * float(np.log10(2))
+_ENOUGH = 0.5
+"""Of the last of `hits` bad observations, how much is needed: so much may have been taken away between them."""
+
+_MOST = 2.0
+"""How far over its limit a saturation may be while its tensor grows: what grows faster is no fast start."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
-_SIGN = np.array([-1.0 if kind.below else 1.0 for kind in STATISTICS], dtype=np.float32)[:, None, None]
+_BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
+_COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
+_SATURATION, _CLIPPED = ([kind.name for kind in STATISTICS].index(name) for name in ("saturation", "clipped"))
+_SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
 
 
 class FallbackConfig(Strict):
     """When a layer leaves FP8 and when it returns; see docs/runbook.md, `precision.demote`.
 
-    A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit; clipped or underflow
-    (shares of all, of non-zero values, flushed to zero) are over theirs; sqnr_db is under its limit; its amax is
-    infinite; or, unless None, its amax is over amax_over or amax_growth times what it was a window before.
+    A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
+    tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
+    non-zero values, flushed to zero) are over theirs; sqnr_db is under its limit; its amax is infinite; or, unless
+    None, its amax is over amax_over or amax_growth times what it was a window before.
 
-    hits of the last window observations demote. A stay in BF16 of dwell_steps is multiplied by cooldown_factor at each
-    further demotion of the layer. max_demoted_share always allows one layer. failed_steps: see `WholeRunFallback`.
+    Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
+    beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
+    1 / (2 * (window - hits)) away. A score of hits - 1/2 that at least hits bad observations made demotes. So do hits
+    of window, and those that keep coming further apart, the sooner the further they are beyond. A stay in BF16 of
+    dwell_steps is multiplied by cooldown_factor each time that the layer leaves again before it was back in FP8 for as
+    long as that product; a layer that was starts over. max_demoted_share always allows one layer. failed_steps: see
+    `WholeRunFallback`.
 
     Healthy runs of a 3M-parameter GPT reach ratios of 1.38 (input), 1.02 (weight), 4.5 (grad_output) and an underflow
     of 0.007 (benchmarks/results/clean_cpu.json); the first steps of tiny models at high learning rates clip 1.5% of an
@@ -80,11 +98,17 @@ class FallbackConfig(Strict):
     amax_over: Ratio | None = Field(
         default=None, description="amax that counts as bad, whatever the scale; null: not looked at, which is right"
     )
-    hits: int = Field(default=3, ge=1, description="bad observations in the window that demote a layer")
+    hits: int = Field(
+        default=3,
+        ge=1,
+        description="bad observations in a window that demote a layer; further apart too if they are far over it",
+    )
     window: int = Field(default=8, ge=1, description="observations in the window")
     dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
     cooldown_factor: float = Field(
-        default=2.0, ge=1, description="dwell grows by this at each demotion of the same layer"
+        default=2.0,
+        ge=1,
+        description="dwell grows by this where a layer leaves again before it was back that long",
     )
     warmup_steps: int = Field(
         default=2, ge=1, description="first steps, in which scales are not set yet, give no evidence"
@@ -109,9 +133,9 @@ class FallbackConfig(Strict):
         """How many of `layers` may be in BF16 at once."""
         return max(1, int(self.max_demoted_share * layers))
 
-    def dwell(self, demotions: int) -> float:
-        """Steps that a layer stays in BF16 after its demotion number `demotions` (from 1)."""
-        return self.dwell_steps * self.cooldown_factor ** (demotions - 1)
+    def dwell(self, stays: int) -> float:
+        """Steps of stay number `stays` (from 1) in BF16, of those that follow each other closely."""
+        return self.dwell_steps * self.cooldown_factor ** (stays - 1)
 
 
 def limits_of(config: FallbackConfig) -> Floats:
@@ -120,6 +144,53 @@ def limits_of(config: FallbackConfig) -> Floats:
     given["nonfinite"] = 0.5  # observed as 0 or 1
     rows = [[given.get(f"{kind.name}_{role}", given.get(kind.name)) for role in ROLES] for kind in STATISTICS]
     return np.array(rows, dtype=np.float32)[:, None, :]
+
+
+def octaves_beyond(values: _Numbers, limits: _Numbers, below: Bools | bool) -> _Numbers:
+    """How far values are beyond their limits, as powers of two; negative within them, 0 for NaN.
+
+    below: those are decibels that should be over their limit.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log2(np.clip(values, _SMALLEST, _LARGEST) / limits)
+    return np.nan_to_num(np.where(below, (limits - values) / _DECIBELS_PER_OCTAVE, ratio))
+
+
+class Score:
+    """The evidence of many series at once, see `FallbackConfig`; arrays are float32 of `shape`."""
+
+    def __init__(self, policy: FallbackConfig, shape: tuple[int, ...]) -> None:
+        self._hits, window = policy.hits, policy.window
+        self._relief = 0.5 / (window - self._hits) if window > self._hits else 1.0
+        self._enough = self._hits - _ENOUGH if window > self._hits else float(self._hits)
+        self.value: Floats = np.zeros(shape, dtype=np.float32)
+        self.bad: Floats = np.zeros(shape, dtype=np.float32)
+        """Bad observations since the value was zero, `hits` at most."""
+
+    def add(self, seen: Bools, bad: Bools, octaves: _Numbers) -> None:
+        """One observation of those that were seen. octaves: how far the bad ones are beyond their limits."""
+        gain = np.where(bad, 1 + _PER_OCTAVE * octaves, -self._relief)
+        # No higher than what a window without a bad value takes under `_enough` again.
+        value = np.clip(self.value + gain, 0, self._enough + _ENOUGH).astype(np.float32)
+        self.value = np.where(seen, value, self.value)
+        self.bad = np.where(self.value > 0, np.minimum(self.bad + bad, self._hits), 0).astype(np.float32)
+
+    def over(self) -> Bools:
+        """Evidence enough to leave FP8."""
+        return (self.value >= self._enough) & (self.bad >= self._hits)
+
+    def forget(self, place: Any) -> None:
+        """Start the series at `place` anew."""
+        self.value[place] = self.bad[place] = 0
+
+    def restore(self, value: Floats, bad: Floats) -> None:
+        """Be what `value` and `bad` were."""
+        self.value, self.bad = value.reshape(self.value.shape), bad.reshape(self.bad.shape)
+
+    def count(self, bad: Floats) -> None:
+        """Be what so many bad observations in the window make at least."""
+        self.bad = np.minimum(bad, self._hits).astype(np.float32)
+        self.value = np.minimum(bad, self._enough + _ENOUGH).astype(np.float32)
 
 
 class Evidence:
@@ -136,16 +207,23 @@ class Evidence:
         self._recent: Floats = np.full((policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32)
         # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
         self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
+        self._scale: Floats = np.full_like(self._amax, np.nan)
+        self._score = Score(policy, (len(STATISTICS), count, 3))
         self._samples = False
         self._index = {layer: index for index, layer in enumerate(self.layers)}
         self._names: tuple[str, ...] = ()
         self._places: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._present: Bools = np.zeros((count, 3), dtype=np.bool_)
 
-    def record(self, slots: SlotStats, ignore: Bools) -> None:
-        """Append one step. ignore: bool [layers], whose values say nothing. Raises MisuseError for unknown slots."""
+    def note(self, slots: SlotStats) -> None:
+        """Append a step's scales alone, to know where they go. Raises as `record`."""
         if slots.names is not self._names and slots.names != self._names:
             self._place(slots.names)
+        self._scale = np.concatenate([self._scale[1:], self._spread(slots.scale)[None]])
+
+    def record(self, slots: SlotStats, ignore: Bools) -> None:
+        """Append one step. ignore: bool [layers], whose values say nothing. Raises MisuseError for unknown slots."""
+        self.note(slots)
         amax = self._spread(slots.amax)
         self._amax = np.concatenate([self._amax[1:], amax[None]])
         infinite = np.isinf(amax)
@@ -164,11 +242,35 @@ class Evidence:
         )
         values[:, ignore] = np.nan
         self._samples = self._samples or not np.isnan(values[_SAMPLED]).all()
-        bad = values * _SIGN > self._limits * _SIGN
+        limits, headroom = self._limits.repeat(amax.shape[0], axis=1), self._headroom()
+        limits[_SATURATION] *= headroom
+        # What growth alone takes over the edge: the scale is on its way, and none is cut by more than that.
+        grown = (headroom > 1) & (values[_SATURATION] <= headroom)
+        values[_CLIPPED] = np.where(grown & ~np.isnan(values[_CLIPPED]), 0, values[_CLIPPED])
+        bad = values * _SIGN > limits * _SIGN
         # 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is told as the smallest number.
         told = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
         hits = np.where(bad, told, np.where(np.isnan(values), values, np.float32(0)))
-        self._recent = np.where(np.isnan(values), self._recent, np.concatenate([self._recent[1:], hits[None]]))
+        seen = ~np.isnan(values)
+        self._recent = np.where(seen, np.concatenate([self._recent[1:], hits[None]]), self._recent)
+        beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, limits, _BELOW))
+        self._score.add(seen, bad, beyond)
+
+    def _headroom(self) -> Floats:
+        """What a saturation may be over its limit while its tensor grows: float32 [layers, roles], 1 to _MOST.
+
+        A scale is of the steps before, so a tensor that grows by g a step is at a ratio of g although nothing is wrong
+        with it, and in a fast start g itself swings: g^2, g being by how much a step the scale fell within the window.
+        The scale goes by the largest amax of its history: noise about a level does not look like growth.
+        """
+        valid = np.isfinite(self._scale) & (self._scale > 0)
+        first = valid.argmax(axis=0)
+        last = len(valid) - 1 - valid[::-1].argmax(axis=0)
+        oldest, newest = (np.take_along_axis(self._scale, place[None], axis=0)[0] for place in (first, last))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            octaves = np.log2(oldest / newest) / (last - first)
+        grows = valid.any(axis=0) & (last > first)
+        return np.exp2(np.clip(2 * np.where(grows, octaves, 0.0), 0.0, np.log2(_MOST))).astype(np.float32)
 
     def suspicious(self, among: Bools) -> bool:
         """Whether a sampled statistic of a layer in `among` (bool [layers]) was bad in its newest observation."""
@@ -178,10 +280,11 @@ class Evidence:
     def forget(self, layers: Bools) -> None:
         """Start `layers` (bool [layers]) without observations: their precision changed."""
         self._recent[:, :, layers] = np.nan
+        self._score.forget((slice(None), layers))
 
     def over(self) -> Bools:
-        """Bad in at least `hits` of the window: bool [statistics, layers, roles]."""
-        return (np.nan_to_num(self._recent) != 0).sum(axis=0) >= self.policy.hits
+        """Evidence enough to leave FP8: bool [statistics, layers, roles]."""
+        return self._score.over()
 
     def clean(self) -> Bools:
         """No bad value in a full window: bool [layers].
@@ -205,8 +308,7 @@ class Evidence:
         with np.errstate(over="ignore"):
             ratio = values / self._limits
             decibels = 10.0 ** ((self._limits - values) / 20.0)
-        below = np.array([kind.below for kind in STATISTICS])[:, None, None]
-        factors = np.where(values == 0, 0.0, np.where(below, decibels, ratio))
+        factors = np.where(values == 0, 0.0, np.where(_BELOW, decibels, ratio))
         return np.nan_to_num(factors).max(axis=(0, 1, 3))
 
     def describe(self, layer: int, over: Bools) -> dict[str, dict[str, Any]]:
@@ -223,13 +325,22 @@ class Evidence:
 
     def state_dict(self) -> Meta:
         """JSON-able."""
-        return {"recent": _listed(self._recent), "amax": _listed(self._amax), "samples": self._samples}
+        arrays = {"recent": self._recent, "amax": self._amax, "scale": self._scale}
+        arrays |= {"score": self._score.value, "bad": self._score.bad}
+        return {**{name: _listed(values) for name, values in arrays.items()}, "samples": self._samples}
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same layers and window gave."""
+        """Restore what `state_dict` of the same layers and window gave. Older ones have no scales, and
+        no score: what is in their windows makes it."""
         self._recent = _array(meta["recent"]).reshape(self._recent.shape)
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
+        if "scale" in meta:
+            self._scale = _array(meta["scale"]).reshape(self._scale.shape)
+        if "score" in meta:
+            self._score.restore(_array(meta["score"]), _array(meta["bad"]))
+        else:
+            self._score.count((np.nan_to_num(self._recent) != 0).sum(axis=0).astype(np.float32))
 
     def _spread(self, values: npt.NDArray[np.float32]) -> Floats:
         """[slots] -> [layers, roles], NaN for slots that are not reported."""

@@ -1,10 +1,10 @@
 """Which FP8 layers should run in BF16, and when a whole run should: the same decision on every rank, no torch.
 
-A slot is bad at a step when one of its statistics is beyond its limit (see `FallbackConfig`). A layer with a slot and
-statistic that was bad in `hits` of the last `window` observations asks to be demoted. Its tensors go on being measured,
-as if they were still quantised. It may come back once it stayed for its dwell time, which grows with every demotion of
-the same layer, and nothing was bad for a whole window. After a bad sample of what is not measured at every step it asks
-for samples at every step, for a window.
+A slot is bad at a step when one of its statistics is beyond its limit. A layer with a slot and statistic whose score
+says that it was bad often enough, and far enough, asks to be demoted (see `FallbackConfig`). Its tensors go on being
+measured, as if they were still quantised. It may come back once it stayed for its dwell time, which grows with every
+demotion of the same layer, and nothing was bad for a whole window. After a bad sample of what is not measured at every
+step it asks for samples at every step, for a window.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FallbackController(KeptWindow):
     """
 
     key = "fallback"
-    kept = ("demoted", "fresh", "since", "demotions", "asked", "over_budget_at", "stuck_since", "lowering")
+    kept = ("demoted", "fresh", "since", "demotions", "stays", "asked", "over_budget_at", "stuck_since", "lowering")
 
     def __init__(self, policy: FallbackConfig, layers: Sequence[str]) -> None:
         self.policy = policy
@@ -51,6 +51,8 @@ class FallbackController(KeptWindow):
         self._fresh: Bools = np.zeros(count, dtype=np.bool_)
         self._since: npt.NDArray[np.int64] = np.full(count, _NEVER, dtype=np.int64)
         self._demotions: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
+        # Stays in BF16 that belong together: how long the next one is goes by them.
+        self._stays: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         self._asked: npt.NDArray[np.int64] = np.full(count, _NEVER, dtype=np.int64)
         self._over_budget_at = _NEVER
         self._stuck_since = _NEVER
@@ -67,7 +69,11 @@ class FallbackController(KeptWindow):
         if not self.policy.enabled or facts.slots is None or facts.fell_back_to or self._lowering:
             return quiet
         self._follow(facts)
-        if not facts.applied or facts.applied_steps <= self.policy.warmup_steps:
+        if not facts.applied:
+            return quiet
+        if facts.applied_steps <= self.policy.warmup_steps:
+            if facts.applied_steps > 1:  # the first step's scales are of no tensor
+                self._evidence.note(facts.slots)
             return quiet
         # A layer just back in FP8 used a scale made from shadow values: its first ratio says nothing of the next ones.
         self._evidence.record(facts.slots, self._fresh)
@@ -90,6 +96,11 @@ class FallbackController(KeptWindow):
             return
         self._evidence.forget(changed)
         self._asked[changed] = _NEVER
+        for index in np.flatnonzero(changed & demoted).tolist():
+            # A layer that did well in FP8 for longer than it would stay away now left for another reason.
+            stays = int(self._stays[index]) + 1
+            again = self._since[index] != _NEVER and facts.step - self._since[index] < self.policy.dwell(stays)
+            self._stays[index] = stays if again else 1
         self._since[changed] = facts.step
         self._demotions += changed & demoted
         self._fresh = (self._fresh | changed) & ~demoted
@@ -125,7 +136,7 @@ class FallbackController(KeptWindow):
 
     def _returning(self, step: int, ready: Bools) -> list[int]:
         candidates = np.flatnonzero(self._demoted & self._evidence.clean() & ready).tolist()
-        return [i for i in candidates if step - self._since[i] >= self.policy.dwell(int(self._demotions[i]))]
+        return [i for i in candidates if step - self._since[i] >= self.policy.dwell(int(self._stays[i]))]
 
     def _switch(self, step: int, demote: list[int], promote: list[int], over: Bools) -> Verdict:
         down = {self.layers[i]: self._describe(i, over) for i in demote}
@@ -190,7 +201,8 @@ class FallbackController(KeptWindow):
                 )
             )
         self._evidence.load_state_dict(meta["evidence"])
-        super().load_state_dict(meta)
+        # States from before stays were told apart: each counts.
+        super().load_state_dict({"stays": meta["demotions"], **meta})
 
 
 def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:

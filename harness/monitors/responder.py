@@ -11,7 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.core.facts import SWITCH_DELAY, Action, Continue, Halt, Limits, Rollback, StepFacts, Switch, Verdict
+from harness.core.facts import (
+    SWITCH_DELAY,
+    Action,
+    Continue,
+    Halt,
+    Limits,
+    Rollback,
+    StepFacts,
+    Switch,
+    Verdict,
+    is_sampled,
+)
 from harness.core.protocols import NO_LIMITS, Monitor, PrecisionBackend
 
 if TYPE_CHECKING:
@@ -149,7 +160,7 @@ class Judge:
     """Monitors and responder of one run; switches and limits are kept in its state until their step has come.
 
     precision: what switches are carried out on. held: layers (padded names) that the user demoted, which stay so.
-    comparison: of the ranks' weights, None where there is nothing to compare.
+    comparison: of the ranks' weights, None where there is nothing to compare. seed: of the steps that are sampled.
     """
 
     config: GuardConfig
@@ -158,6 +169,7 @@ class Judge:
     monitors: Sequence[Monitor]
     held: set[str] = field(default_factory=set[str])
     comparison: RankComparison | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         self.responder = Responder(self.config, self.state.ledger)
@@ -219,9 +231,9 @@ class Judge:
         return self.state.limits.get(self.state.step + 1, NO_LIMITS)
 
     def samples(self, every: int) -> bool:
-        """Whether the next step measures the FP8 statistics that cost: every so many steps, all in dense sampling."""
+        """Whether the next step measures the FP8 statistics that cost: one in so many, and all in dense sampling."""
         step = self.state.step + 1
-        return step % every == 0 or step in self.state.dense_sampling
+        return is_sampled(self.seed, step, every) or step in self.state.dense_sampling
 
     def compared(self, step: int) -> tuple[tuple[str, ...], Tensor | None]:
         """After the update of `step`: the parameters whose bits were compared between ranks, and which of them differ.

@@ -71,10 +71,12 @@ class Precision:
     schedulers. Evaluate inside `evaluating()`: that leaves no trace in the FP8 state. Without `wrap` do not clip or
     read gradients between `backward` and `step`: under fp16 they are scaled; pass `max_grad_norm` instead.
     docs/precision.md has the details.
+
+    seed: of the steps in which FP8 statistics are sampled, the same on every rank; `harness train` takes `train.seed`.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, seed: int = 0) -> None:
+        self.recipe, self.seed = recipe, seed
         self._prepared: Prepared | None = None
         self._standard: Standard | None = None
         self._inside = self.in_backward = self._training = False
@@ -82,9 +84,9 @@ class Precision:
         self._loss = torch.zeros(())
 
     @classmethod
-    def from_recipe(cls, name_or_path: str) -> Precision:
+    def from_recipe(cls, name_or_path: str, seed: int = 0) -> Precision:
         """A shipped recipe by name or your own by path. Raises ConfigError with every problem in it."""
-        return cls(load_recipe(name_or_path))
+        return cls(load_recipe(name_or_path), seed)
 
     def prepare(self, model: M) -> M:
         """Decide for every module of `model`, convert it in place and return it.
@@ -100,7 +102,7 @@ class Precision:
         """
         if self._prepared is not None:
             raise misuse("prepare()", "it was called before", fix="make one Precision for each model")
-        self._prepared = Prepared(self.recipe, model)
+        self._prepared = Prepared(self.recipe, model, self.seed)
         self._end_window(self._prepared)
         return model
 
@@ -305,7 +307,7 @@ class Precision:
     def stats(self) -> SlotStats | None:
         """Per-slot statistics of the last step, read to the host now; None before the first and without FP8 layers.
 
-        underflow, clipped and sqnr_db are NaN except every `fp8.stats_every` steps, and for a while after a bad one.
+        underflow, clipped and sqnr_db are NaN but in one of `fp8.stats_every` steps, and for a while after a bad one.
         """
         facts = self.facts()
         return None if facts is None else facts.slots

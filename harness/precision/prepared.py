@@ -50,7 +50,7 @@ class Prepared:
     a continuation needs; parts: what is ours of it, as a guard adds model and optimizers.
     """
 
-    def __init__(self, recipe: Recipe, model: nn.Module) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Module, seed: int = 0) -> None:
         facts = probe()
         unusable = check_usable(facts)
         if unusable:
@@ -80,7 +80,7 @@ class Prepared:
             parts["loss_scale"] = self.loss_scale
         self.parts = tuple(parts)
         self.state = TrainState(parts)
-        self.judge = Judge(self.context.guard, self.state, self.backend, monitors)
+        self.judge = Judge(self.context.guard, self.state, self.backend, monitors, seed=seed)
 
     def watch(
         self,
@@ -93,7 +93,7 @@ class Prepared:
         self.guarded, self.known = True, list(optimizers)
         self.forward_clock = ForwardClock(self.device) if world_size() > 1 else None
         self.state.parts["monitors"] = MonitorsPart(monitors)
-        self.judge = Judge(config, self.state, self.backend, monitors, self.judge.held, comparison)
+        self.judge = Judge(config, self.state, self.backend, monitors, self.judge.held, comparison, self.judge.seed)
         return self.judge
 
     def moved(self) -> str:

@@ -72,7 +72,9 @@ class Fp8Config(Strict):
         default="tensorwise", description="torchao rungs only, which scale dynamically: its recipe name"
     )
     scrub_inf: bool = Field(default=True, description="drop an infinite amax; false: as TE, it freezes the scale")
-    stats_every: int = Field(default=10, ge=1, description="steps between samples of underflow, clipped share and SQNR")
+    stats_every: int = Field(
+        default=10, ge=1, description="one of so many steps, drawn by a seed, samples underflow, clipped share and SQNR"
+    )
 
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Fp8Config:

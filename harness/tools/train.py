@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -32,6 +33,7 @@ from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
+from harness.core.files import step_name
 from harness.core.state import lost_ledger, state_bytes
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
@@ -88,7 +90,7 @@ def train(request: Request) -> int:
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
-        if is_finished(folder, config.train.steps):
+        if is_finished(folder, config.train.steps) and _end_is_saved(folder):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
@@ -120,11 +122,13 @@ def train(request: Request) -> int:
             # Before config.yaml forgets where the last save of a run without room may be.
             for spare in spare_folders(folder, config.checkpoint.emergency_path) if resuming else ():
                 back += filter(None, [bring_back(open_store(folder, worker), spare)])
-            if source and not resuming:
-                write_source(folder, source)
-            if not resuming:
-                write_config(folder, config)
-                write_plan(folder, plan.as_dict())
+            with _writing(folder):
+                if source and not resuming:
+                    write_source(folder, source)
+                if not resuming:
+                    write_config(folder, config)
+                    write_plan(folder, plan.as_dict())
+                forget_outcome(folder)
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
@@ -164,8 +168,9 @@ def train(request: Request) -> int:
                     raise
                 _tell_changes(run, resumed, source)
                 if lead and resuming:  # what does not load changes nothing
-                    write_config(folder, config)
-                    write_plan(folder, plan.as_dict())
+                    with _writing(folder):
+                        write_config(folder, config)
+                        write_plan(folder, plan.as_dict())
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, plan, outcome)
@@ -248,6 +253,24 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
         fix = "move it away, or give the run another --name"
         return [Problem("the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix)]
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
+
+
+def _end_is_saved(folder: Path) -> bool:
+    """Whether there is a checkpoint of the step that outcome.json ends with: the file may be another run's."""
+    return (folder / "checkpoints" / step_name(read_outcome(folder)["step"])).is_dir()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError for a file of the run that cannot be written, such as one in whose place there is a
+    folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = error.filename2 or error.filename or folder
+        fix = "move away what is there, or make room"
+        raise CheckpointError(Problem("cannot be written", str(where), error.strerror or str(error), fix)) from error
 
 
 def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:

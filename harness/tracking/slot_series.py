@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from harness.core.config import TrackingConfig
 from harness.core.errors import some
-from harness.core.facts import ROLES, SlotStats, StepFacts
-from harness.core.metrics import role_row
+from harness.core.facts import ROLES, SAMPLED, SlotStats, StepFacts
+from harness.core.metrics import SLOT_ROWS, role_row
 from harness.tracking.journal import JOURNAL, read_rows
 from harness.tracking.slot_file import FIGURES, SLOT_FILE, Floats, SlotFile, SlotSteps, stacked
 
@@ -29,6 +29,7 @@ MAX_PICKED = 6
 PICKED = "fp8.picked"
 DEMOTED, NEAR = "its layer left FP8", "beyond a limit of the fallback"
 _NAMED = 8
+_SAMPLED = np.array([SLOT_ROWS[name].often == SAMPLED for name in FIGURES])[:, None]
 _WORST = (("saturation", False), ("underflow", False), ("sqnr_db", True))
 Told = dict[str, Any]
 """An event's code and fields."""
@@ -67,8 +68,8 @@ class Kept:
     """What of a step's FP8 figures goes into its row.
 
     with_slots: series of single slots, of those in `picked`, or of all where it is None. figures: of the roles.
-    events: of what was picked, and of what was not for want of room. worst: tags that changed. step,
-    slots: whose they are, where they are told after the step's row.
+    events: of what was picked, and of what was not for want of room. worst: tags that changed. slots: with what was
+    last sampled since the row before, where the step itself was not; step: its number where told after its row.
     """
 
     with_slots: bool = False
@@ -97,6 +98,7 @@ class SlotSeries:
         self._next: tuple[int, int] | None = None
         self._low: Floats = np.zeros((len(FIGURES), 0), np.float32)
         self._high: Floats = self._low
+        self._newest: Floats = self._low
         self._last: tuple[StepFacts, int] | None = None
         self._worst: dict[str, str] = {}
 
@@ -111,11 +113,10 @@ class SlotSeries:
         self._next = attempt, facts.step + 1
         if self.file is not None:
             self.file.add(attempt, facts.step, slots)
-        now = stacked(slots)
-        self._low, self._high = np.fmin(self._low, now), np.fmax(self._high, now)
+        self._note(stacked(slots))
         fresh = self._pick(facts, slots, events)
         if facts.step % self.config.fp8_every == 0:
-            return self._row(facts.step, now, events)
+            return self._row(facts.step, slots, events)
         self._last = facts, attempt
         if fresh:  # what it was picked for must be seen
             return Kept(True, fresh, events=events)
@@ -127,14 +128,20 @@ class SlotSeries:
             return Kept()
         facts, slots = self._last[0], self._last[0].slots
         assert slots is not None
-        return replace(self._row(facts.step, stacked(slots), []), step=facts.step, slots=slots)
+        return replace(self._row(facts.step, slots, []), step=facts.step)
 
-    def _row(self, step: int, now: Floats, events: list[Told]) -> Kept:
-        low, high = self._low, self._high
-        figures = role_row(self._names, now, low, high)
+    def _row(self, step: int, slots: SlotStats, events: list[Told]) -> Kept:
+        low, high, newest = self._low, self._high, self._newest
+        figures = role_row(self._names, newest, low, high)
         self._forget()
         chosen = None if self._all else {*self._asked, *self._picked}
-        return Kept(True, chosen, figures, events, self._changed(step, low, high))
+        told = replace(slots, **dict(zip(FIGURES, newest, strict=True)))
+        return Kept(True, chosen, figures, events, self._changed(step, low, high), slots=told)
+
+    def _note(self, now: Floats) -> None:
+        """One more step since the row before. Samples come at steps of their own, and are told by the next row."""
+        self._low, self._high = np.fmin(self._low, now), np.fmax(self._high, now)
+        self._newest = np.where(np.isnan(now) & _SAMPLED, self._newest, now)
 
     @property
     def _all(self) -> bool:
@@ -142,7 +149,7 @@ class SlotSeries:
 
     def _forget(self) -> None:
         self._low = np.full((len(FIGURES), len(self._names)), np.nan, np.float32)
-        self._high = self._low
+        self._high = self._newest = self._low
         self._last = None
 
     def _begin(self, attempt: int, step: int, names: tuple[str, ...]) -> Iterator[Told]:
@@ -164,7 +171,7 @@ class SlotSeries:
             return
         for _, then, values in standing.read(since + 1):
             if then == names:
-                self._low, self._high = np.fmin(self._low, values), np.fmax(self._high, values)
+                self._note(values)
 
     def _patterns(self, names: Sequence[str], asked: Sequence[str]) -> Iterator[Told]:
         for pattern in self.config.fp8_slots:

@@ -64,6 +64,8 @@ PASS(int, rmdir, (const char *path), (path), 1)
 
 ssize_t write(int fd, const void *data, size_t size) {
     REAL(write);
+    struct stat status;
+    if (mode == OFF || fstat(fd, &status) || !S_ISREG(status.st_mode)) return real(fd, data, size);  /* a socket, a pipe */
     if (mode == KILL && count + 1 == target) real(fd, data, size / 2);
     return hit(0) ? -1 : real(fd, data, size);
 }

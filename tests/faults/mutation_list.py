@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from data_mutations import DATA
 from dataset_mutations import DATASET
+from fallback_mutations import FALLBACK
 from foreign_mutations import FOREIGN
 from guard_mutations import GUARD
 from huggingface_mutations import HUGGING_FACE
@@ -24,6 +25,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *RESUME,
     *PROCESS,
     *GUARD,
+    *FALLBACK,
     *LOOP,
     *TRACKING,
     *DATA,

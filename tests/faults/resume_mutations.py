@@ -106,8 +106,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         12,
         "skipped steps are no evidence",
-        "if not facts.applied or facts.applied_steps <= self.policy.warmup_steps:",
-        "if facts.applied_steps <= self.policy.warmup_steps:",
+        "        if not facts.applied:\n            return quiet\n        if facts.applied_steps <=",
+        "        if facts.applied_steps <=",
         "tests/faults/test_detector_windows.py",
     ),
     Mutation(
@@ -211,8 +211,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "a change that does not load is not written",
-        "if not resuming:\n                write_config(folder, config)",
-        "if True:\n                write_config(folder, config)",
+        "if not resuming:\n                    write_config(folder, config)",
+        "if True:\n                    write_config(folder, config)",
         "tests/e2e/test_resume.py -k cannot_be_accepted",
     ),
     Mutation(

@@ -187,4 +187,18 @@ SURVIVAL: tuple[Mutation, ...] = (
         "if refused := []:",
         "tests/faults/test_other_files.py -k held_to",
     ),
+    Mutation(
+        27,
+        "a file of the run that cannot be replaced is named",
+        "    except OSError as error:\n        where = error.filename2",
+        "    except ZeroDivisionError as error:\n        where = error.filename2",
+        "tests/faults/test_other_files.py -k folder_in",
+    ),
+    Mutation(
+        27,
+        "an outcome counts with its checkpoint",
+        "if is_finished(folder, config.train.steps) and _end_is_saved(folder):",
+        "if is_finished(folder, config.train.steps):",
+        "tests/faults/test_deleted_checkpoints.py -k outcome",
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -101,6 +102,18 @@ def test_one_that_was_set_aside_once_is_missed_when_it_is_deleted(tmp_path: Path
     refused = train(tmp_path, *RUN, "train.steps=17")
     assert refused.returncode == 2, refused.stdout
     assert "the checkpoint of step 15 was saved" in refused.stdout
+
+
+def test_an_outcome_without_its_checkpoint_is_not_believed(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    assert train(tmp_path, *RUN, "train.steps=12").returncode == 0
+    outcome = json.loads((run / "outcome.json").read_text())
+    (run / "outcome.json").write_text(json.dumps({**outcome, "step": 20}))
+    done = train(tmp_path, *RUN, "train.steps=20")
+    assert done.returncode == 0, done.stdout
+    assert "resumed at step 12" in done.stdout
+    assert {step for step, _ in metrics(run)} == set(range(1, 21))
+    assert "has finished its 20 steps" in train(tmp_path, *RUN, "train.steps=20").stdout
 
 
 def test_a_run_that_was_killed_before_its_first_save_starts_over_and_says_so(tmp_path: Path) -> None:

@@ -120,9 +120,16 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "an extreme of a step before a kill is told after the resume",
-        "                self._low, self._high = np.fmin(self._low, values), np.fmax(self._high, values)\n",
+        "                self._note(values)\n",
         "                pass\n",
         "tests/unit/tracking/test_slot_series.py -k goes_on",
+    ),
+    Mutation(
+        18,
+        "a row has the last sample since the row before",
+        "np.where(np.isnan(now) & _SAMPLED, self._newest, now)",
+        "now",
+        "tests/unit/tracking/test_slot_series.py -k last_sample",
     ),
     Mutation(
         18,

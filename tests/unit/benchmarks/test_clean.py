@@ -79,13 +79,16 @@ def test_the_study_tells_what_ran_and_what_the_controller_made_of_it(
     assert f"1 of 3 with a switch, 95% upper bound {record['real']['upper']:.2%}" in printed
 
 
-def test_sustained_is_the_value_that_enough_of_a_window_reach() -> None:
+def test_sustained_is_the_limit_that_a_series_just_keeps_to() -> None:
     series = np.array([1, 9, 1, 1, 5, 1, 1, 7, 1, 1, 1, 1, 1, 3], dtype=np.float32)
-    assert sustained(series, hits=1, window=4) == 9
-    assert sustained(series, hits=2, window=4) == 5
-    assert sustained(series, hits=3, window=7) == 5
-    assert sustained(series, hits=3, window=6) == 1
-    assert sustained(series[:3], hits=2, window=8) == 1
+    assert sustained(series, FallbackConfig(hits=1, window=4), below=False) == pytest.approx(9, rel=1e-5)
+    for hits, window in ((2, 4), (3, 7), (3, 6)):
+        policy = FallbackConfig(hits=hits, window=window, warmup_steps=1)
+        found = sustained(series, policy, below=False)
+        assert 1 <= found <= 7
+        turned = sustained((-6.0205999 * np.log2(series)).astype(np.float32), policy, below=True)
+        assert turned == pytest.approx(-6.0205999 * np.log2(found), abs=1e-3), "decibels below, factors above"
+    assert sustained(series[:3], FallbackConfig(hits=2, window=8), below=False) == 1
 
 
 def test_a_limit_beyond_what_is_sustained_keeps_the_layer_one_under_not() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -58,31 +57,38 @@ def test_a_persistently_clipped_slot_demotes_its_layer_alone(slot: str, excess: 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_first_demotion_is_the_k_of_n_rule_to_the_step(data: st.DataObject) -> None:
-    """Oracle: the rule written down once more with one deque a slot and statistic."""
-    policy = FallbackConfig(hits=2, window=4, warmup_steps=1, max_demoted_share=1.0, dwell_steps=10_000)
+def test_the_first_demotion_is_the_scores_to_the_step(data: st.DataObject) -> None:
+    """Oracle: the rule of `FallbackConfig` written down once more, one slot and statistic at a time."""
+    hits, window = data.draw(st.sampled_from([(2, 4), (3, 8), (1, 2), (1, 1), (3, 3)]))
+    policy = FallbackConfig(hits=hits, window=window, warmup_steps=1, max_demoted_share=1.0, dwell_steps=10_000)
+    taken = 0.5 / (window - hits) if window > hits else 1.0
+    enough = hits - 0.5 if window > hits else hits
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     share_bad = data.draw(st.floats(0.02, 0.3))
     expected: dict[str, int] = {}
-    seen: dict[tuple[str, str], deque[bool]] = {}
+    seen: dict[tuple[str, str], tuple[float, int]] = {}
     applied_steps = 0
     trace: list[StepFacts] = []
-    for step in range(30):
+    for step in range(60):
         applied = bool(rng.random() < 0.8)
         applied_steps += applied
-        ratios = {n: LIMIT[n.rpartition(".")[2]] * (2.0 if rng.random() < share_bad else 0.5) for n in NAMES}
+        far = 2.0 ** rng.uniform(0.01, 4)
+        ratios = {n: LIMIT[n.rpartition(".")[2]] * (far if rng.random() < share_bad else 0.5) for n in NAMES}
         flushed = {n: 0.6 if rng.random() < share_bad else 0.1 for n in NAMES if rng.random() < 0.4}
         trace.append(make_facts(step, ratios, flushed, applied=applied, applied_steps=applied_steps))
         if not applied or applied_steps <= policy.warmup_steps:
             continue
         for name in NAMES:
             layer, _, role = name.rpartition(".")
-            window = seen.setdefault((name, "saturation"), deque(maxlen=policy.window))
-            window.append(ratios[name] > LIMIT[role])
-            if name in flushed:
-                seen.setdefault((name, "underflow"), deque(maxlen=policy.window)).append(flushed[name] > 0.25)
-            if any(sum(seen.get((name, s), ())) >= policy.hits for s in ("saturation", "underflow")):
-                expected.setdefault(layer, step)
+            observed = {"saturation": ratios[name] / LIMIT[role]}
+            observed |= {"underflow": flushed[name] / 0.25} if name in flushed else {}
+            for kind, value in observed.items():
+                score, bad = seen.get((name, kind), (0.0, 0))
+                score += 1 + math.log2(value) / 2 if value > 1 else -taken
+                score = min(max(score, 0.0), enough + 0.5)
+                seen[name, kind] = score, bad + (value > 1) if score > 0 else 0
+                if score >= enough and seen[name, kind][1] >= hits:
+                    expected.setdefault(layer, step)
     controller = FallbackController(policy, LAYERS)
     found: dict[str, int] = {}
     for facts in trace:
@@ -93,10 +99,47 @@ def test_the_first_demotion_is_the_k_of_n_rule_to_the_step(data: st.DataObject) 
     assert found == expected
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 7, 10, 15, 25])
+@pytest.mark.parametrize("role", ROLES)
+def test_an_overflow_that_comes_ever_so_often_demotes_at_the_third_time(every: int, role: str) -> None:
+    slot = f"{LAYERS[1]}.{role}"
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        return make_facts(step, {slot: 128 * LIMIT[role]} if step % every == 0 and step else None, demoted=demoted)
+
+    (step, switch), *_ = drive(FallbackController(FallbackConfig(), LAYERS), trace, range(5 * every + 10))
+    first = next(step for step in range(1, 100) if step % every == 0 and step > 1)
+    assert (step, switch.demote) == (first + 2 * every, (LAYERS[1],))
+
+
+@pytest.mark.parametrize(("excess", "acts"), [(1.01, 4), (2.0, 3), (8.0, 3)])
+def test_the_further_over_the_fewer_are_needed_of_those_far_apart(excess: float, acts: int) -> None:
+    """At every fourth step there are two in a window, however many windows: each of them is evidence."""
+    slot = f"{LAYERS[1]}.input"
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        return make_facts(step, {slot: LIMIT["input"] * excess} if step % 4 == 0 and step else None, demoted=demoted)
+
+    switches = drive(FallbackController(FallbackConfig(), LAYERS), trace, range(60))
+    assert [step for step, _ in switches] == [4 * acts]
+
+
+@pytest.mark.parametrize("bad", [[20], [20, 21], [20, 40], [20, 90, 160, 230], [20, 60, 61, 140]])
+def test_a_few_overflows_far_apart_are_no_fault(bad: list[int]) -> None:
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        return make_facts(step, {NAMES[2]: 1e6} if step in bad else None, demoted=demoted)
+
+    assert drive(FallbackController(FallbackConfig(), LAYERS), trace, range(1000)) == []
+
+
 @settings(max_examples=25, deadline=None)
-@given(dwell=st.integers(5, 40), period=st.integers(1, 60), steps=st.integers(200, 600), role=st.sampled_from(ROLES))
+@given(dwell=st.integers(5, 40), period=st.integers(1, 40), steps=st.integers(200, 600), role=st.sampled_from(ROLES))
 def test_flapping_is_bounded_by_the_back_off(dwell: int, period: int, steps: int, role: str) -> None:
-    """The m-th demotion cannot come before dwell * (2^(m-1) - 1) steps, so switches grow with the logarithm."""
+    """The m-th demotion cannot come before dwell * (2^(m-1) - 1) steps, so switches grow with the logarithm.
+
+    As long as no calm is longer than the stay that would follow it.
+    """
+    period = min(period, dwell)
     policy = FallbackConfig(dwell_steps=dwell, hits=1, window=2)
     slot = f"{LAYERS[0]}.{role}"
 
@@ -152,6 +195,23 @@ def test_a_demoted_layer_returns_after_its_dwell_and_the_dwell_doubles() -> None
     assert steps[3] - steps[2] == 2 + 40
     # Back in FP8 two steps later, of which the first is no evidence, then three hits.
     assert steps[2] - steps[1] == 2 + 3
+
+
+@pytest.mark.parametrize("far_apart", [True, False])
+def test_only_a_layer_that_leaves_again_soon_stays_away_for_longer(far_apart: bool) -> None:
+    """One value just over its limit, three times: what each costs does not depend on what was long ago."""
+    bad = (30, 200, 500) if far_apart else (30, 130, 330)
+    away = 0
+
+    def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
+        nonlocal away
+        away += len(demoted)
+        return make_facts(step, {NAMES[0]: 1.6} if step in bad else None, demoted=demoted)
+
+    switches = drive(FallbackController(FallbackConfig(hits=1), LAYERS), trace, range(1, 1001))
+    assert [step for step, switch in switches if switch.demote] == list(bad)
+    stays = 3 * [50] if far_apart else [50, 100, 200]
+    assert away == sum(stays) + 2 * len(stays), "two steps from the decision to return to the first one back"
 
 
 def test_a_role_that_is_never_reported_does_not_keep_a_layer_away() -> None:
@@ -224,7 +284,8 @@ def test_over_budget_the_worst_leave_and_the_rest_is_told_once_a_streak() -> Non
             demoted = (*demoted, *proposal.demote)
     assert demoted == (LAYERS[4], LAYERS[3], LAYERS[2])
     told = [verdict for verdict in verdicts if verdict.code == "precision.budget"]
-    assert [verdict.step for verdict in told] == [5, 47]
+    # In the calm of 20 steps the score of 3 falls to 1, so that the first bad one counts.
+    assert [verdict.step for verdict in told] == [5, 45]
     assert sorted(told[0].evidence["layers"]) == [LAYERS[0], LAYERS[1]]
     assert told[0].evidence["allowed"] == 3
 

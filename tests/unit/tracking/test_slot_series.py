@@ -177,3 +177,40 @@ def test_a_last_step_beside_the_rhythm_has_its_figures() -> None:
     figures(policy, 20, start=14)
     assert not policy.rest(1).with_slots, "step 20 has its row"
     assert not policy.rest(2).with_slots
+
+
+def sampled_in(*steps: int) -> Change:
+    """Clipped share, underflow and SQNR were measured in these steps alone."""
+
+    def change(step: int, slots: SlotStats) -> None:
+        if step not in steps:
+            for figure in ("clipped", "underflow", "sqnr_db"):
+                getattr(slots, figure)[:] = math.nan
+
+    return change
+
+
+def test_a_row_has_the_last_sample_since_the_row_before(tmp_path: Path) -> None:
+    change = sampled_in(4, 7, 33)
+    policy = series(tmp_path)
+    kept = figures(policy, 37, change=change)
+    sample, now = facts(7).slots, facts(10).slots
+    assert sample is not None
+    assert now is not None
+    told = kept[10].slots
+    assert told is not None
+    assert (told.underflow == sample.underflow).all()
+    assert (told.amax == now.amax).all(), "what every step measures is of the step itself"
+    assert kept[10].figures["fp8/input/underflow_p90"] in sample.underflow
+    for step in (20, 30):
+        found = kept[step].slots
+        assert found is not None
+        assert np.isnan(found.underflow).all(), "nothing was sampled since the row before"
+        assert not any("underflow" in name for name in kept[step].figures)
+    last, of_33 = policy.rest(1).slots, facts(33).slots
+    assert last is not None
+    assert of_33 is not None
+    assert (last.sqnr_db == of_33.sqnr_db).all()
+    again = figures(series(tmp_path), 40, start=36, change=change)[40]
+    assert again.slots is not None
+    assert (again.slots.sqnr_db == of_33.sqnr_db).all(), "of step 33, which was not run again"

@@ -1,0 +1,64 @@
+"""What the fallback sees, and when it acts."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+FALLBACK = (
+    Mutation(
+        16,
+        "samples share no period with a fault",
+        "    return block * every + drawn % every + 1\n",
+        "    return block * every + every\n",
+        "tests/unit/precision/test_sampled_faults.py",
+    ),
+    Mutation(
+        16,
+        "evidence weighs how far over, not only how often",
+        "1 + _PER_OCTAVE * octaves",
+        "1",
+        "tests/unit/monitors/test_fallback.py -k ever_so_often",
+    ),
+    Mutation(
+        16,
+        "one or two overflows, however large, are no fault",
+        " & (self.bad >= self._hits)",
+        "",
+        "tests/unit/monitors/test_fallback.py -k few_overflows",
+    ),
+    Mutation(
+        16,
+        "one that leaves long after its return does not stay away for longer",
+        "self._stays[index] = stays if again else 1",
+        "self._stays[index] = stays",
+        "tests/unit/monitors/test_fallback.py -k leaves_again_soon",
+    ),
+    Mutation(
+        16,
+        "a healthy fast start keeps its layers",
+        "limits[_SATURATION] *= headroom",
+        "pass",
+        "tests/unit/monitors/test_fast_starts.py -k keeps_its_layers",
+    ),
+    Mutation(
+        16,
+        "what a growing tensor clips is no fault",
+        "grown = (headroom > 1) & (values[_SATURATION] <= headroom)",
+        "grown = headroom > 99",
+        "tests/unit/monitors/test_fast_starts.py -k over_the_edge",
+    ),
+    Mutation(
+        16,
+        "growth hides no fault",
+        "0.0, np.log2(_MOST)",
+        "0.0, 99.0",
+        "tests/unit/monitors/test_fast_starts.py -k taken_for_growth",
+    ),
+    Mutation(
+        16,
+        "the score of sparse overflows is part of the state",
+        '            self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
+        "            pass\n",
+        "tests/unit/monitors/test_fallback.py -k mid_trace",
+    ),
+)

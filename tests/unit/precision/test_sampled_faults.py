@@ -1,0 +1,40 @@
+"""Faults of one step in so many, whatever the number and the phase: samples find them."""
+
+from __future__ import annotations
+
+import pytest
+from api_support import adamw, prepared, recipe, train_step
+from torch import Tensor, nn
+
+from harness import Precision
+from harness.core.facts import is_sampled
+
+pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
+FAINT = 2.0**-18
+STEPS = 100
+
+
+def demoted_at(model: nn.Sequential, precision: Precision, faint: set[int]) -> int:
+    """The first step of which the second layer ran in BF16, its input being faint in the steps of `faint`; 0: none."""
+    step = 0
+
+    def fade(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (given[0] * FAINT if step in faint else given[0],)
+
+    model[2].register_forward_pre_hook(fade)
+    optimizer = adamw(model, lr=1e-4)
+    for step in range(1, STEPS + 1):
+        switch = train_step(precision, model, optimizer, step).switch
+        if switch is not None:
+            assert switch.demote == ("02",)
+            return step + 1
+    return 0
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("every", [2, 7, 10])
+def test_a_fault_of_every_other_step_cannot_hide(phase: int, every: int) -> None:
+    precision, model = prepared(recipe(fp8={"stats_every": every}))
+    faint = {step for step in range(1, STEPS) if step % 2 == phase}
+    first = next(step for step in range(3, STEPS) if is_sampled(0, step, every) and step in faint)
+    assert 0 < demoted_at(model, precision, faint) <= first + 9
