@@ -36,6 +36,7 @@ _BEGINNINGS = (
     "config.yaml",
     "plan.json",
     "journal.jsonl",
+    "journal.seal.json",
     "fp8_telemetry.bin",
     "incidents.json",
     "shipper.json",

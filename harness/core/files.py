@@ -125,8 +125,9 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not.
+def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
+    """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not. sync:
+    without it a power cut may leave neither the old file nor the new one.
 
     One writer at a time: the temporary name `.<name>.tmp` is fixed, so a killed writer's leftover is replaced by the
     next one. Raises OSError.
@@ -136,12 +137,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with _new(temporary) as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            if sync:
+                os.fsync(stream.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def _new(path: Path) -> BinaryIO:
@@ -158,10 +161,10 @@ def dump_json(value: Any) -> bytes:
     return (json.dumps(value, allow_nan=False, indent=1) + "\n").encode()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as strict JSON. Raises OSError, and what `dump_json` raises."""
+def write_json(path: Path, value: Any, sync: bool = True) -> None:
+    """Replace `path` by `value` as strict JSON, see `atomic_file`. Raises OSError, and what `dump_json` raises."""
     data = dump_json(value)
-    with atomic_file(path) as stream:
+    with atomic_file(path, sync) as stream:
         stream.write(data)
 
 

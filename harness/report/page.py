@@ -122,9 +122,7 @@ def _details(event: Mapping[str, Any]) -> str:
 
 
 def _moment(seconds: float | None) -> str:
-    return (
-        "-" if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
-    )
+    return "-" if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -18,6 +18,7 @@ from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
+from harness.tracking.seal import spans
 
 MAX_NAMED = 8
 
@@ -50,6 +51,9 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
     if proof:
         lines.append(("FP8 proof", proof))
     lines += [("steps", _steps(history)), ("speed", _speed(history))]
+    if history.lost:
+        text = f"no figures of {len(history.lost)} steps: {spans(history.lost)}"
+        lines.append(("journal", f"{text}; what MLflow has: {tool('harness')} sync {short(history.run_dir)} --restore"))
     counts = Counter(event["code"] for event in history.events)
     told = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
     return [(label, clipped(text, MAX_TEXT)) for label, text in (*lines, ("events", told))]

@@ -45,7 +45,10 @@ def command(
     strict: Annotated[bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")] = False,
     accept_changed: Annotated[
         str,
-        typer.Option(metavar="KEY,...", help="what this resume may change: config keys, recipe, or checkpoint: gone"),
+        typer.Option(
+            metavar="KEY,...",
+            help="what may differ in this resume: config keys, recipe; checkpoint: the newest is gone",
+        ),
     ] = "",
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> int:

@@ -22,6 +22,7 @@ from harness.core.facts import ROLES
 from harness.core.files import MAX_LARGE, read_mapping
 from harness.core.metrics import SLOT_ROWS
 from harness.tracking.journal import JOURNAL, read_rows, require_run
+from harness.tracking.seal import LOSS, first_step
 from harness.tracking.slot_file import SlotSteps, rewritten
 
 SWITCHED = "precision.switched"
@@ -36,6 +37,7 @@ _OF_A_LAYER, _OF_A_RUNG = ("module", "precision", "backend"), ("rung", "reason")
 _DIGITS = 6
 MAX_TEXT = 4000
 """Characters of a text in a run folder that are shown."""
+MOST_LOST = 1 << 20
 _MAX_DEPTH = 16
 # Of an event: fields that readers rely on.
 _TEXTS, _NUMBERS = ("text", "reason", "path", "lowered"), ("to_step", "window")
@@ -108,6 +110,18 @@ class RunHistory:
         run["tags"] = {name: str(value) for name, value in run["tags"].items()}
         outcome = _fit(end | read_mapping(run_dir / "outcome.json"))
         return cls(run_dir, rows, events, run, _read_plan(run_dir / "plan.json"), outcome)
+
+    @cached_property
+    def lost(self) -> list[int]:
+        """Steps of the run that have no figures; none in a loop that is not ours, which tells of what it likes."""
+        known = self.series.get(LOSS)
+        if not known or self.of_own_loop:
+            return []
+        there = {*known, *self.abandoned.get(LOSS, {})}
+        first, last = first_step(self.run_dir), max(known)
+        if last - len(there) > MOST_LOST:  # nobody counts those of a step that somebody made up
+            last = 0
+        return [step for step in range(first or min(known), last + 1) if step not in there]
 
     @property
     def of_own_loop(self) -> bool:

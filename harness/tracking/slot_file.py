@@ -178,7 +178,7 @@ class SlotSteps:
         file.seek(frame.at + _HEADER.size)
         packed = hashlib.sha256(file.read(frame.size)).digest()
         if packed not in self._lists:
-            payload = _payload(file, frame, min(_MAX_NAMES, self._room[0])) or b"[]"
+            payload = _payload(file, frame, _MAX_NAMES) or b"[]"
             names = parse_json(payload)
             if not isinstance(names, list) or not all(
                 isinstance(each, str) and len(each) <= _MAX_NAME for each in names

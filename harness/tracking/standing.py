@@ -29,11 +29,13 @@ class StandingRows:
     happened to the process or its disk is no repetition: a run that fails twice at one step has failed twice.
 
     Rows by identity: (attempt, step, sorted metric names) or (attempt, step, event code). latest: time of the last row
-    of all, 0 if there is none. attempt: the highest of all, likewise.
+    of all, 0 if there is none. attempt, last: the highest attempt and step of all, likewise. Rows that were brought
+    back from MLflow are no evidence of bits.
     """
 
     latest: float = 0.0
     attempt: int = 0
+    last: int = 0
     _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(default_factory=lambda: defaultdict(list))
     _events: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
     _reported: bool = False
@@ -46,10 +48,11 @@ class StandingRows:
         for row in rows:
             standing.latest = max(standing.latest, row.get("time", 0.0))
             standing.attempt = max(standing.attempt, row.get("attempt", 0))
+            standing.last = max(standing.last, row.get("step", 0))
             # The step before too: a run that had done its last one is validated once more.
             if row.get("step", -1) < resume_step - 1:
                 continue
-            if row["kind"] == "metrics":
+            if row["kind"] == "metrics" and "restored" not in row:
                 values = row["metrics"]
                 standing._metrics[row["attempt"], row["step"], tuple(sorted(values))].append(values)
             elif row["kind"] == "event":

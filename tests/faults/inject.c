@@ -4,7 +4,7 @@
    files. KILL: die by SIGKILL before the n-th (a write puts down half of its bytes first, like a torn write).
    FULL: every call from the n-th on that needs space, and every fsync, fails with ENOSPC; removing still works.
    ONCE: the n-th call fails with EIO, removing excepted.
-   inject_disarm(): back to normal; returns how many calls failed. */
+   inject_disarm(): back to normal; returns how many calls failed, as inject_fired() does before. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -20,6 +20,7 @@ static int mode, target, count, fired;
 
 void inject_arm(int n, int how) { target = n; mode = how; count = fired = 0; }
 int inject_disarm(void) { mode = OFF; return fired; }
+int inject_fired(void) { return fired; }
 
 static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
 

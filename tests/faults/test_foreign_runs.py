@@ -111,7 +111,7 @@ def test_no_command_prints_what_a_terminal_obeys(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr, (line, done.stderr)
         said += f"\n{line[0]}\n{done.stdout}\n{done.stderr}"
         codes.append(done.returncode)
-    assert codes == [0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert codes == [0, 0, 0, 1, 0, 0, 0, 0, 0], "verify says that the journal was changed"
     said += (run / "report.html").read_text()
     for made in (*tmp_path.glob("out*/README.md"), run / "shipper.log"):
         said += made.read_text() if made.exists() else ""
@@ -202,9 +202,13 @@ def test_a_row_without_a_time_or_of_no_date_is_told_all_the_same(run_dir: Path) 
     assert "of no date" not in said, "a line that is no row"
 
 
+LONG = {"loss.skip": "text", "guard.halt": "reason", "run.started_from": "path", "guard.rollback": "else"}
+
+
 @pytest.mark.parametrize("size", [3 << 20, 10 << 20, 60 << 20])
 def test_a_line_without_an_end_is_shown_in_part_or_not_at_all(run_dir: Path, size: int) -> None:
-    append(run_dir, event("loss.skip", text="word " * (size // 5)))
+    append(run_dir, *(event(code, **{key: "word " * (size // 5)}) for code, key in LONG.items()))
+    (run_dir / "outcome.json").write_text('{"status": "halted"}')
     append(run_dir, event("precision.switched", demote=["blocks.0"] * (size // 12), promote=[]))
     with in_time():
         said = read_all(run_dir)
@@ -240,15 +244,22 @@ def endless_names() -> bytes:
     return zlib.compress(json.dumps([f"{number:0900d}" for number in range(18_000)]).encode(), 9)
 
 
+def blanks(count: int) -> Iterator[bytes]:
+    """No names in eight million bytes, all different."""
+    packer = zlib.compressobj(9)
+    head = packer.compress(b" " * (8 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    for number in range(count):
+        each = packer.copy()
+        yield head + each.compress(b"[]" + b" " * number) + each.flush()
+
+
 def frame(magic: bytes, payload: bytes, step: int = 1) -> bytes:
     return struct.pack("<4sIiq", magic, len(payload), 1, step) + payload
 
 
 SLOTS: Mapping[str, Callable[[], bytes]] = {
     "lists of names": lambda: frame(b"FP8n", endless_names()) * 2000,
-    "blank names": lambda: (
-        b"".join(frame(b"FP8n", zlib.compress(b" " * ((8 << 20) + n) + b"[]", 9)) for n in range(80)) * 20
-    ),
+    "blank names": lambda: b"".join(frame(b"FP8n", payload) for payload in blanks(1000)),
     "figures": lambda: (
         frame(b"FP8n", zlib.compress(b'["a.input"]'))
         + b"".join(frame(b"FP8s", zlib.compress(bytes(128 << 20), 9), step) for step in (1, 2)) * 60
@@ -311,7 +322,14 @@ def test_inspect_opens_no_tensors_without_an_end(run_dir: Path) -> None:
 
 
 def test_figures_that_are_not_finite_are_drawn(run_dir: Path) -> None:
-    names = ("train/loss", "val/loss", "train/loss_scale", "guard/rollbacks", "train/mfu", "fp8_saturation/$a$.input")
+    names = (
+        "train/loss",
+        "val/loss",
+        "train/loss_scale",
+        "guard/rollbacks",
+        "train/mfu",
+        r"fp8_saturation/$\frac$.input",
+    )
     for step, value in enumerate((math.inf, -math.inf, math.nan, 1.7e308, -1.7e308, 5e-324), start=2):
         row = {"kind": "metrics", "step": step, "attempt": 1, "time": 1.0, "metrics": dict.fromkeys(names, value)}
         spelled = json.dumps(row).replace("-Infinity", '"-Infinity"').replace(" Infinity", ' "Infinity"')
