@@ -77,6 +77,27 @@ FALLBACK = (
     ),
     Mutation(
         16,
+        "a layer that is dead behind another does not wait for its turn",
+        "            over = over | self._evidence.lost()\n",
+        "            pass\n",
+        "tests/unit/precision/test_sampled_faults.py -k every_carrier",
+    ),
+    Mutation(
+        16,
+        "what every step measures says when to measure more",
+        " or self._odd[among].any())",
+        ")",
+        "tests/unit/precision/test_sampled_faults.py -k every_carrier",
+    ),
+    Mutation(
+        16,
+        "a fault that is there from the start waits for no sample",
+        "return replace(quiet, sample_steps=self.policy.hits)",
+        "return quiet",
+        "tests/unit/monitors/test_evidence.py -k first_steps_are",
+    ),
+    Mutation(
+        16,
         "the score of sparse overflows is part of the state",
         '            self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
         "            pass\n",
