@@ -6,6 +6,8 @@ TORCH ?= $(patsubst $(VENV)/.ready-%,%,$(firstword $(wildcard $(VENV)/.ready-*) 
 RECIPE ?= fp8_hybrid
 CONFIG ?=
 ARGS ?=
+MINUTES ?= 20
+SEED ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TORCH)
@@ -16,7 +18,7 @@ EXTRAS_READY := $(VENV)/.extras-ready
 RUN := PYTHONDONTWRITEBYTECODE= PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-te test-paper test-slow test-extras test-ui test-gpu test-faults proof mutations lint clean
+.PHONY: help setup train test test-all test-te test-paper test-slow test-extras test-ui test-gpu test-faults attack proof mutations lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +68,9 @@ test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an ho
 	$(RUN) OMP_NUM_THREADS=1 FAULT_FIGURES="$(abspath build/figures.jsonl)" \
 	    python -m pytest -q --timeout 1200 -n 2 --dist worksteal -m "faults and not gpu" $(ARGS)
 	$(RUN) python tests/faults/reliability_page.py build/figures.jsonl docs/reliability.md
+
+attack: $(TEST_READY) ## random sequences of faults against small runs (MINUTES=20 SEED=; ARGS='--count 1': a failure again); adds to its ledger
+	$(RUN) OMP_NUM_THREADS=1 python tests/faults/attack.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 mutations: $(TEST_READY) ## take each protection away and see that a test notices (about an hour)
 	$(RUN) OMP_NUM_THREADS=1 python tests/faults/mutations.py $(ARGS)

@@ -22,6 +22,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,9 @@ def record_sequence(case: Mapping[str, Any]) -> dict[str, Any]:
 
 def record_cast(fmt: str, scale: float) -> dict[str, Any]:
     """One case of `casts`."""
-    import transformer_engine_torch as tex
     from transformer_engine.pytorch import Float8Quantizer
 
+    tex = import_module("transformer_engine_torch")  # found once Transformer Engine has loaded it, and not before
     dtype = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}[fmt]
     quantizer = Float8Quantizer(torch.full((1,), scale, device="cuda"), torch.zeros(1, device="cuda"), dtype)
     quantizer.set_usage(rowwise=True, columnwise=False)

@@ -85,10 +85,22 @@ def join_worker(config: RunConfig, launcher: str) -> Worker:
     problems += ENGINES[engine].lacking("cuda" if facts.cuda_available else "cpu")
     if problems:
         raise MachineError(problems)
+    if config.engine.deterministic:
+        _choose_deterministic_kernels()
     _set_threads(config.train.threads, launch)
     device = choose_device(launch)
     join(launch, device, config.engine.timeout_seconds)
     return Worker(launch, engine, device, facts, ProcessGroup(device))
+
+
+def _choose_deterministic_kernels() -> None:
+    """Of this process, before it first multiplies on a GPU: cuBLAS reads its workspace's size from the environment.
+
+    An operation that has no such kernel raises RuntimeError, which names it.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _set_threads(threads: int, launch: Launch) -> None:

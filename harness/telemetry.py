@@ -193,6 +193,7 @@ class Telemetry:
         """What the run is."""
         where = {} if self.folder is None else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
         self.journal.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
+        self._tell_damage()
 
     def ship(self) -> None:
         """Deliver the journal to MLflow from now on, in a process of its own; after the row of `begin` is written."""
@@ -219,8 +220,16 @@ class Telemetry:
     def flush(self) -> None:
         """Everything so far is on disk."""
         self.journal.flush()
+        self._tell_damage()
         if self.slots.file is not None:
             self.slots.file.flush()
+
+    def _tell_damage(self) -> None:
+        """Rows of the journal that somebody took away or changed."""
+        text, self.journal.damage = self.journal.damage, ""
+        if text:
+            later = f"; what MLflow has of them: harness sync {self.folder} --restore" if "no figures" in text else ""
+            self.tell(self.journal.last_step, "journal.changed", f"{JOURNAL} is not as this run left it: {text}{later}")
 
     def record(self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None) -> None:
         """One step, in order: its row, what was said of it, and the line on the screen.

@@ -56,12 +56,19 @@ class RollbackTargets:
         return {str(step): count for step, count in self._waiting.items()}
 
     def resumed(self, step: int, waiting: Mapping[str, int]) -> list[int]:
-        """The run goes on from the checkpoint of `step`, at whose save `waiting` was as given. Else as `saved`."""
+        """The run goes on from the checkpoint of `step`, at whose save `waiting` was as given. Later marks are of
+        what is gone, and are taken away. Else as `saved`.
+        """
         marked = manifest.read_marks(self._store.root)
         counts = {int(each): count for each, count in waiting.items() if each.isdecimal() and type(count) is int}
         there = self._store.steps()
         self._waiting = {each: count for each, count in counts.items() if each in there and each not in marked}
-        return self.saved(step)
+        good = self.saved(step)
+        try:
+            manifest.forget_after(self._store.root, step)
+        except OSError as error:
+            raise failed("marks of checkpoints that are gone cannot be taken away", self._store.root, error) from error
+        return good
 
     def newest_good(self) -> int | None:
         """Step of the newest good checkpoint that is there and verifies."""

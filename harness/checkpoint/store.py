@@ -25,6 +25,7 @@ from torch import Tensor
 from harness.checkpoint import manifest
 from harness.checkpoint.manifest import (
     MANIFEST,
+    MAX_TENSORS,
     STATE,
     TENSORS,
     check_folder,
@@ -35,7 +36,7 @@ from harness.checkpoint.manifest import (
     read_manifest,
 )
 from harness.core.errors import CheckpointError, MisuseError, Problem
-from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, write_json
+from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, too_many, write_json
 from harness.core.protocols import Meta, TensorDict, Tensors
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -249,6 +250,9 @@ class Store:
         metrics: Mapping[str, float],
     ) -> None:
         state = dump_json(meta)
+        count = sum(map(len, tensors.values()))
+        if too_many(state) or len(state) > MAX_LARGE or count > MAX_TENSORS:
+            raise ValueError(f"{count} tensors beside {len(state)} bytes of state are more than will be read again")
         contents = {part_file(part): _plain(named) for part, named in tensors.items() if named}
         if folder.exists():
             shutil.rmtree(folder)

@@ -186,6 +186,10 @@ class EngineConfig(Strict):
     compile: Literal["none", "blocks"] = Field(
         default="none", description="blocks: torch.compile each element of the model's nn.ModuleLists"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="GPU kernels that give the same bits each time; attention's usual gradient may not",
+    )
 
 
 class GuardConfig(Strict):

@@ -16,6 +16,7 @@ from pathlib import Path
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Characters that have no place in text. Terminals obey some of them, C libraries end a name at others, and half of a
 surrogate pair cannot be printed."""
+_OBEYED = re.compile(f"{CONTROL.pattern}|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class ExitCode(IntEnum):
@@ -44,8 +45,7 @@ class Problem:
             lines.append(f"    why: {self.why}")
         if self.fix:
             lines.append(f"    fix: {self.fix}")
-        # Names of files and keys are other people's, and terminals obey some characters.
-        return CONTROL.sub(lambda found: repr(found[0])[1:-1], "\n".join(lines))
+        return shown("\n".join(lines))
 
 
 class HarnessError(Exception):
@@ -99,6 +99,19 @@ class HaltedError(HarnessError, RuntimeError):
     """The guard ended a loop: it would only get worse."""
 
     exit_code = ExitCode.HALTED
+
+
+def shown(text: str) -> str:
+    """`text` as a terminal, or a page, shows it and obeys none of it: control characters, those that turn the order of
+    others around, and separators of lines are spelled out; line feeds and tabs stay. Names of files, keys and figures
+    are other people's.
+    """
+    return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def clipped(text: str, most: int) -> str:
+    """The first `most` characters of `text`, and how many there were."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def some(items: Sequence[object], most: int) -> str:

@@ -26,6 +26,8 @@ MAX_JSON = 1 << 20
 """Bytes of a JSON file, where its reader names no other limit."""
 MAX_LARGE = 256 << 20
 """The same for files with a line for every layer, every parameter or every file of the text."""
+MAX_VALUES = 4 << 20
+"""Values in a JSON file, about: an empty list takes three bytes there, and a hundred in memory."""
 
 # The state of some random generators is one number of 128 bits.
 _STATE_BITS = 256
@@ -63,13 +65,22 @@ def read_mapping(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON without duplicate keys, NaN and infinities, and within the bounds of `check_plain`. Raises ValueError."""
+    """JSON without duplicate keys, NaN and infinities, of MAX_VALUES values, and within the bounds of `check_plain`.
+    Raises ValueError; for too many before it is parsed.
+    """
+    if too_many(data):
+        raise ValueError(f"holds more than {MAX_VALUES:,} values")
     try:
         value = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError as error:
         raise ValueError(f"is nested more than {MAX_DEPTH} deep") from error
     check_plain(value, _STATE_BITS, finite=True)
     return value
+
+
+def too_many(data: bytes, most: int = MAX_VALUES) -> bool:
+    """Whether JSON may hold more than `most` values: by the characters that part them, wherever they stand."""
+    return len(data) > most and sum(data.count(mark) for mark in (b",", b"[", b"{")) > most
 
 
 def check_plain(value: Any, bits: int = 64, finite: bool = False) -> None:
@@ -114,8 +125,9 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not.
+def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
+    """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not. sync:
+    without it a power cut may leave neither the old file nor the new one.
 
     One writer at a time: the temporary name `.<name>.tmp` is fixed, so a killed writer's leftover is replaced by the
     next one. Raises OSError.
@@ -125,12 +137,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with _new(temporary) as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            if sync:
+                os.fsync(stream.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def _new(path: Path) -> BinaryIO:
@@ -147,10 +161,10 @@ def dump_json(value: Any) -> bytes:
     return (json.dumps(value, allow_nan=False, indent=1) + "\n").encode()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as strict JSON. Raises OSError, and what `dump_json` raises."""
+def write_json(path: Path, value: Any, sync: bool = True) -> None:
+    """Replace `path` by `value` as strict JSON, see `atomic_file`. Raises OSError, and what `dump_json` raises."""
     data = dump_json(value)
-    with atomic_file(path) as stream:
+    with atomic_file(path, sync) as stream:
         stream.write(data)
 
 

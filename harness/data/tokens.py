@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
-from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json
+from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, too_many
 from harness.data import corpus, registry
 from harness.data.corpus import Tokens
 from harness.data.prepare import Preparation, prepare_dataset
@@ -318,7 +318,7 @@ def _write(folder: Path, text: Text, train: Sequence[Document], val: Sequence[Do
     info["sha256"] = overall.hexdigest()
     info["unigram_bits_per_byte"] = unigram_entropy(counts)
     described = dump_json(info)
-    if len(described) > MAX_LARGE:
+    if len(described) > MAX_LARGE or too_many(described):
         fix = "join small files into larger ones"
         raise DataError(Problem(f"{len(info['files'])} files are too many", text.source, fix=fix))
     with atomic_file(folder / "corpus.json") as stream:

@@ -240,6 +240,11 @@ def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt:
     )
 
 
+def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """`quantization_stats` of the cast of x [r, c] under `scale`, float32 0-d or [r, 1]."""
+    return quantization_stats(x, quantize(x, scale, fmt), scale, fmt)
+
+
 def shares(sums: Tensor) -> Tensor:
     """Clipped share, underflow, SQNR in dB, and that with every value weighing alike, float32 [4, slots].
 
@@ -260,11 +265,18 @@ class SampledStats:
     """Sums over the sampled casts of a window, for every slot.
 
     formats: "e4m3" or "e5m2" for each slot. sampling: on in windows that are measured. by_row: dynamic scales are one
-    for each row of the last dimension, not one for the tensor. Nothing here waits for the device.
+    for each row of the last dimension, not one for the tensor. measure: `cast_stats`, or what is as good and faster on
+    the device. Nothing here waits for the device.
     """
 
-    def __init__(self, formats: Sequence[str], device: torch.device, by_row: bool = False) -> None:
-        self.formats, self.by_row, self.sampling = tuple(formats), by_row, False
+    def __init__(
+        self,
+        formats: Sequence[str],
+        device: torch.device,
+        by_row: bool = False,
+        measure: Callable[[Tensor, Tensor, str], Tensor] = cast_stats,
+    ) -> None:
+        self.formats, self.by_row, self.measure, self.sampling = tuple(formats), by_row, measure, False
         self.sums = torch.zeros(len(self.formats), SUMS, dtype=torch.float64, device=device)
 
     def begin(self, sample: bool) -> None:
@@ -273,8 +285,11 @@ class SampledStats:
         self.sums.zero_()
 
     @torch.no_grad()
-    def add(self, slot: int, x: Tensor, scale: Tensor | None = None) -> None:
-        """What the cast of `x` does, in a sampled window only. scale: float32 0-d; None: dynamic, from `x` itself."""
+    def add(self, slot: int, x: Tensor, scale: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+        """What the cast of `x` does, in a sampled window only.
+
+        scale: float32 0-d; None: dynamic, from `x` itself. dtype: what `x` is rounded to before the cast, if to any.
+        """
         if not self.sampling or not x.numel():
             return
         fmt = self.formats[slot]
@@ -282,12 +297,12 @@ class SampledStats:
         if scale is None and not self.by_row:
             scale = FORMATS[fmt].max / amax(rows)
         # Whole rows, evenly spread: every channel is in the sample.
-        rows = rows[:: -(-rows.numel() // LARGEST)]
+        rows = rows[:: -(-rows.numel() // LARGEST)].to(dtype or rows.dtype)
         if scale is None:
             scale = FORMATS[fmt].max / rows.abs().amax(dim=-1, keepdim=True).float()
         # A tensor or row of zeros has an infinite scale; under any other it is zeros as well.
         scale = torch.where(torch.isfinite(scale), scale, 1.0)
-        self.sums[slot] += quantization_stats(rows, quantize(rows, scale, fmt), scale, fmt)
+        self.sums[slot] += self.measure(rows, scale, fmt)
 
     def rows(self, mean: Callable[[Tensor], Tensor]) -> Tensor:
         """float32 [4, slots]: as of `shares`; NaN where not sampled. mean: over ranks."""

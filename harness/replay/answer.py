@@ -166,7 +166,8 @@ def _advice(answer: Answer) -> str:
         case "not reproducible":
             return (
                 "replay once more, here and on another machine: what differs each time is hardware or a race, what is "
-                "the same each time is state that no checkpoint holds"
+                "the same each time is state that no checkpoint holds. On a GPU small differences are usual: kernels "
+                "add up in any order unless engine.deterministic=true chose others"
             )
         case "numerics" if finding is None:
             return "take a recipe with more range or precision (bf16 for fp16 and FP8), or lower train.lr"

@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from harness.checkpoint.manifest import read_marks
 from harness.core.codes import Entry, catalogue, without_marks
-from harness.core.errors import ExitCode, some
+from harness.core.errors import ExitCode, clipped, some
 from harness.core.files import step_name
+from harness.core.screen import Screen
 from harness.report import short, tool
 
 if TYPE_CHECKING:
     from harness.tracking.history import RunHistory
 
 LAST_ALERTS = 8
+MOST_CODES = 500
+MAX_TOLD = 4000
 MOST_WINDOWS = 12
 HALTED = "halted"
 _PLATEAU = "loss-that-plateaus"
@@ -73,45 +78,47 @@ class Streak:
 def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     """Events in order, with neighbours of one code and attempt joined."""
     joined: list[Streak] = []
-    for event in events:
-        code, step, attempt = str(event["code"]), int(event.get("step", 0)), int(event.get("attempt", 1))
-        before = joined[-1] if joined else None
-        if before and (before.code, before.attempt) == (code, attempt):
-            windows = before.windows + _windows(event)
-            joined[-1] = replace(before, last=step, count=before.count + 1, last_text=told(event), windows=windows)
-        else:
-            joined.append(Streak(code, step, step, 1, told(event), told(event), attempt, _windows(event)))
+    for (code, attempt), group in groupby(events, lambda event: (str(event["code"]), int(event.get("attempt", 1)))):
+        each = list(group)
+        first, last = each[0], each[-1]
+        steps = int(first.get("step", 0)), int(last.get("step", 0))
+        joined.append(Streak(code, *steps, len(each), told(first), told(last), attempt, _windows(each)))
     return joined
 
 
 def distinct(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     """Each code once, in the order of its first event."""
-    found: dict[str, Streak] = {}
+    found: dict[str, list[Streak]] = {}
     for each in streaks(events):
-        first = found.get(each.code)
-        if first is None:
-            found[each.code] = each
-        else:
-            count = first.count + each.count
-            windows = first.windows + each.windows
-            found[each.code] = replace(first, last=each.last, count=count, last_text=each.last_text, windows=windows)
-    return list(found.values())
+        found.setdefault(each.code, []).append(each)
+    return [
+        replace(
+            of[0],
+            last=of[-1].last,
+            count=sum(each.count for each in of),
+            last_text=of[-1].last_text,
+            windows=tuple(window for each in of for window in each.windows),
+        )
+        for of in found.values()
+    ]
 
 
-def _windows(event: Mapping[str, Any]) -> tuple[int, ...]:
-    window = event.get("window")
-    return (window,) if isinstance(window, int) else ()
+def _windows(events: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
+    windows = (event.get("window") for event in events)
+    return tuple(window for window in windows if isinstance(window, int))
 
 
 def told(event: Mapping[str, Any]) -> str:
     """An event's own words, whatever kind it is."""
     if event["code"] == _ROLLBACK:
-        passed = ", ".join(map(str, event.get("passed_over") or ())) or "none"
+        passed = some(event.get("passed_over") or (), MOST_WINDOWS) or "none"
         return f"{event.get('reason', '')}; back to step {event.get('to_step')}, windows passed over: {passed}"
     moves = ((event.get("demote"), "to BF16"), (event.get("promote"), "back to FP8"))
     moved = "; ".join(f"{', '.join(layers)} {where}" for layers, where in moves if layers)
     lowered = f"the whole run to {event['lowered']}" if event.get("lowered") else ""
-    return str(event.get("text") or event.get("reason") or moved or lowered or event.get("path") or "")
+    return clipped(
+        str(event.get("text") or event.get("reason") or moved or lowered or event.get("path") or ""), MAX_TOLD
+    )
 
 
 def cause(history: RunHistory) -> str | None:
@@ -140,7 +147,7 @@ def flights(run_dir: Path) -> list[int]:
 
 def next_steps(history: RunHistory) -> list[tuple[str, str]]:
     """(label, command) of what to type next; empty for a run with nothing to explain."""
-    run = short(history.run_dir)
+    run = shlex.quote(short(history.run_dir))
     lines: list[tuple[str, str]] = []
     code = cause(history)
     if code:
@@ -188,10 +195,11 @@ def go_on(history: RunHistory) -> str:
     If otherwise no update was ever applied, a lower rate is no help: fp32 tells whether numerics are to blame. The
     windows that this run passed over stay passed over.
     """
-    run_dir, run = history.run_dir, short(history.run_dir)
+    run_dir = history.run_dir
     good = _good(run_dir)
-    words = [tool("harness"), "train", "--config", f"{run}/config.yaml", "--name", _free_name(run_dir)]
-    words += ["--resume", short(good)] if good else []
+    words = [tool("harness"), "train", "--config", shlex.quote(f"{short(run_dir)}/config.yaml")]
+    words += ["--name", shlex.quote(_free_name(run_dir))]
+    words += ["--resume", shlex.quote(short(good))] if good else []
     lr = history.run["params"].get("train.lr")
     if (cause(history) or "").startswith(_KEEP_LR):
         pass  # neither would cure it
@@ -226,10 +234,10 @@ def command(
         str | None, typer.Argument(help="a code (loss.spike), a symptom, or a run folder [default: list all]")
     ] = None,
 ) -> int:
-    return explain(subject, Console())
+    return explain(subject, Screen())
 
 
-def explain(subject: str | None, console: Console) -> int:
+def explain(subject: str | None, console: Screen) -> int:
     """Explain a code, a symptom or a run folder; without one, list what can be explained. The exit code.
 
     Raises ConfigError, with the near match, if there is no such code, symptom or run.
@@ -265,7 +273,7 @@ def plain(markdown: str) -> list[str]:
     return [line if line.startswith("    ") else without_marks(line) for line in lines]
 
 
-def _list(console: Console) -> None:
+def _list(console: Screen) -> None:
     known = catalogue()
     for heading, symptoms in (("Codes", False), ("Symptoms", True)):
         table = Table.grid(padding=(0, 2))
@@ -278,7 +286,7 @@ def _list(console: Console) -> None:
         console.print()
 
 
-def _explain_entry(entry: Entry, console: Console) -> None:
+def _explain_entry(entry: Entry, console: Screen) -> None:
     console.print(Text(entry.title, style="bold"))
     for label, markdown in entry.fields.items():
         console.print()
@@ -287,7 +295,7 @@ def _explain_entry(entry: Entry, console: Console) -> None:
             console.print(Text(line), soft_wrap=line.startswith("    "))
 
 
-def _explain_run(run_dir: Path, console: Console) -> None:
+def _explain_run(run_dir: Path, console: Screen) -> None:
     """Every code once, in the order in which they came up; then what to do about each, the worst first."""
     from harness.tracking.history import RunHistory
 
@@ -296,10 +304,12 @@ def _explain_run(run_dir: Path, console: Console) -> None:
     console.print(
         Text("What happened, each code where it first came up", style="bold") if found else Text("No events.")
     )
-    for each in found:
+    for each in found[:MOST_CODES]:
         console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
         if each.last_text != each.text:
             console.print(Text(f"    the last, step {each.last}: {each.last_text}"))
+    if len(found) > MOST_CODES:
+        console.print(Text(f"and {len(found) - MOST_CODES} more codes"))
     for code in known.ranked(each.code for each in found):
         console.print()
         console.print(Text(f"What to do about {code}", style="bold"))

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from harness.core.facts import ROLES
 from harness.core.files import atomic_file
+from harness.report import label
 from harness.tracking.history import RunHistory
 from harness.tracking.slot_file import FIGURES, SlotSteps
 
@@ -111,7 +112,7 @@ def _join(wide: Floats, fans: Floats, column: int) -> None:
 def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
     """For each role and figure the least, 10%, half, 90% and largest over the layers, by step."""
     figure, grid = _grid(len(_FANS), len(ROLES), 11.0, 8.2)
-    for row, (name, label, logarithmic) in enumerate(_FANS):
+    for row, (name, title, logarithmic) in enumerate(_FANS):
         for column, role in enumerate(ROLES):
             axes, values = grid[row][column], gathered.fans[role, name]
             known = ~np.isnan(values[0])
@@ -128,12 +129,12 @@ def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
             if row == 0:
                 axes.set_title(role, fontsize=10, loc="left")
             if column == 0:
-                axes.set_ylabel(label)
+                axes.set_ylabel(title)
             axes.set_xlabel("step" if row == len(_FANS) - 1 else "")
             axes.grid(color=GRID, linewidth=0.6)
     figure.suptitle(
-        f"FP8 figures of {history.run_dir.name} over its layers: half of them lie on either side of the line, 80% in\n"
-        "the dark band, all in the light one. Dotted: the format's largest value",
+        f"FP8 figures of {label(history.run_dir.name)} over its layers: half of them lie on either side of the line,\n"
+        "80% in the dark band, all in the light one. Dotted: the format's largest value",
         fontsize=10, x=0.01, ha="left",
     )  # fmt: skip
     return _save(figure, path)
@@ -143,7 +144,7 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
     """How large the largest values were, before and after scaling, against what the formats hold."""
     figure, grid = _grid(2, 1, 9.5, 7.4, share_x=True)
     edges = np.arange(LOWEST, HIGHEST + 1)
-    for row, (scaled, label) in enumerate(((False, "amax of the tensor"), (True, "amax x scale, as it is cast"))):
+    for row, (scaled, title) in enumerate(((False, "amax of the tensor"), (True, "amax x scale, as it is cast"))):
         axes = grid[row][0]
         for role in ROLES:
             counts = gathered.exponents[role, scaled]
@@ -153,14 +154,14 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
         axes.set_ylim(0, 1.55 * top)
         _ranges(axes, top)
         axes.set_ylabel("share of slots and steps")
-        axes.set_title(label, fontsize=10, loc="left")
+        axes.set_title(title, fontsize=10, loc="left")
         axes.grid(color=GRID, linewidth=0.6)
     axes = grid[1][0]
     axes.set_xlim(-32, 20)
     axes.set_xticks(range(-32, 21, 4), [f"$2^{{{power}}}$" for power in range(-32, 21, 4)])
     grid[0][0].legend(frameon=False, fontsize=9, loc="center left")
     figure.suptitle(
-        f"Binary exponents in {history.run_dir.name}, and what each format holds (thin: only with fewer digits)",
+        f"Binary exponents in {label(history.run_dir.name)}, and what each format holds (thin: only with fewer digits)",
         fontsize=10, x=0.01, ha="left",
     )  # fmt: skip
     return _save(figure, path)
@@ -177,7 +178,8 @@ def _ranges(axes: Axes, top: float) -> None:
 
 def loss_scale(history: RunHistory, path: Path) -> bool:
     """The loss scale by step, overflows marked; False where there never was one."""
-    scale = {step: value for step, value in history.series.get("train/loss_scale", {}).items() if value > 0}
+    # None that a GradScaler could have, and an axis can show.
+    scale = {step: value for step, value in history.series.get("train/loss_scale", {}).items() if 1e-99 < value < 1e99}
     if not scale or set(scale.values()) == {1.0}:
         return False
     applied = history.series.get("train/step_applied", {})
@@ -192,7 +194,9 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")
-    axes.set_title(f"Loss scale of {history.run_dir.name}: {len(skipped)} updates skipped", loc="left", fontsize=10)
+    axes.set_title(
+        f"Loss scale of {label(history.run_dir.name)}: {len(skipped)} updates skipped", loc="left", fontsize=10
+    )
     axes.grid(color=GRID, linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)
     _save(figure, path)

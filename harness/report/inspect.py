@@ -9,28 +9,30 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.errors import ExitCode
+from harness.checkpoint.manifest import check_header
+from harness.core.errors import ExitCode, clipped
 from harness.core.files import MAX_LARGE, read_json
+from harness.core.screen import Screen
 from harness.report import RunFolder
 from harness.report.summary import account
-from harness.tracking.history import RunHistory, bare
+from harness.tracking.history import MAX_TEXT, RunHistory, bare
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
 SPARK = 16
+MOST_SLOTS = 20_000
 COLUMNS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
 Histories = dict[str, npt.NDArray[np.float32]]
 
 
 def command(run: RunFolder) -> int:
-    return inspect(run, Console())
+    return inspect(run, Screen())
 
 
-def inspect(run_dir: Path, console: Console) -> int:
+def inspect(run_dir: Path, console: Screen) -> int:
     """Print the slots, the switches and the outcome of a run; the exit code. Raises ConfigError if it is no run."""
     history = RunHistory.read(run_dir)
     slots = history.slots()
@@ -67,10 +69,10 @@ def _moved(event: Mapping[str, Any]) -> str:
         for key, where in (("demote", "now in BF16"), ("promote", "back in FP8"))
         if event.get(key)
     ]
-    return "; ".join(told)
+    return clipped("; ".join(told), MAX_TEXT)
 
 
-def _slot_table(history: RunHistory, slots: Sequence[str], console: Console) -> Table:
+def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> Table:
     step, histories = _checkpoint_histories(history.run_dir / "checkpoints")
     source = f"checkpoint of step {step}" if histories else "the last steps"
     bars = BARS if (console.encoding or "").lower().startswith("utf") else ASCII_BARS
@@ -80,13 +82,16 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Console) -> 
     for heading, width in (("amax", 8), ("scale", 9), ("satur.", 6), ("underfl.", 8), ("SQNR dB", 7)):
         table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     table.add_column("amax history", no_wrap=True, overflow="crop")
-    newest, tails = history.newest(slots, SPARK)
-    for slot in slots:
+    listed = slots[:MOST_SLOTS]
+    newest, tails = history.newest(listed, SPARK)
+    for slot in listed:
         last = [next(iter(newest[f"fp8_{column}/{slot}"].values()), None) for column in COLUMNS]
         amaxes = histories.get(bare(slot))
         values = amaxes.tolist() if amaxes is not None else tails[slot]
         figures = [_figure(value, form) for value, form in zip(last, ("3g", "4g", "3f", "2%", "1f"), strict=True)]
-        table.add_row(slot, *figures, sparkline(values[-SPARK:], bars))
+        table.add_row(Text(slot), *figures, sparkline(values[-SPARK:], bars))
+    if len(slots) > MOST_SLOTS:
+        table.add_row(f"and {len(slots) - MOST_SLOTS} more")
     return table
 
 
@@ -103,6 +108,7 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories]:
         try:
             if not (checkpoint / "fp8.safetensors").is_file():
                 continue
+            check_header(checkpoint / "fp8.safetensors")
             amaxes = load_file(checkpoint / "fp8.safetensors")["history"]
             names = read_json(checkpoint / "state.json", MAX_LARGE)["parts"]["fp8"]["slots"]
             step = int(checkpoint.name.removeprefix("step-"))

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES
 from harness.core.files import atomic_file
-from harness.report import RunFolder
+from harness.core.screen import say
+from harness.report import RunFolder, label
 from harness.report.fp8_pictures import ROLE_COLOURS, pictures
 from harness.report.summary import account
 from harness.tracking.console import fold, rung_lines
-from harness.tracking.history import BYTES, RunHistory, Series, bare, split_slot
+from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, Series, bare, split_slot
 from harness.tracking.slot_file import PARQUET, write_parquet
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def command(run: RunFolder) -> int:
         print(f"no {PARQUET}: {error}; pip install pyarrow", file=sys.stderr)
         table = None
     for path in (*made, *([] if table is None else [table])):
-        print(path)
+        say(path)
     return 0
 
 
@@ -74,7 +76,7 @@ def write(run_dir: Path) -> list[Path]:
 
 
 def _page(history: RunHistory, made: Sequence[Path]) -> str:
-    name = escape(history.run_dir.name)
+    name = escape(shown(history.run_dir.name))
     images = [f'<p><img alt="{escape(path.stem)}" src="{_embedded(path)}"></p>' for path in made]
     sections = [
         f"<h1>Run {name}</h1>",
@@ -96,7 +98,7 @@ def _plan(plan: Mapping[str, Any]) -> list[str]:
         (row.name, row.count, row.precision, row.backend, "x".join(map(str, row.shape)), row.reason)
         for row in fold(plan["layers"])
     ]
-    lines = escape("\n".join(rung_lines(plan)))
+    lines = escape(shown("\n".join(rung_lines(plan))))
     headings = ("layers", "count", "precision", "backend", "shape", "why")
     return ["<h2>Precision plan</h2>", f"<pre>{lines}</pre>", _table(headings, rows)]
 
@@ -105,26 +107,27 @@ def _events(events: Sequence[Mapping[str, Any]]) -> list[str]:
     if not events:
         return ["<h2>Events</h2>", "<p>None.</p>"]
     rows = [
-        (event["step"], event["attempt"], _moment(event["time"]), event["code"], _details(event)) for event in events
+        (event["step"], event["attempt"], _moment(event.get("time")), event["code"], _details(event))
+        for event in events[:MAX_EVENTS]
     ]
-    more = f"<p>The first {MAX_EVENTS} of {len(rows)}; all are in journal.jsonl.</p>" if len(rows) > MAX_EVENTS else ""
-    return ["<h2>Events</h2>", more, _table(("step", "attempt", "time", "code", "details"), rows[:MAX_EVENTS])]
+    count = len(events)
+    more = f"<p>The first {MAX_EVENTS} of {count}; all are in journal.jsonl.</p>" if count > MAX_EVENTS else ""
+    return ["<h2>Events</h2>", more, _table(("step", "attempt", "time", "code", "details"), rows)]
 
 
 def _details(event: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in HEAD}
-    return ", ".join(
-        f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()
-    )
+    told = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items())
+    return clipped(", ".join(told), MAX_TEXT)
 
 
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
+def _moment(seconds: float | None) -> str:
+    return "-" if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table>{f"<tr>{head}</tr>" if head else ""}\n{body}\n</table></div>'
 
 
@@ -134,6 +137,9 @@ def _embedded(path: Path) -> str:
 
 MAX_COLUMNS = 600
 MAX_LABELS = 60
+BEYOND = 1e100
+"""Larger figures are not drawn, as little as those that are not finite: the width of an axis must be a number too."""
+MAX_ROWS = 6000
 OCTAVES = 2.0
 """The colour scale ends at a factor 2**OCTAVES on either side of 1."""
 INK = "#222222"
@@ -152,8 +158,8 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
     axes.plot(steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation")
     unigram = history.unigram
     if unigram:
-        label = f"unigram entropy, {unigram:.2f} bits"
-        axes.axhline(unigram * math.log(2), color=INK, linestyle=":", linewidth=1.2, label=label)
+        entropy = f"unigram entropy, {unigram:.2f} bits"
+        axes.axhline(unigram * math.log(2), color=INK, linestyle=":", linewidth=1.2, label=entropy)
     skipped = [step for step, applied in history.series.get("train/step_applied", {}).items() if applied == 0]
     if skipped:
         marks = axes.get_xaxis_transform()
@@ -166,7 +172,7 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
             "right", functions=(lambda y: np.divide(y, math.log(2)), lambda y: np.multiply(y, math.log(2)))
         )
         bits.set_ylabel("bits per byte")
-    axes.set_title(f"Loss of {history.run_dir.name}", loc="left", fontsize=11)
+    axes.set_title(f"Loss of {label(history.run_dir.name)}", loc="left", fontsize=11)
     axes.grid(color="#e5e5e5", linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)
     _save(figure, path)
@@ -179,7 +185,7 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
     One row per slot, the layers from top to bottom in the model's order. White is a ratio of 1: the largest value sits
     on the format's limit, as delayed scaling wants. Red was clipped. Grey had no amax.
     """
-    slots = history.slots("fp8_saturation")
+    slots = history.slots("fp8_saturation")[:MAX_ROWS]
     if not slots:
         return False
     from matplotlib.colors import Normalize
@@ -206,7 +212,7 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
     axes.set_xlim(edges[0], edges[-1])
     axes.set_xlabel("step")
     axes.set_title(
-        f"FP8 saturation of {history.run_dir.name}: amax x scale in use / largest value of the format\n"
+        f"FP8 saturation of {label(history.run_dir.name)}: amax x scale in use / largest value of the format\n"
         "white: at the limit, where delayed scaling puts it; red: clipped; grey: no amax",
         loc="left",
         fontsize=10,
@@ -237,7 +243,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _finite(series: Series) -> tuple[list[int], list[float]]:
-    points = [(step, value) for step, value in sorted(series.items()) if math.isfinite(value)]
+    points = [(step, value) for step, value in sorted(series.items()) if abs(value) < BEYOND]
     return [step for step, _ in points], [value for _, value in points]
 
 
@@ -283,8 +289,10 @@ def _label_layers(axes: Axes, slots: list[str]) -> None:
     spans = _spans(layers)
     if len(spans) > MAX_LABELS:
         spans = _spans(re.sub(r"^(.*?\b\d+)\b.*$", r"\1", layer) for layer in layers)
-    shown = spans[:: math.ceil(len(spans) / MAX_LABELS)]
-    axes.set_yticks([(first + after) / 2 for _, first, after in shown], [name for name, _, _ in shown], fontsize=7)
+    named = spans[:: math.ceil(len(spans) / MAX_LABELS)]
+    axes.set_yticks(
+        [(first + after) / 2 for _, first, after in named], [label(name) for name, _, _ in named], fontsize=7
+    )
     axes.tick_params(axis="y", length=0, pad=9)
     if len(spans) <= MAX_LABELS:
         axes.hlines([first for _, first, _ in spans[1:]], *axes.get_xlim(), color="white", linewidth=1.2)

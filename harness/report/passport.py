@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.config import RunConfig
+from harness.core.errors import shown
 from harness.tracking.history import RunHistory, bare, split_slot
 from harness.tracking.journal import JOURNAL, read_rows
 
@@ -61,8 +62,8 @@ class Contents:
 
 def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: Contents) -> str:
     """README.md, in Markdown."""
-    tags = ["hopper-harness", *([history.plan["recipe"]] if history.plan else [])]
-    lines = ["---", "tags:", *(f"- {tag}" for tag in tags), "---", f"# {history.run_dir.name}", ""]
+    tags = ["hopper-harness", *([" ".join(history.plan["recipe"].split())] if history.plan else [])]
+    lines = ["---", "tags:", *(f"- {tag}" for tag in tags), "---", f"# {shown(history.run_dir.name)}", ""]
     lines += [contents.weights, "", "```python", contents.loads, "```", "", "## Training", ""]
     facts = [*_training(history, stamp, config), ("tokenizer", contents.tokenizer)]
     lines += [*_table(("what", ""), facts), "", "## Precision passport", ""]
@@ -138,8 +139,12 @@ def _not_taken(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def _elsewhere(history: RunHistory) -> list[str]:
     """The rungs of the run's earlier starts, if they were others: it may have been stopped and gone on elsewhere."""
-    tags = (row["tags"] for row in read_rows(history.run_dir / JOURNAL, metrics=False) if row["kind"] == "run")
-    starts = [f"{each['precision.resolved']} on {each['tier']}" for each in tags if "precision.resolved" in each]
+    tags = (row.get("tags", {}) for row in read_rows(history.run_dir / JOURNAL, metrics=False) if row["kind"] == "run")
+    starts = [
+        shown(f"{each['precision.resolved']} on {each.get('tier', '?')}")
+        for each in tags
+        if "precision.resolved" in each
+    ]
     return sorted({*starts[:-1]} - {*starts[-1:]})
 
 

@@ -13,11 +13,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.errors import some
+from harness.core.errors import clipped, some
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
-from harness.tracking.history import BYTES, SWITCHED, RunHistory, bare
+from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
+from harness.tracking.seal import spans
 
 MAX_NAMED = 8
 
@@ -41,15 +42,21 @@ def summary(run_dir: Path) -> RenderableType:
 def account(history: RunHistory) -> list[tuple[str, str]]:
     """(label, text) of everything but where to look: outcome, loss, precision with proof, steps, speed, events."""
     lines = [("outcome", _outcome(history)), ("loss", _loss(history)), ("precision", _precision(history))]
-    trained = trained_on(history.run["data"], history.run["params"])
+    try:
+        trained = trained_on(history.run["data"], history.run["params"])
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        trained = [f"what the journal says of it cannot be read ({type(error).__name__})"]
     lines += [("data", trained[0]), *(("", text) for text in trained[1:])] if trained else []
     proof = fp8_proof(history)
     if proof:
         lines.append(("FP8 proof", proof))
     lines += [("steps", _steps(history)), ("speed", _speed(history))]
+    if history.lost:
+        text = f"no figures of {len(history.lost)} steps: {spans(history.lost)}"
+        lines.append(("journal", f"{text}; what MLflow has: {tool('harness')} sync {short(history.run_dir)} --restore"))
     counts = Counter(event["code"] for event in history.events)
     told = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
-    return [*lines, ("events", told)]
+    return [(label, clipped(text, MAX_TEXT)) for label, text in (*lines, ("events", told))]
 
 
 def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
@@ -116,6 +123,7 @@ def counts(history: RunHistory) -> dict[str, int]:
     """Steps, applied and skipped updates of the branch that counts; rollbacks and demotions of the whole run."""
     applied = history.series.get("train/step_applied", {})
     rollbacks = history.last("guard/rollbacks") or 0
+    rollbacks = rollbacks if math.isfinite(rollbacks) else 0
     demoted = sum(len(event["demote"]) for event in history.events if event["code"] == SWITCHED)
     counted = {
         "steps": len(applied),

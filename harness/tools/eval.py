@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness.core.errors import ConfigError, ExitCode, Problem
+from harness.core.screen import say
 from harness.report import RunFolder, short
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def command(
 
     restored = restore(run, step)
     told = evaluate(restored, data, samples)
-    print(json.dumps(told) if as_json else "\n".join(_lines(told)))
+    say(json.dumps(told) if as_json else "\n".join(_lines(told)))
     return int(ExitCode.DONE)
 
 

@@ -17,6 +17,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, some
 from harness.core.files import MAX_LARGE, read_mapping, sync_folder, write_json
 from harness.core.schema import read_yaml, validate
+from harness.core.screen import say
 from harness.report import RunFolder, short
 from harness.tracking.journal import require_run
 
@@ -109,7 +110,7 @@ def command(
         _write(out, write, card, tokenizer)
     except (OSError, SafetensorError) as error:
         raise failed("the export was not written", out, error) from error
-    print(f"{short(folder)}: {what}, in {short(out)}; tokenizer: {told.replace('`', '')}")
+    say(f"{short(folder)}: {what}, in {short(out)}; tokenizer: {told.replace('`', '')}")
     return int(ExitCode.DONE)
 
 
@@ -162,7 +163,7 @@ def _choose(store: Store, step: int | None) -> int:
             fix = "train longer, or save earlier with checkpoint.every"
             raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
         if damaged := [each for each in steps if each > newest]:
-            print(f"passed over, for they do not verify: steps {some(damaged, _SHOWN)}")
+            say(f"passed over, for they do not verify: steps {some(damaged, _SHOWN)}")
         return newest
     if step not in steps:
         fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"

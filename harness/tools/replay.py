@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.core.errors import DataError, Problem
+from harness.core.screen import say
 from harness.report import RunFolder
 from harness.tools.restored import check_recipe
 
@@ -32,7 +33,7 @@ def command(
     return replay(run, step, anomaly)
 
 
-def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] = print) -> int:
+def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] = say) -> int:
     """Answer in the terminal and in `<run>/flight/step-<step>/replay.json`; returns 0.
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.

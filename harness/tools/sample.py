@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.core.errors import ConfigError, ExitCode, MisuseError, Problem
+from harness.core.screen import say
 from harness.report import RunFolder, short
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def command(
     written = write_on(restored, ids, tokens, temperature, top_k, seed, precision is Choice.fp32, end)
     name = "fp32" if precision is Choice.fp32 else restored.name
     drawn = f"temperature {temperature:g}, top-k {top_k}, seed {seed}" if temperature else "the likeliest tokens"
-    print(f"{short(restored.folder)} at step {restored.step}, {name}, {drawn}", file=sys.stderr)
-    print(codec.decode([*ids, *written]))
+    say(f"{short(restored.folder)} at step {restored.step}, {name}, {drawn}", sys.stderr)
+    say(codec.decode([*ids, *written]))
     return int(ExitCode.DONE)
 
 

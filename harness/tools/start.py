@@ -44,7 +44,11 @@ def command(
     resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint to start from")] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")] = False,
     accept_changed: Annotated[
-        str, typer.Option(metavar="KEY,...", help="config keys (or recipe) that this resume may change")
+        str,
+        typer.Option(
+            metavar="KEY,...",
+            help="what may differ in this resume: config keys, recipe; checkpoint: the newest is gone",
+        ),
     ] = "",
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -24,12 +26,14 @@ from harness.build import (
     open_telemetry,
     read_ledger,
 )
+from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
+from harness.core.files import step_name
 from harness.core.state import lost_ledger, state_bytes
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
@@ -86,7 +90,7 @@ def train(request: Request) -> int:
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
-        if is_finished(folder, config.train.steps):
+        if is_finished(folder, config.train.steps) and _end_is_saved(folder):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
             return ExitCode.DONE
         origin = folder if resuming else source.parent.parent if source else None
@@ -118,16 +122,19 @@ def train(request: Request) -> int:
             # Before config.yaml forgets where the last save of a run without room may be.
             for spare in spare_folders(folder, config.checkpoint.emergency_path) if resuming else ():
                 back += filter(None, [bring_back(open_store(folder, worker), spare)])
-            if source and not resuming:
-                write_source(folder, source)
-            if not resuming:
-                write_config(folder, config)
-                write_plan(folder, plan.as_dict())
-            forget_outcome(folder)
+            with _writing(folder):
+                if source and not resuming:
+                    write_source(folder, source)
+                if not resuming:
+                    write_config(folder, config)
+                    write_plan(folder, plan.as_dict())
+                forget_outcome(folder)
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
-        missing = _missing_commit(worker, folder, start or 0) if resuming else 0
+        missing = _missing_commit(worker, folder, start or 0, request.accepted) if resuming else 0
+        if lead:
+            forget_outcome(folder)
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
         telemetry = open_telemetry(
@@ -161,8 +168,9 @@ def train(request: Request) -> int:
                     raise
                 _tell_changes(run, resumed, source)
                 if lead and resuming:  # what does not load changes nothing
-                    write_config(folder, config)
-                    write_plan(folder, plan.as_dict())
+                    with _writing(folder):
+                        write_config(folder, config)
+                        write_plan(folder, plan.as_dict())
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, plan, outcome)
@@ -247,6 +255,24 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
 
 
+def _end_is_saved(folder: Path) -> bool:
+    """Whether there is a checkpoint of the step that outcome.json ends with: the file may be another run's."""
+    return (folder / "checkpoints" / step_name(read_outcome(folder)["step"])).is_dir()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError for a file of the run that cannot be written, such as one in whose place there is a
+    folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = error.filename2 or error.filename or folder
+        fix = "move away what is there, or make room"
+        raise CheckpointError(Problem("cannot be written", str(where), error.strerror or str(error), fix)) from error
+
+
 def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:
     """Refuse a ledger that is older than what the journal has. Raises CheckpointError on every rank."""
     lost = worker.group.broadcast(journaled if journaled > attempt else 0)
@@ -255,33 +281,57 @@ def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) ->
         raise CheckpointError(lost_ledger(str(folder / "incidents.json"), why))
 
 
-def _missing_commit(worker: Worker, folder: Path, start: int) -> int:
-    """The newest checkpoint after step `start` that the journal has as saved, and nothing that this run did has put
-    away; 0 if there is none. Raises CheckpointError on every rank if there is one and no other is left: a run that
-    came far must not start over unasked.
+def _missing_commit(worker: Worker, folder: Path, start: int, accepted: Sequence[str]) -> int:
+    """The newest checkpoint after step `start` that was committed, and that nothing which this run did has put away; 0
+    if there is none. Raises CheckpointError on every rank if there is one, unless `checkpoint` is among `accepted` and
+    an older one is left: a run that came far must neither start over nor go back unasked.
     """
     missing = worker.group.broadcast(_newest_commit(folder, start) if worker.group.rank == 0 else 0)
-    if missing and not start:
+    if missing and not (start and "checkpoint" in accepted):
+        there = f"the newest that is there is of step {start}" if start else "none is there"
         fix = "put it back from a copy of this run, or begin anew: --resume never, with another --name or with none"
-        what = f"the checkpoint of step {missing} was saved, by the journal, and none is there"
+        if start:
+            meant = f"where steps {start + 1} to {missing} are to be done again"
+            fix = f"put it back from a copy of this run; {meant}: --accept-changed checkpoint"
+        what = f"the checkpoint of step {missing} was saved, by the journal or good.json, and {there}"
         raise CheckpointError(Problem(what, str(folder / "checkpoints"), fix=fix))
     return int(missing)
 
 
 def _newest_commit(folder: Path, start: int) -> int:
+    """Retention never deletes the newest; damaged ones and those behind a rollback are set aside, in folders that stay.
+
+    Whatever puts a checkpoint away says so in the journal, but may be killed before: then there is one folder more than
+    the journal accounts for.
+    """
     committed: set[int] = set()
-    journal = folder / JOURNAL
+    accounted: Counter[int] = Counter()
+
+    def put_away(steps: Iterable[int]) -> None:
+        gone = committed.intersection(steps)
+        accounted.update(gone)
+        committed.difference_update(gone)
+
+    journal, checkpoints = folder / JOURNAL, folder / "checkpoints"
     for row in read_rows(journal, metrics=False) if journal.exists() else ():
-        step = row.get("step", 0)
-        if row["kind"] == "checkpoint" and row.get("state") == "saved":
+        step, what = row.get("step", 0), row.get("code", row.get("state"))
+        if row["kind"] == "checkpoint" and what == "saved":
             committed.add(step)
-        elif row["kind"] == "checkpoint" and row.get("state") in ("deleted", "rolled back"):
+        elif row["kind"] == "checkpoint" and what == "rolled back":
+            put_away([step])
+        elif row["kind"] == "checkpoint" and what == "deleted":
             committed.discard(step)
-        elif row["kind"] == "event" and row["code"] == "run.resumed":  # what came after it has been answered for
-            committed = {each for each in committed if each <= step}
-    # Set aside as damaged, or by a rollback that was killed before it said so.
-    aside = {path.name.split("-")[2] for path in (folder / "checkpoints").glob("*-step-*")}
-    return max((step for step in committed if step > start and f"{step:08d}" not in aside), default=0)
+        elif row["kind"] == "event" and what == "guard.rollback" and isinstance(row.get("to_step"), int):
+            put_away({each for each in committed if each > row["to_step"]})
+        elif row["kind"] == "event" and what == "run.resumed":  # what came after it has been answered for
+            put_away({each for each in committed if each > step})
+            committed.add(step)
+    aside = Counter(
+        int(number) for path in checkpoints.glob("*-step-*") if (number := path.name.split("-")[2]).isdecimal()
+    )
+    marked = {step for step in read_marks(checkpoints) if not aside[step]}
+    lost = {step for step in committed if aside[step] <= accounted[step]} | marked
+    return max((step for step in lost if step > start), default=0)
 
 
 def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequence[str]) -> None:

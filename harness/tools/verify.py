@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from harness.core.errors import ExitCode
+from harness.core.screen import say
 from harness.report import RunFolder
-from harness.tracking.journal import require_run
+from harness.tracking.journal import JOURNAL, require_run
+from harness.tracking.seal import Seal
 
 
 def command(run: RunFolder) -> int:
-    """Print what each checkpoint is worth; the exit code is 1 if one is damaged or there is none.
+    """Print what each checkpoint is worth, and whether the journal is as it was left; the exit code is 1 if one is
+    damaged, the journal is not, or there is no checkpoint.
 
     Nothing is changed: the next start of the run moves damaged ones aside. Raises ConfigError if `run` is no run.
     """
@@ -27,12 +30,15 @@ def command(run: RunFolder) -> int:
         problems = store.verify(step)
         damaged += bool(problems)
         if problems:
-            print(f"{store.path(step)}: {'; '.join(map(str, problems))}")
+            say(f"{store.path(step)}: {'; '.join(map(str, problems))}")
             continue
         known = [f"{name} {value:.4f}" for name, value in sorted(store.metrics(step).items())]
         titles = ["good"] * (step in good) + [f"lowest {metric}" for metric, at in lowest.items() if at == step]
-        print(f"{store.path(step)}: ok{', '.join(['', *titles, *known])}")
-    print(f"{len(steps) - damaged} of {len(steps)} checkpoints verify")
+        say(f"{store.path(step)}: ok{', '.join(['', *titles, *known])}")
+    say(f"{len(steps) - damaged} of {len(steps)} checkpoints verify")
     for aside in sorted(store.root.glob("quarantine-*")):
-        print(f"{aside}: was found damaged and set aside")
-    return int(ExitCode.FAILED if damaged or not steps else ExitCode.DONE)
+        say(f"{aside}: was found damaged and set aside")
+    _, wrong = Seal.of(folder / JOURNAL)
+    if wrong:
+        say(f"{folder / JOURNAL}: is not as the run left it: {wrong}")
+    return int(ExitCode.FAILED if damaged or wrong or not steps else ExitCode.DONE)

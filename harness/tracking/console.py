@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from harness.core.errors import shown
 from harness.core.facts import StepFacts
+from harness.core.screen import Screen
 
 __all__ = ["Console", "clock", "plan_table", "rate"]
 
@@ -53,7 +54,7 @@ class Console:
         self._validation = "-"
         self._refreshed = 0.0
         self._told: set[str] = set()
-        self._rich = RichConsole(file=cast("IO[str]", self._stream), highlight=False, markup=False)
+        self._rich = Screen(file=cast("IO[str]", self._stream), highlight=False, markup=False)
         self._progress: Progress | None = None
         if self._rich.is_terminal and total_steps:
             self._task, self._progress = _live(self._rich, total_steps)
@@ -140,7 +141,7 @@ class Console:
             self._refreshed = now
 
     def _plain(self, line: str) -> None:
-        self._stream.write(line + "\n")
+        self._stream.write(shown(line) + "\n")
         self._stream.flush()
 
 
@@ -199,7 +200,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _live(console: RichConsole, total: int) -> tuple[TaskID, Progress]:
+def _live(console: Screen, total: int) -> tuple[TaskID, Progress]:
     # Refreshed by hand: rich's own thread would compete with the training threads for the interpreter.
     progress = Progress(
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),

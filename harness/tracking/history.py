@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES
 from harness.core.files import MAX_LARGE, read_mapping
 from harness.core.metrics import SLOT_ROWS
 from harness.tracking.journal import JOURNAL, read_rows, require_run
-from harness.tracking.slot_file import SlotSteps
+from harness.tracking.seal import LOSS, first_step
+from harness.tracking.slot_file import SlotSteps, rewritten
 
 SWITCHED = "precision.switched"
 BYTES = "nats per byte"
@@ -31,8 +33,15 @@ OWN_LOOP = "own"
 """Value of the tag `loop` where somebody else's loop trained, whose loss may be anything."""
 _KEPT_AMAX = ("native", "transformer_engine")
 """Backends that keep amaxes, in plans from before they said so. A list of the past, which nothing is added to."""
-_OF_A_LAYER = ("module", "precision", "backend")
+_OF_A_LAYER, _OF_A_RUNG = ("module", "precision", "backend"), ("rung", "reason")
 _DIGITS = 6
+MAX_TEXT = 4000
+"""Characters of a text in a run folder that are shown."""
+MOST_LOST = 1 << 20
+_MAX_DEPTH = 16
+# Of an event: fields that readers rely on.
+_TEXTS, _NUMBERS = ("text", "reason", "path", "lowered"), ("to_step", "window")
+_LISTS: Mapping[str, type] = {"demote": str, "promote": str, "passed_over": int}
 Series = dict[int, float]
 Demotions = list[tuple[str, int, int | None]]
 
@@ -62,7 +71,11 @@ class Returned(NamedTuple):
 @dataclass(frozen=True)
 class RunHistory:
     """rows, events: of the journal, in order. run: tags, params and data of its "run" rows. plan, outcome: the JSON
-    files, empty if there are none."""
+    files, empty if there are none.
+
+    Somebody else may have written all of it: text is fit to be shown (`errors.shown`) and of bounded length, and fields
+    that readers rely on are of their types, or not there.
+    """
 
     run_dir: Path
     rows: Sequence[MetricsRow]
@@ -82,18 +95,33 @@ class RunHistory:
         for row in read_rows(run_dir / JOURNAL):
             if row["kind"] == "metrics":
                 ranks, engine = str(run["tags"].get("ranks"))[:_DIGITS], str(run["tags"].get("engine", ""))
-                told = (run["params"].get("train.steps"), int(ranks) if ranks.isdecimal() else None, engine)
+                total = run["params"].get("train.steps")
+                total = total if type(total) is int else None
+                told = (total, int(ranks) if ranks.isdecimal() else None, engine)
                 rows.append(MetricsRow(row["attempt"], row["step"], row["metrics"], *told))
             elif row["kind"] == "event":
-                events.append(row)
+                events.append(_event(row))
             elif row["kind"] == "run":
                 end = {}
                 for part in run:
-                    run[part] |= row.get(part, {})
+                    run[part] |= _fit(row.get(part, {}))
             elif row["kind"] == "end":
                 end = {"status": row["status"]}
-        outcome = end | read_mapping(run_dir / "outcome.json", MAX_LARGE)
+        run["tags"] = {name: str(value) for name, value in run["tags"].items()}
+        outcome = _fit(end | read_mapping(run_dir / "outcome.json"))
         return cls(run_dir, rows, events, run, _read_plan(run_dir / "plan.json"), outcome)
+
+    @cached_property
+    def lost(self) -> list[int]:
+        """Steps of the run that have no figures; none in a loop that is not ours, which tells of what it likes."""
+        known = self.series.get(LOSS)
+        if not known or self.of_own_loop:
+            return []
+        there = {*known, *self.abandoned.get(LOSS, {})}
+        first, last = first_step(self.run_dir), max(known)
+        if last - len(there) > MOST_LOST:  # nobody counts those of a step that somebody made up
+            last = 0
+        return [step for step in range(first or min(known), last + 1) if step not in there]
 
     @property
     def of_own_loop(self) -> bool:
@@ -108,26 +136,29 @@ class RunHistory:
     @property
     def unigram(self) -> float | None:
         """Bits per byte that the frequencies of the corpus's bytes alone give, where the losses compare with it."""
-        return self.run["data"].get("unigram_bits_per_byte") if self.unit == BYTES else None
+        return self._entropy("unigram_bits_per_byte") if self.unit == BYTES else None
 
     @property
     def unigram_nats(self) -> float | None:
         """Nats per token that the frequencies of the corpus's tokens alone give, where the losses compare with it."""
         if self.unigram is not None:
             return self.unigram * math.log(2)
-        return self.run["data"].get("unigram_nats") if self.unit == TOKENS else None
+        return self._entropy("unigram_nats") if self.unit == TOKENS else None
+
+    def _entropy(self, name: str) -> float | None:
+        value = self.run["data"].get(name)
+        return float(value) if isinstance(value, int | float) and 0 < value < math.inf else None
 
     @cached_property
-    def _begins(self) -> Mapping[int, int]:
-        """The first step of each attempt."""
+    def _replaced_from(self) -> Callable[[int], float]:
         begins: dict[int, int] = {}
         for row in self.rows:
             begins[row.attempt] = min(row.step, begins.get(row.attempt, row.step))
-        return begins
+        return rewritten(begins)
 
     def replaced(self, attempt: int, step: int) -> bool:
         """Whether a rollback threw this step away: a later attempt begins at or before it."""
-        return any(later > attempt and begin <= step for later, begin in self._begins.items())
+        return step >= self._replaced_from(attempt)
 
     @cached_property
     def series(self) -> Mapping[str, Series]:
@@ -159,7 +190,7 @@ class RunHistory:
         told = {
             event["attempt"]: Returned(event["attempt"], event["to_step"], tuple(event.get("passed_over", ())))
             for event in self.events
-            if event["code"] == "guard.rollback"
+            if event["code"] == "guard.rollback" and "to_step" in event
         }
         return [told[attempt] for attempt in sorted(told)]
 
@@ -196,12 +227,14 @@ class RunHistory:
     def demotions(self) -> Demotions:
         """(bare layer name, first step in BF16, first step back in FP8 or None), in order."""
         spans: Demotions = []
+        open_spans: dict[str, list[int]] = {}
         for event in self.switches:
             for layer in map(bare, event["promote"]):
-                for place, span in enumerate(spans):
-                    if span[0] == layer and span[2] is None:
-                        spans[place] = (layer, span[1], event["step"])
-            spans += [(layer, event["step"], None) for layer in map(bare, event["demote"])]
+                for place in open_spans.pop(layer, ()):
+                    spans[place] = (layer, spans[place][1], event["step"])
+            for layer in map(bare, event["demote"]):
+                open_spans.setdefault(layer, []).append(len(spans))
+                spans.append((layer, event["step"], None))
         return spans
 
     def silent(self, slots: Iterable[str]) -> list[str]:
@@ -261,20 +294,63 @@ def split_slot(slot: str) -> tuple[str, str]:
 
 def _slot_key(slot: str, order: Mapping[str, int]) -> tuple[Any, ...]:
     layer, role = split_slot(slot)
-    natural = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in layer.split(".")]
+    natural = [
+        (0, int(part), "") if part.isdecimal() and len(part) < MAX_TEXT else (1, 0, part) for part in layer.split(".")
+    ]
     return order.get(bare(layer), len(order)), natural, ROLES.index(role) if role in ROLES else len(ROLES), role
 
 
+def _fit(value: Any, depth: int = 0) -> Any:
+    """Text that can be shown, none of it longer than MAX_TEXT."""
+    if isinstance(value, str):
+        return shown(clipped(value, MAX_TEXT))
+    if isinstance(value, dict | list) and depth == _MAX_DEPTH:
+        return "..."
+    if isinstance(value, dict):
+        return {_fit(name): _fit(item, depth + 1) for name, item in value.items()}
+    return [_fit(item, depth + 1) for item in value] if isinstance(value, list) else value
+
+
+def _event(row: Mapping[str, Any]) -> dict[str, Any]:
+    """An event without the fields that are of another type than theirs; a move of layers has both of its lists."""
+    event = _fit(row)
+    wrong = [name for name in _TEXTS if not isinstance(event.get(name, ""), str)]
+    wrong += [name for name in _NUMBERS if type(event.get(name, 0)) is not int]
+    for name, of in _LISTS.items():
+        items = event.get(name, [])
+        if not isinstance(items, list) or not all(type(item) is of for item in items):
+            wrong.append(name)
+    for name in wrong:
+        del event[name]
+    return {"demote": [], "promote": []} | event if event["code"] == SWITCHED else event
+
+
 def _read_plan(path: Path) -> dict[str, Any]:
-    """plan.json with the layers that are described as they should be; empty if it is no plan."""
-    plan = read_mapping(path, MAX_LARGE)
-    layers = plan.get("layers")
-    if not isinstance(layers, list) or not all(isinstance(plan.get(key), str) for key in ("requested", "resolved")):
+    """plan.json with the layers and rungs that are described as they should be; empty if it is no plan."""
+    plan = _fit(read_mapping(path, MAX_LARGE))
+    layers, rungs, notes = (plan.get(key, []) for key in ("layers", "rungs", "notes"))
+    lists = all(isinstance(each, list) for each in (layers, rungs, notes))
+    if not lists or "layers" not in plan or not _has_texts(plan, ("requested", "resolved")):
         return {}
-    return plan | {
-        "layers": [
-            layer
-            for layer in layers
-            if isinstance(layer, dict) and all(isinstance(layer.get(key), str) for key in _OF_A_LAYER)
-        ]
-    }
+    texts = {key: str(plan.get(key, "?")) for key in ("recipe", "recipe_sha256", "tier")}
+    whole = {"kind": "", "reason": "", "shape": []}
+    described = [whole | layer for layer in layers if isinstance(layer, dict) and _has_texts(layer, _OF_A_LAYER)]
+    return (
+        plan
+        | texts
+        | {
+            "layers": [
+                layer
+                for layer in described
+                if _has_texts(layer, ("kind", "reason")) and isinstance(layer["shape"], list)
+            ],
+            "rungs": [
+                {"taken": False} | rung for rung in rungs if isinstance(rung, dict) and _has_texts(rung, _OF_A_RUNG)
+            ],
+            "notes": [str(note) for note in notes],
+        }
+    )
+
+
+def _has_texts(described: Mapping[str, Any], keys: Iterable[str]) -> bool:
+    return all(isinstance(described.get(key), str) for key in keys)

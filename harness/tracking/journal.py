@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import time
 import uuid
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match
-from harness.core.files import read_json, write_json
+from harness.core.files import atomic_file, read_json, too_many, write_json
+from harness.tracking.seal import Seal, first_step, lacking
+from harness.tracking.standing import StandingRows
 
 
 class RowClock:
@@ -51,9 +54,14 @@ _HEADS: Mapping[str, Mapping[str, type]] = {
     "checkpoint": {"step": int, "state": str},
 }
 _SAVED: Mapping[str, type] = {"path": str, "metrics": dict, "attempt": int}
-_MAPPINGS = ("tags", "params", "data")
-MAX_ROW = 64 << 20
+_MAPPINGS = ("tags", "params", "data", "where")
+MAX_ROW = 16 << 20
 """Bytes of a row. A step's FP8 statistics take a hundred bytes each, 18 for a layer."""
+MAX_TOLD = 4 << 20
+"""Bytes of a row without figures: the longest have the name of every layer, or of every file that was left out."""
+MAX_NAME = 1000
+"""Characters of a figure's name, or of a code."""
+_MAX_ROW_VALUES = 1 << 20
 # Seconds since 1970, in the year 9999: what no date can be made of is no time.
 _LAST_TIME = 253_370_764_800
 # `kind` is every row's first key.
@@ -70,7 +78,11 @@ def encode(row: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on."""
+    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on: too large
+    ones are not even parsed.
+    """
+    if len(line) > (MAX_ROW if line.startswith(_METRICS_LINE) else MAX_TOLD) or too_many(line, _MAX_ROW_VALUES):
+        return None
     try:
         row = json.loads(line)
         row = _restored(row) if isinstance(row, dict) else {}
@@ -82,7 +94,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def read_rows(path: Path, end: int | None = None, metrics: bool = True) -> Iterator[dict[str, Any]]:
     """Rows of a journal in order, up to byte `end`. metrics: else their rows, nearly all of a file, are left unread.
 
-    A torn last line, lines damaged by a dying disk and lines over MAX_ROW are passed over.
+    A torn last line, lines damaged by a dying disk and lines over MAX_ROW or MAX_TOLD are passed over.
     """
     with path.open("rb") as lines:
         while (end is None or lines.tell() < end) and (line := lines.readline(MAX_ROW)):
@@ -99,13 +111,14 @@ def _is_row(row: Mapping[str, Any]) -> bool:
     if kind == "checkpoint" and row.get("state") == "saved":
         head = {**head, **_SAVED}
     metrics = row.get("metrics")
-    values = metrics.values() if "metrics" in head and isinstance(metrics, dict) else ()
+    metrics = metrics if "metrics" in head and isinstance(metrics, dict) else {}
     return (
         isinstance(row.get("time", 0.0), float | int)
         and 0 <= row.get("time", 0.0) < _LAST_TIME
         and all(isinstance(row.get(name), of) for name, of in head.items())
         and (kind not in ("run", "tags") or all(isinstance(row.get(name, {}), dict) for name in _MAPPINGS))
-        and all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in values)
+        and all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in metrics.values())
+        and all(len(name) <= MAX_NAME for name in (*metrics, row.get("code", "")))
     )
 
 
@@ -243,10 +256,6 @@ def require_run(run_dir: Path) -> Path:
     raise ConfigError(Problem(f"not a run: {what}", str(run_dir), fix=hint))
 
 
-Metrics = dict[str, float]
-_NOT_OF_THE_STEP = ("run.", "checkpoint.", "flight.", "report.", "journal.")
-
-
 class Journal:
     """Writer of one run's `journal.jsonl`; implements `core.protocols.Tracker`.
 
@@ -254,7 +263,7 @@ class Journal:
     already stand for it and later are not written twice (see `StandingRows`). Errors of the disk are never raised into
     training: rows wait in memory, `patience` bytes of them at most, and are written in order once that works again,
     followed by an event `journal.late`, or `journal.dropped` where some had no place. Times of rows never go back, even
-    if the machine's clock does.
+    if the machine's clock does. damage: what is found wrong with what stood in the file, to be told; empty if nothing.
     """
 
     patience = 64 << 20
@@ -281,12 +290,16 @@ class Journal:
             ) from error
         self._standing = StandingRows.index(read_rows(path), resume_step) if resume_step is not None else StandingRows()
         self.standing_attempt = self._standing.attempt
+        self.damage = ""
+        self._seal = self._sealed(resume_step or 1)
         self._now = RowClock(self._standing.latest)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of `metrics` for `step`; values keep full precision, NaN and infinities included."""
         values = {name: float(value) for name, value in metrics.items()}
         row = {"kind": "metrics", "step": int(step), "attempt": self.attempt, "time": self._now(), "metrics": values}
+        if self._seal is not None:
+            self._seal.step = int(step)
         seen = self._standing.metrics(self.attempt, int(step), values)
         if seen.same:
             return
@@ -319,22 +332,33 @@ class Journal:
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
     @property
+    def last_step(self) -> int:
+        """Of the last figures."""
+        return 0 if self._seal is None else self._seal.step
+
+    @property
     def dropped(self) -> int:
         """Rows that the disk has refused: those that had no place in memory, and those that still wait there."""
         return self._lost + len(self._waiting)
 
     def flush(self) -> None:
-        """Everything logged so far is on disk (fsync). A disk that fails is not raised but reported like a lost row."""
+        """Everything logged so far is on disk (fsync), and sealed. A disk that fails is not raised but reported like a
+        lost row.
+        """
         self._catch_up()
         try:
             os.fsync(self._fd)
         except OSError:
             self._failed_syncs += 1
+            return
+        if self._seal is not None:
+            self._look()
+            self._seal.write(self.path)
 
     def mute(self) -> None:
         """Write no more, and forget what waits: the file is another process's now."""
         self._waiting.clear()
-        self._torn = None
+        self._torn = self._seal = None
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         os.dup2(nowhere, self._fd, inheritable=False)
         os.close(nowhere)
@@ -387,6 +411,8 @@ class Journal:
             self._take_back()
             end = os.fstat(self._fd).st_size
             if os.write(self._fd, line) == len(line):
+                if self._seal is not None:
+                    self._seal.add(line)
                 return True
             # A disk that fills up in mid-row. If it does not even let go of the torn half, the next row tries first.
             self._torn = end
@@ -401,93 +427,48 @@ class Journal:
             os.ftruncate(self._fd, self._torn)
             self._torn = None
 
+    def _sealed(self, resume_step: int) -> Seal | None:
+        """The file as it is; None where it is none. What is wrong with it is kept in `damage`."""
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            return None
+        seal, wrong = Seal.of(self.path)
+        last = self._standing.last
+        if not wrong and last < resume_step - 1:
+            wrong = f"its last row is of step {last}, and the run goes on from step {resume_step - 1}"
+        seal.step = max(seal.step, resume_step - 1)
+        if wrong:
+            self.damage = f"{wrong}; {self._lacking(seal.step)}"
+        return seal
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Whether a metrics row already stands (`same`), or stands with other values (`mismatch`: the first of them)."""
+    def _lacking(self, last: int) -> str:
+        return lacking(read_rows(self.path), first_step(self.path.parent), last) or "every step has its figures"
 
-    same: bool = False
-    mismatch: dict[str, Any] | None = None
-    report: bool = False
+    def _look(self) -> None:
+        """Whether the file is still the one that was written, and all of it; one that was taken away is put back."""
+        assert self._seal is not None
+        try:
+            mine = os.fstat(self._fd)
+            there = self.path.stat(follow_symlinks=False) if os.path.lexists(self.path) else None
+            if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+                self._put_back()
+                what = "deleted" if there is None else "replaced by another file"
+                self.damage = f"it was {what} while the run went on, and was put back as it had been"
+            elif mine.st_size != self._seal.size and self._torn is None:
+                what = f"{self._seal.size:,} bytes were written, {mine.st_size:,} are there"
+                self.damage = (
+                    f"somebody else changed it while the run went on: {what}; {self._lacking(self._seal.step)}"
+                )
+                step, (self._seal, _) = self._seal.step, Seal.of(self.path, {})
+                self._seal.step = step
+        except OSError:
+            pass  # the next save looks again
 
-
-@dataclass
-class StandingRows:
-    """What a resume has to know: rows that already stand in the journal for steps that are executed again.
-
-    After a kill -9 the run starts again at its last checkpoint and repeats a few steps. A repeated row must not stand
-    in the journal twice, and one that comes out different must not go unnoticed: a resume promises the same bits. What
-    happened to the process or its disk is no repetition: a run that fails twice at one step has failed twice.
-
-    Rows by identity: (attempt, step, sorted metric names) or (attempt, step, event code). latest: time of the last row
-    of all, 0 if there is none. attempt: the highest of all, likewise.
-    """
-
-    latest: float = 0.0
-    attempt: int = 0
-    _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(default_factory=lambda: defaultdict(list))
-    _events: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
-    _reported: bool = False
-    _differs: bool = False
-
-    @classmethod
-    def index(cls, rows: Iterable[Mapping[str, Any]], resume_step: int) -> StandingRows:
-        """Index the rows of steps from `resume_step` on."""
-        standing = cls()
-        for row in rows:
-            standing.latest = max(standing.latest, row.get("time", 0.0))
-            standing.attempt = max(standing.attempt, row.get("attempt", 0))
-            # The step before too: a run that had done its last one is validated once more.
-            if row.get("step", -1) < resume_step - 1:
-                continue
-            if row["kind"] == "metrics":
-                values = row["metrics"]
-                standing._metrics[row["attempt"], row["step"], tuple(sorted(values))].append(values)
-            elif row["kind"] == "event":
-                standing._events[row["attempt"], row["step"], row["code"]] += 1
-        return standing
-
-    def metrics(self, attempt: int, step: int, values: Metrics) -> Seen:
-        """Compare with the rows of this identity and cross off the one that is bit-equal, times and rates aside."""
-        standing = self._metrics.get((attempt, step, tuple(sorted(values))))
-        if not standing:
-            return Seen()
-        for place, old in enumerate(standing):
-            if _first_difference(old, values) is None:
-                del standing[place]
-                self._differs = False
-                return Seen(same=True)
-        name = _first_difference(standing[-1], values)
-        assert name is not None
-        self._differs = True
-        report, self._reported = not self._reported, True
-        return Seen(mismatch={"metric": name, "before": standing[-1][name], "now": values[name]}, report=report)
-
-    def event(self, attempt: int, step: int, code: str) -> bool:
-        """True if this event already stands; each standing one is crossed off once.
-
-        Never where the figures of the step, as far as they are known, are others than those that stand.
-        """
-        if self._differs or code.startswith(_NOT_OF_THE_STEP):
-            return False
-        identity = (attempt, step, code)
-        if not self._events.get(identity):
-            return False
-        self._events[identity] -= 1
-        return True
-
-
-def _first_difference(old: Metrics, new: Metrics) -> str | None:
-    # repr tells every two floats apart, 0.0 and -0.0 too, but not one NaN from another.
-    for name in sorted(new):
-        if not _of_the_process(name) and repr(old[name]) != repr(new[name]):
-            return name
-    return None
-
-
-_OF_THE_PROCESS = ("train/tokens_per_second", "train/mfu", "train/peak_memory_gib")
-
-
-def _of_the_process(name: str) -> bool:
-    """Whether it says how fast or large the process was, which is another each time."""
-    return name.startswith("time/") or name in _OF_THE_PROCESS
+    def _put_back(self) -> None:
+        """Under its name again, from the file that is still open. Raises OSError."""
+        assert self._seal is not None
+        with atomic_file(self.path) as stream:
+            for start in range(0, self._seal.size, TAIL):
+                stream.write(os.pread(self._fd, min(TAIL, self._seal.size - start), start))
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+        os.dup2(descriptor, self._fd, inheritable=False)
+        os.close(descriptor)

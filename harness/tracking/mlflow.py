@@ -28,6 +28,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from harness.core.files import step_name
+from harness.core.screen import say
 from harness.tracking.journal import JOURNAL, Position, read_rows
 from harness.tracking.mlflow_page import Description, arrange, data_input
 
@@ -54,7 +55,7 @@ class CheckpointModels:
             if error.error_code not in _UNKNOWN_THERE:
                 raise
             self._unknown = True
-            print(f"checkpoints: the server has no external models ({error.error_code}), passed over", flush=True)
+            say(f"checkpoints: the server has no external models ({error.error_code}), passed over")
 
     def _note(self, row: Mapping[str, Any], milliseconds: int) -> None:
         step, state = int(row["step"]), str(row["state"])
@@ -275,14 +276,14 @@ class Sink:
         root = self._run_dir.resolve()
         path = (root / relative).resolve()
         if not path.is_relative_to(root) or not path.is_file():
-            print(f"artifact {relative}: no such file in {root}, passed over", flush=True)
+            say(f"artifact {relative}: no such file in {root}, passed over")
             return
         folder = path.relative_to(root).parent.as_posix()
         try:
             self._client.log_artifact(self._run_id, str(path), None if folder == "." else folder)
         except NEVER_WORKS as error:
             # An artifact root of another machine; to wait for it would hold back everything behind it.
-            print(f"artifact {relative}: {error}, passed over", flush=True)
+            say(f"artifact {relative}: {error}, passed over")
 
     def _tag_events(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._count(rows):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from harness.core.errors import shown
 from harness.tracking.journal import JOURNAL, Position, decode, delivered, require_run, tracking_uri
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ def _bound_life(follower: _Follower) -> None:
 
 
 def _say(text: str) -> None:
-    print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), shown(text), flush=True)
 
 
 def main() -> int:

@@ -9,13 +9,16 @@ resume repeated stand in the file too; readers pass over them.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.facts import SlotStats
-from harness.core.files import atomic_file
+from harness.core.files import atomic_file, parse_json
 from harness.core.metrics import SLOT_ROWS
 
 SLOT_FILE = "fp8_telemetry.bin"
@@ -37,6 +40,9 @@ COLUMNS = ("step", "layer", "role", *FIGURES)
 _HEADER = struct.Struct("<4sIiq")
 _NAMES, _STATS = b"FP8n", b"FP8s"
 _MAX_PAYLOAD = 256 << 20
+# Bytes of a list of names, of all that differ, and names in these.
+_MAX_NAMES, _MAX_LISTS, _MAX_NAMED = 16 << 20, 128 << 20, 1 << 20
+_MAX_NAME = 1000
 _ROWS_AT_ONCE = 1 << 20
 _ALWAYS_MEASURED = ("amax", "scale", "saturation")
 Floats = npt.NDArray[np.float32]
@@ -148,23 +154,41 @@ class SlotSteps:
     def __init__(self, path: Path, before: tuple[int, int] | None = None) -> None:
         self._path = path
         self._named: list[tuple[str, ...]] = []
+        self._lists: dict[bytes, tuple[str, ...]] = {}
+        self._room = _MAX_LISTS, _MAX_NAMED
         found: dict[tuple[int, int], tuple[Frame, int]] = {}
         begins: dict[int, int] = {} if before is None else {before[0]: before[1]}
         with path.open("rb") as file:
             for frame in _frames(path):
                 if frame.magic == _NAMES:
-                    names = json.loads(_payload(file, frame) or b"[]")
-                    self._named.append(tuple(map(str, names)))
+                    self._named.append(self._names_in(file, frame))
                 elif self._named:
                     found[frame.attempt, frame.step] = frame, len(self._named) - 1
                     begins[frame.attempt] = min(frame.step, begins.get(frame.attempt, frame.step))
+        replaced_from = rewritten(begins)
         self._kept = {
             step: at
             for (attempt, step), at in sorted(found.items(), key=lambda item: item[0][::-1])
-            if not any(later > attempt and begin <= step for later, begin in begins.items())
-            and (before is None or step < before[1])
+            if step < replaced_from(attempt) and (before is None or step < before[1])
         }
         self.names = tuple(dict.fromkeys(name for names in self._named for name in names))
+
+    def _names_in(self, file: Any, frame: Frame) -> tuple[str, ...]:
+        """A list of slots; one that came before is the same object. Raises ValueError for none, or for far too many."""
+        file.seek(frame.at + _HEADER.size)
+        packed = hashlib.sha256(file.read(frame.size)).digest()
+        if packed not in self._lists:
+            payload = _payload(file, frame, _MAX_NAMES) or b"[]"
+            names = parse_json(payload)
+            if not isinstance(names, list) or not all(
+                isinstance(each, str) and len(each) <= _MAX_NAME for each in names
+            ):
+                raise ValueError("has slots without a name")
+            self._room = self._room[0] - len(payload), self._room[1] - len(names)
+            if min(self._room) < 0:
+                raise ValueError(f"names more than {_MAX_NAMED} slots")
+            self._lists[packed] = tuple(names)
+        return self._lists[packed]
 
     @classmethod
     def of(cls, run_dir: Path) -> SlotSteps | None:
@@ -187,9 +211,10 @@ class SlotSteps:
         """
         with self._path.open("rb") as file:
             for step, (frame, which) in reversed(self._kept.items()) if back else self._kept.items():
-                if step < first or (payload := _payload(file, frame)) is None:
-                    continue
                 names = self._named[which]
+                size = 4 * len(FIGURES) * len(names)
+                if step < first or (payload := _payload(file, frame, size)) is None:
+                    continue
                 count, rest = divmod(len(payload), 4 * max(1, len(names)))
                 if not rest and _FIRST_FIGURES <= count <= len(FIGURES):
                     planes = np.frombuffer(payload, np.uint8).reshape(count, 4, -1)
@@ -243,14 +268,22 @@ class SlotSteps:
         return np.array(list(self._kept)[::each], dtype=np.int64), values
 
 
-def _payload(file: Any, frame: Frame) -> bytes | None:
+def rewritten(begins: Mapping[int, int]) -> Callable[[int], float]:
+    """From the first step of each attempt: of an attempt the step from which on later ones did its steps again."""
+    attempts = sorted(begins)
+    firsts = [*reversed([*accumulate((begins[attempt] for attempt in reversed(attempts)), min)]), math.inf]
+    return lambda attempt: firsts[bisect_right(attempts, attempt)]
+
+
+def _payload(file: Any, frame: Frame, size: int) -> bytes | None:
+    """A payload of at most `size` bytes."""
     file.seek(frame.at + _HEADER.size)
     stream = zlib.decompressobj()
     try:
-        payload = stream.decompress(file.read(frame.size), _MAX_PAYLOAD)
+        payload = stream.decompress(file.read(frame.size), size + 1)
     except zlib.error:
         return None
-    return payload if stream.eof else None
+    return payload if stream.eof and len(payload) <= size else None
 
 
 def write_parquet(run_dir: Path) -> Path | None:

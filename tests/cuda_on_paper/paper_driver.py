@@ -148,6 +148,11 @@ def scene_planted(_: str) -> dict[str, Any]:
     return found
 
 
+def place(tensor: torch.Tensor) -> int:
+    """Bytes from the beginning of its allocation, which a card puts at a multiple of 512."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
 class Operands(Recorder):
     """Notes the operands of every FP8 GEMM, and which operations read a master weight of an FP8 layer."""
 
@@ -169,7 +174,9 @@ class Operands(Recorder):
                     "phase": self.phase,
                     "left": [list(left.shape), list(left.stride()), str(left.dtype)],
                     "right": [list(right.shape), list(right.stride()), str(right.dtype)],
-                    "scales": [[list(scale.shape), str(scale.dtype), scale.device.type] for scale in scales],
+                    "scales": [
+                        [list(scale.shape), str(scale.dtype), scale.device.type, place(scale)] for scale in scales
+                    ],
                     "fast": bool(given.get("use_fast_accum", False)),
                 }
             )

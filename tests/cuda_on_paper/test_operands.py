@@ -44,9 +44,15 @@ def test_sizes_and_strides_are_multiples_of_16(gemms: list[dict[str, Any]]) -> N
 
 def test_scales_are_float32_on_the_card(gemms: list[dict[str, Any]]) -> None:
     for gemm in gemms:
-        for shape, dtype, device in gemm["scales"]:
+        for shape, dtype, device, _ in gemm["scales"]:
             assert (dtype, device) == ("torch.float32", "cuda")
             assert shape in ([], [1]), gemm
+
+
+def test_scales_lie_at_multiples_of_16_bytes(gemms: list[dict[str, Any]]) -> None:
+    """At another address an H100's cuBLASLt (13.1) answers CUBLAS_STATUS_NOT_SUPPORTED."""
+    for gemm in gemms:
+        assert [scale[3] % 16 for scale in gemm["scales"]] == [0, 0], gemm
 
 
 def test_formats_of_the_hybrid_recipe(gemms: list[dict[str, Any]]) -> None:

@@ -92,15 +92,15 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "messages hold no control characters",
-        'return CONTROL.sub(lambda found: repr(found[0])[1:-1], "\\n".join(lines))',
+        'return shown("\\n".join(lines))',
         'return "\\n".join(lines)',
         "tests/faults/test_data_faults.py -k one_screen",
     ),
     Mutation(
         24,
         "headers of tensors are checked before they are used",
-        "        _check_header(path, size)\n",
-        "        pass\n",
+        "        return check_header(path, most)\n",
+        "        return 0\n",
         "tests/faults/test_hostile_runs.py -k forged_tensors",
     ),
     Mutation(

@@ -4,7 +4,7 @@
    files. KILL: die by SIGKILL before the n-th (a write puts down half of its bytes first, like a torn write).
    FULL: every call from the n-th on that needs space, and every fsync, fails with ENOSPC; removing still works.
    ONCE: the n-th call fails with EIO, removing excepted.
-   inject_disarm(): back to normal; returns how many calls failed. */
+   inject_disarm(): back to normal; returns how many calls failed, as inject_fired() does before. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -20,6 +20,7 @@ static int mode, target, count, fired;
 
 void inject_arm(int n, int how) { target = n; mode = how; count = fired = 0; }
 int inject_disarm(void) { mode = OFF; return fired; }
+int inject_fired(void) { return fired; }
 
 static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
 
@@ -63,6 +64,8 @@ PASS(int, rmdir, (const char *path), (path), 1)
 
 ssize_t write(int fd, const void *data, size_t size) {
     REAL(write);
+    struct stat status;
+    if (mode == OFF || fstat(fd, &status) || !S_ISREG(status.st_mode)) return real(fd, data, size);  /* a socket, a pipe */
     if (mode == KILL && count + 1 == target) real(fd, data, size / 2);
     return hit(0) ? -1 : real(fd, data, size);
 }

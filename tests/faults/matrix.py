@@ -38,8 +38,12 @@ MATRIX = (
     Row(21, "one bit differs on one rank", "parameter named, all ranks back to one state"),
     Row(22, "NaN on one rank only", "every rank skips"),
     Row(23, "data missing, corrupt, cut short or slow to come", "named; policy skip or fail; recorded"),
-    Row(24, "hostile pickle, YAML, header, path, link", "never executed; refused with path and key, in bounded time"),
+    Row(
+        24,
+        "hostile pickle, YAML, header, path, link, text",
+        "never executed or obeyed; refused by name, in bounded time",
+    ),
     Row(25, "resume on another world size, recipe, tier, torch", "global data order kept; else a clear refusal"),
     Row(26, "the clock jumps", "order by step; durations from a clock that does not jump"),
-    Row(27, "the run's own files lost, swapped, older", "refused by name: never another run in silence"),
+    Row(27, "the run's own files lost, swapped, older", "refused by name: never another run in silence; rows missed"),
 )

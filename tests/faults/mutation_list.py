@@ -5,6 +5,7 @@ from __future__ import annotations
 from data_mutations import DATA
 from dataset_mutations import DATASET
 from fallback_mutations import FALLBACK
+from foreign_mutations import FOREIGN
 from guard_mutations import GUARD
 from huggingface_mutations import HUGGING_FACE
 from loop_mutations import LOOP
@@ -29,6 +30,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *TRACKING,
     *DATA,
     *DATASET,
+    *FOREIGN,
     *TOKENS,
     *NATIVE,
     *TORCHAO,

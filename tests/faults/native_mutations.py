@@ -22,9 +22,23 @@ NATIVE = (
     Mutation(
         15,
         "the kernel rounds once",
-        "magic = tl.maximum(exponent, SMALLEST) * MAGIC",
-        "magic = tl.maximum(exponent, SMALLEST) * 0.0",
+        "magic = tl.maximum(exponent, SMALLEST) * MAGIC\n        bits",
+        "magic = tl.maximum(exponent, SMALLEST) * 0.0\n        bits",
         "tests/unit/precision/test_native_triton.py -k bits_of_torch",
+    ),
+    Mutation(
+        16,
+        "statistics are of what was rounded",
+        "quantized = (scaled + magic) - magic\n            some",
+        "quantized = scaled\n            some",
+        "tests/unit/precision/test_native_triton.py -k interpreted_statistics",
+    ),
+    Mutation(
+        15,
+        "scales lie where cuBLASLt takes them",
+        "F.pad(self.inverse[:, None], (0, _APART - 1))",
+        "self.inverse[:, None]",
+        "tests/cuda_on_paper/test_operands.py -k multiples_of_16_bytes",
     ),
     Mutation(
         15,
@@ -50,8 +64,8 @@ NATIVE = (
     Mutation(
         16,
         "compiled gradients are cast to their own format",
-        "scales[_SCALE + 2 : _SCALE + 3], ctx.gradient, needs[1]",
-        'scales[_SCALE + 2 : _SCALE + 3], "e4m3", needs[1]',
+        "_scale(scales, _GRADIENT), ctx.gradient, needs[1]",
+        '_scale(scales, _GRADIENT), "e4m3", needs[1]',
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
     ),
     Mutation(
@@ -106,8 +120,8 @@ NATIVE = (
     Mutation(
         16,
         "x is dequantised with the scale that it was cast under",
-        "Fp8Pair(None, columns, then[_INVERSE : _INVERSE + 1])",
-        "Fp8Pair(None, columns, scales[_INVERSE : _INVERSE + 1])",
+        "Fp8Pair(None, columns, _inverse(then, _INPUT))",
+        "Fp8Pair(None, columns, _inverse(scales, _INPUT))",
         "tests/unit/precision/test_native_compile.py -k between_a_forward",
     ),
 )

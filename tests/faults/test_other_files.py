@@ -122,6 +122,22 @@ def test_what_a_checkpoint_was_trained_with_is_held_to(
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80]
 
 
+@pytest.mark.parametrize("name", ["outcome.json", "plan.json", "config.yaml"])
+def test_a_folder_in_the_place_of_a_file_is_named(rolled_back: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "work"
+    shutil.copytree(rolled_back, folder)
+    place = folder / "runs" / "r" / name
+    place.unlink()
+    place.mkdir()
+    code, told = run(folder, RESUMED)
+    assert code == CheckpointError.exit_code, told
+    assert f"runs/r/{name}" in told
+    assert "Traceback" not in told
+    place.rmdir()
+    shutil.copy(rolled_back / "runs" / "r" / name, place)
+    assert run(folder, RESUMED)[0] == 0
+
+
 def test_an_untouched_run_goes_on(rolled_back: Path, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)

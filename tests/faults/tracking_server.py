@@ -21,11 +21,13 @@ from pathlib import Path
 FAULTS = {
     "refuse": "nothing listens",
     "error": "answers 500",
+    "denied": "answers 401: other credentials",
     "hang": "never answers",
     "swallow": "writes, but the answer is lost",
     "no_name": "name not found",
 }
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+DENIED = b"HTTP/1.1 401 Unauthorized\r\nWWW-Authenticate: Basic\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 METHODS = (b"GET", b"POST", b"PATCH", b"DELETE")
 # Put before everything else on PYTHONPATH: name resolution fails while the file is there.
 NO_NAMES = """
@@ -50,8 +52,9 @@ sys.stdin.read()
 class Proxy:
     """Listens on a port of its own. fault: "" passes everything on to `upstream`, else one of
 
-    "refuse" (nothing listens), "error" (500 to every request), "hang" (accepts and never answers), "swallow" (the
-    server does what it is asked, but whoever asks it to write never hears so), "no_name" (see NO_NAMES).
+    "refuse" (nothing listens), "error" (500 to every request), "denied" (401 to every request), "hang" (accepts and
+    never answers), "swallow" (the server does what it is asked, but whoever asks it to write never hears so), "no_name"
+    (see NO_NAMES).
     hits: how often each fault met a connection; nobody can count those that were refused.
     """
 
@@ -74,11 +77,11 @@ class Proxy:
     @contextlib.contextmanager
     def outage(self, fault: str) -> Iterator[None]:
         """The fault lasts as long as the block; connections from before and within do not outlive their ends."""
-        self._switch(fault)
+        self.switch(fault)
         try:
             yield
         finally:
-            self._switch("")
+            self.switch("")
 
     def fired(self, fault: str, refused: int) -> int:
         """How often the outage of now was met. refused: attempts that failed so, which only their maker can count."""
@@ -88,9 +91,10 @@ class Proxy:
 
     def close(self) -> None:
         """Nothing listens any more."""
-        self._switch("refuse")
+        self.switch("refuse")
 
-    def _switch(self, fault: str) -> None:
+    def switch(self, fault: str) -> None:
+        """From now on `fault`; connections from before do not outlive it."""
         was, self._fault = self._fault, fault
         if fault == was:
             return
@@ -127,11 +131,11 @@ class Proxy:
         fault = self._fault
         self._open.add(client)
         try:
-            if fault in ("error", "hang"):
+            if fault in ("error", "denied", "hang"):
                 if client.recv(1 << 16):
                     self.hits[fault] += 1
-                if fault == "error":
-                    client.sendall(ERROR)
+                if fault != "hang":
+                    client.sendall(ERROR if fault == "error" else DENIED)
                 while client.recv(1 << 16):
                     pass
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sqlite3
 import subprocess
@@ -25,7 +26,7 @@ from harness.tracking.journal import JOURNAL, Journal, delivered, read_rows
 ROOT = Path(__file__).resolve().parents[2]
 PACE = 0.001
 Timings = dict[str, list[float]]
-Point = tuple[int, int, float]
+Point = tuple[int, int, float | None]
 
 
 def step_of(journal: Journal, step: int) -> tuple[float, float]:
@@ -151,7 +152,7 @@ def check_delivered(run_dir: Path, database: Path, ended: str = "FINISHED") -> i
     for row in read_rows(run_dir / JOURNAL):
         if row["kind"] == "metrics":
             for name, value in row["metrics"].items():
-                told[name].append((row["step"], round(row["time"] * 1000), value))
+                told[name].append((row["step"], round(row["time"] * 1000), None if math.isnan(value) else value))
         elif row["kind"] == "checkpoint" and row["state"] == "saved":
             models.add(f"step-{row['step']:08d}")
             for name, value in row["metrics"].items():
@@ -160,9 +161,9 @@ def check_delivered(run_dir: Path, database: Path, ended: str = "FINISHED") -> i
             counts[row["code"]] += 1
     for order in ("timestamp, step, value", "rowid"):
         stored: dict[str, list[Point]] = defaultdict(list)
-        points = f"select key, step, timestamp, value from metrics where run_uuid = ? order by {order}"
-        for name, *point in query(database, points, run):
-            stored[name].append((point[0], point[1], point[2]))
+        points = f"select key, step, timestamp, value, is_nan from metrics where run_uuid = ? order by {order}"
+        for name, *point, nan in query(database, points, run):
+            stored[name].append((point[0], point[1], None if nan else point[2]))
         assert stored.keys() == told.keys(), order
         wrong = [name for name in told if stored[name] != told[name]]
         assert not wrong, (order, wrong)

@@ -1,4 +1,4 @@
-"""Tests that need an NVIDIA GPU: skipped, with the reason, where torch sees none. They have not run on one yet."""
+"""Tests that need an NVIDIA GPU: skipped, with the reason, where torch sees none."""
 
 from __future__ import annotations
 

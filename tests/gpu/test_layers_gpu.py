@@ -1,4 +1,4 @@
-"""What `layers.probe` times and `layers.keep_fp32` protects on a real card. Not run on a GPU yet."""
+"""What `layers.probe` times and `layers.keep_fp32` protects on a real card."""
 
 from __future__ import annotations
 

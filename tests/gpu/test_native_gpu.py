@@ -1,4 +1,4 @@
-"""The native backend's casts and FP8 GEMMs on a GPU against its bfloat16 carriers on the CPU. Not run on a GPU yet."""
+"""The native backend's casts and FP8 GEMMs on a GPU against its bfloat16 carriers on the CPU."""
 
 from __future__ import annotations
 
@@ -56,6 +56,11 @@ def test_the_fused_kernel_has_the_bits_of_torch_and_is_what_runs(fp8_gpu: torch.
     assert native_triton.check(fp8_gpu) == []
     backend = backend_on(nn.Sequential(nn.Linear(64, 64)).to(fp8_gpu), "native", fp8_gpu)
     assert backend.note.startswith("fused FP8 casts by triton")
+
+
+def test_the_statistics_kernel_measures_as_torch_does_and_is_what_runs(fp8_gpu: torch.device) -> None:
+    assert native_triton.check_stats(fp8_gpu) == []
+    assert native_triton.load_stats(fp8_gpu) is torch.ops.hopper_harness.fp8_stats
 
 
 def test_torch_operations_give_the_same_bits_as_the_kernel(fp8_gpu: torch.device) -> None:

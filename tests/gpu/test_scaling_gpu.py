@@ -1,4 +1,4 @@
-"""Casts and scale updates on a GPU give the CPU's bits. Not run on a GPU yet."""
+"""Casts and scale updates on a GPU give the CPU's bits."""
 
 from __future__ import annotations
 

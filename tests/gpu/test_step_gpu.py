@@ -1,4 +1,4 @@
-"""A training step never waits for the device. Not run on a GPU yet."""
+"""A training step never waits for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's delayed scaling against the pure rule of `scaling.update`. Not run on a GPU yet."""
+"""Transformer Engine's delayed scaling against the pure rule of `scaling.update`."""
 
 from __future__ import annotations
 

@@ -65,25 +65,42 @@ def train_ranks(
     kind: torchrun or deepspeed. program: instead of launch/train.py. Waits for all of them; what they printed, by rank,
     and the first exit code that is not 0.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    job |= {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "deepspeed": {"CROSS_RANK": "0"}}[kind]
     line = [str(program or TRAIN), *command(*arguments)[2:]]
-    logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
-    processes: list[warm.Process] = []
+    processes = start_ranks(folder, ranks, line, kind)
     try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as file:
-                variables = environment(**job, RANK=str(rank), LOCAL_RANK=str(rank))
-                processes.append(warm.start(line, folder, variables, file.fileno(), file.fileno()))
         codes = [each.wait(warm.PATIENCE) for each in processes]
     finally:
         for each in processes:
             each.kill()
-    told = "".join(log.read_text(errors="replace") for log in logs)
+    told = "".join(log.read_text(errors="replace") for log in rank_logs(folder, ranks))
     return subprocess.CompletedProcess(line, next(filter(None, codes), 0), told)
+
+
+def start_ranks(
+    folder: Path, ranks: int, line: Sequence[str], kind: str = "torchrun", **extra: str
+) -> list[warm.Process]:
+    """Start `python *line` as so many ranks of a launcher that is not there, and return at once; see `rank_logs`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), **extra}
+    job |= {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "deepspeed": {"CROSS_RANK": "0"}}[kind]
+    processes: list[warm.Process] = []
+    try:
+        for rank, log in enumerate(rank_logs(folder, ranks)):
+            with log.open("wb") as file:
+                variables = environment(**job, RANK=str(rank), LOCAL_RANK=str(rank))
+                processes.append(warm.start(line, folder, variables, file.fileno(), file.fileno()))
+    except BaseException:
+        for each in processes:
+            each.kill()
+        raise
+    return processes
+
+
+def rank_logs(folder: Path, ranks: int) -> list[Path]:
+    """What each rank prints."""
+    return [folder / f"rank-{rank}.log" for rank in range(ranks)]
 
 
 def harness(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -23,14 +23,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harness.precision.backends import native_triton
-from harness.precision.backends.native_gemm import Carrier, Fp8Pair, Operand, operands_as_they_are, padded
+from harness.precision.backends.native_gemm import ALIGNMENT, Carrier, Fp8Pair, Operand, operands_as_they_are, padded
 from harness.precision.backends.native_gemm import plain_operand as plain
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.compiling import define, layer_of
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS, SampledStats
 
-_SCALE, _INVERSE = 0, 3  # where the scales of input, weight and grad_output begin in `fp8_scales`, and their inverses
+# `fp8_scales_apart`: the scales of input, weight and grad_output, then _APART floats for each of their inverses, as
+# cuBLASLt refuses a scale whose address is no multiple of 16 bytes (CUBLAS_STATUS_NOT_SUPPORTED, seen on an H100).
+_APART = ALIGNMENT // 4
+_INPUT, _WEIGHT, _GRADIENT = range(3)
 
 
 @torch._dynamo.allow_in_graph
@@ -49,9 +52,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, gradient: str
     ) -> Tensor:
-        scales = _ops.fp8_scales(handle, rows)
+        scales = _ops.fp8_scales_apart(handle, rows)
         wants_weight = ctx.needs_input_grad[1]
-        _, amax, left, columns = _cast(rows, scales[_SCALE : _SCALE + 1], "e4m3", wants_weight)
+        _, amax, left, columns = _cast(rows, _scale(scales, _INPUT), "e4m3", wants_weight)
         ctx.record, ctx.gradient, ctx.dtype = record, gradient, rows.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(columns, scales, weight, handle)
@@ -63,8 +66,8 @@ class _Linear(torch.autograd.Function):
         columns, then, weight, handle = ctx.saved_tensors
         needs = [bool(need) for need in ctx.needs_input_grad[:3]]
         # The argument says that these are of now: scales may have rolled since forward.
-        scales = _ops.fp8_scales(handle, grad)
-        values, amax, left, turned = _cast(grad, scales[_SCALE + 2 : _SCALE + 3], ctx.gradient, needs[1])
+        scales = _ops.fp8_scales_apart(handle, grad)
+        values, amax, left, turned = _cast(grad, _scale(scales, _GRADIENT), ctx.gradient, needs[1])
         rows, weights = _ops.fp8_backward(
             left, turned, amax, scales, columns, then, weight, handle, ctx.record, needs[:2]
         )
@@ -92,14 +95,27 @@ def _cast(x: Tensor, scale: Tensor, fmt: str, transpose: bool) -> tuple[Tensor, 
 
 
 def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
-    """float32 [6]: scales of input, weight and grad_output, then their inverses. after: says when they are read."""
+    """float32 [16]: what `_scale` and `_inverse` find there. after: says when they are read."""
     layer = layer_of(handle)
-    buffers, slot = layer.slot_buffers, layer.slot
-    return torch.cat([buffers.scale[slot : slot + 3], buffers.inverse[slot : slot + 3]])
+    buffers, slot = cast("Fp8SlotBuffers", layer.slot_buffers), layer.slot
+    return torch.cat(
+        [buffers.scale[slot : slot + 3], buffers.scale.new_ones(1), buffers.apart[slot : slot + 3].flatten()]
+    )
 
 
 def _fake_scales(handle: Tensor, after: Tensor) -> Tensor:
-    return after.new_empty(6, dtype=torch.float32)
+    return after.new_empty(4 * _APART, dtype=torch.float32)
+
+
+def _scale(scales: Tensor, role: int) -> Tensor:
+    """float32 [1]: the scale of a role, out of `fp8_scales_apart`."""
+    return scales[role : role + 1]
+
+
+def _inverse(scales: Tensor, role: int) -> Tensor:
+    """float32 [1]: its inverse, where cuBLASLt takes it."""
+    place = (1 + role) * _APART
+    return scales[place : place + 1]
 
 
 def _fp8_forward(
@@ -109,7 +125,7 @@ def _fp8_forward(
     layer = layer_of(handle)
     if record:
         layer.slot_buffers.stage(layer.slot, amax)
-    left = Fp8Pair(rows, None, scales[_INVERSE : _INVERSE + 1])
+    left = Fp8Pair(rows, None, _inverse(scales, _INPUT))
     return left.nt(layer.quantized_weight(weight, record), bias)
 
 
@@ -139,10 +155,10 @@ def _fp8_backward(
     layer = layer_of(handle)
     if record:
         layer.slot_buffers.stage(layer.slot + 2, amax)
-    left = Fp8Pair(grad, turned, scales[_INVERSE + 2 : _INVERSE + 3])
+    left = Fp8Pair(grad, turned, _inverse(scales, _GRADIENT))
     nothing = grad.new_empty(0, dtype=torch.bfloat16)
     rows = left.nn(layer.quantized_weight(weight, record)) if needs[0] else nothing
-    weights = left.tn(Fp8Pair(None, columns, then[_INVERSE : _INVERSE + 1])) if needs[1] else nothing.clone()
+    weights = left.tn(Fp8Pair(None, columns, _inverse(then, _INPUT))) if needs[1] else nothing.clone()
     layer.release(record)
     return rows, weights
 
@@ -182,7 +198,7 @@ def _fp8_switching(
 def _fake_switching(
     rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
 ) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape[0], weight.shape[0]), rows.new_empty(6, dtype=torch.float32)
+    return rows.new_empty(rows.shape[0], weight.shape[0]), _fake_scales(handle, rows)
 
 
 def _fp8_switching_backward(
@@ -195,8 +211,8 @@ def _fp8_switching_backward(
             left: Operand = Carrier(rows)
             right: Operand = plain(weight)
         else:
-            buffers, inverse = cast("Fp8SlotBuffers", layer.slot_buffers), then[_INVERSE : _INVERSE + 1]
-            left = buffers.again(rows.contiguous(), then[_SCALE : _SCALE + 1], inverse, layer.slot)
+            buffers = cast("Fp8SlotBuffers", layer.slot_buffers)
+            left = buffers.again(rows.contiguous(), _scale(then, _INPUT), _inverse(then, _INPUT), layer.slot)
             right = layer.quantized_weight(weight, record)
         found = layer.gradients(grad, left, right, record, (needs[0], needs[1], needs[2]))
     nothing = [grad.new_empty(0) if value is None else value for value in found[:2]]
@@ -226,17 +242,17 @@ def _switching_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | No
     return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
-define("fp8_scales", _fp8_scales, _fake_scales)
+define("fp8_scales_apart", _fp8_scales, _fake_scales)
 define("fp8_forward", _fp8_forward, _fake_forward)
 define("fp8_backward", _fp8_backward, _fake_backward)
-define("fp8_switching", _fp8_switching, _fake_switching, _switching_gradients, _setup)
+define("fp8_switching_apart", _fp8_switching, _fake_switching, _switching_gradients, _setup)
 define("fp8_switching_backward", _fp8_switching_backward, _fake_switching_backward)
 _ops: Any = torch.ops.hopper_harness
 
 
 def switching(rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
     """As `linear`, for a layer whose precision or statistics are known only when it runs."""
-    return _ops.fp8_switching(rows, weight, bias, handle, record)[0]
+    return _ops.fp8_switching_apart(rows, weight, bias, handle, record)[0]
 
 
 class Fp8SlotBuffers(SlotBuffers):
@@ -252,7 +268,7 @@ class Fp8SlotBuffers(SlotBuffers):
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         super().__init__(names, formats, config, device)
-        self.sampled = SampledStats(formats, device)
+        self.sampled = SampledStats(formats, device, measure=native_triton.load_stats(device))
         self.sums = self.sampled.sums
         self.cast, self.kernel_note = native_triton.load(device)
         self._backwards, self._expected, self._last = 0, 1, True
@@ -268,7 +284,7 @@ class Fp8SlotBuffers(SlotBuffers):
         if rows.dtype not in native_triton.DTYPES:
             rows = rows.to(torch.bfloat16)
         if record and self.sampling:
-            self.sampled.add(slot, rows.to(torch.bfloat16), self.scale[slot])
+            self.sampled.add(slot, rows, self.scale[slot], torch.bfloat16)
         return self._pair(rows.contiguous(), slot, record, rights, through_bf16=True)
 
     def operand(self, x: Tensor, slot: int, record: bool, rights: bool = True) -> Fp8Pair:
@@ -283,7 +299,7 @@ class Fp8SlotBuffers(SlotBuffers):
         amax = self.history[0, slot : slot + 1] if record else None
         fmt = self.formats[slot]
         rows, columns = self.cast(x.detach(), self.scale[slot : slot + 1], amax, fmt, through_bf16, rights)
-        return Fp8Pair(rows, columns if rights else None, self.inverse[slot : slot + 1])
+        return Fp8Pair(rows, columns if rights else None, self.apart[slot, :1])
 
     def again(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Fp8Pair:
         """`rows` [m, n] as a right operand under the scale of an earlier moment, float32 [1] as its inverse."""
@@ -311,4 +327,5 @@ class Fp8SlotBuffers(SlotBuffers):
         self._expected = max(1, self._backwards)
 
     def _read_scales(self) -> None:
-        """The host needs none of them."""
+        """The host needs none of them. apart: the inverses, float32 [slots, _APART], each where cuBLASLt takes it."""
+        self.apart = F.pad(self.inverse[:, None], (0, _APART - 1))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 _FLT_MIN, _FLT_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-# cuBLASLt's FP8 GEMMs: rows of this many bytes.
-MULTIPLE = 16
+# cuBLASLt's FP8 GEMMs: rows of this many bytes, and each scale at an address that is a multiple of so many.
+MULTIPLE = ALIGNMENT = 16
 
 
 def has_fp8_units(device: torch.device) -> bool:
@@ -90,7 +90,8 @@ class Fp8Pair:
     """FP8 bytes [r, c], and transposed [c, r filled with zeros to a multiple of 16]; either may be left out.
 
     FP8 GEMMs of Hopper and Ada take both operands with the common dimension last, so that each product wants one of
-    the two. A zero more in the common dimension changes no sum. inverse: float32 [1].
+    the two. A zero more in the common dimension changes no sum. inverse: float32 [1], its address a multiple of
+    ALIGNMENT bytes.
     """
 
     rows: Tensor | None

@@ -1,8 +1,8 @@
 """FP8 by Transformer Engine: te.Linear on shared Parameters, one outer autocast, FP8 state of our own.
 
 `fp8.scaling` chooses TE's recipe: delayed (DelayedScaling), current (Float8CurrentScaling), block (Float8BlockScaling).
-It has not run on a GPU yet (tests/gpu holds the checks); TE's own Python runs under it on the CPU (tests/te_cpu). What
-it leans on was read in the Python sources of TE 2.20.2 (quantization.py, module/{base,linear,layernorm_mlp}.py,
+It ran on an H100 (docs/hopper.md, tests/gpu); TE's own Python runs under it on the CPU (tests/te_cpu). What it leans on
+was read in the Python sources of TE 2.20.2 (quantization.py, module/{base,linear,layernorm_mlp}.py,
 distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
 
 - Entering an autocast with `enabled=False` inside an enabled one runs that module in BF16 and touches no FP8 state,
@@ -36,6 +36,7 @@ from harness.core.errors import CheckpointError, MachineError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import te_fused, te_library
+from harness.precision.backends.native_triton import load_stats
 from harness.precision.backends.te_library import DelayedScales, Recomputations, Scales, TensorScales
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
 from harness.precision.layers import swap_linears
@@ -66,7 +67,7 @@ class TransformerEngineBackend:
         if fp8.scaling == "delayed":
             self.note += ", rolls once per " + fp8.roll.replace("_", "-")
         check_convertible(model, self.layers)
-        sampled = None if fp8.scaling == "block" else SampledStats(self.formats, device)
+        sampled = None if fp8.scaling == "block" else SampledStats(self.formats, device, measure=load_stats(device))
         again = self._again = Recomputations(library.manager)
         self._watch = Watch(len(self.slot_names), device, again, fp8.scaling != "delayed", sampled)
         converted = linear_class(library, self._recipe, fp8.scaling, self._watch)

@@ -28,6 +28,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
+from harness.precision.backends.native_triton import load_stats
 from harness.precision.compiling import Block, Blocks, define, layer_of, register
 from harness.precision.layers import pickled_as_linear
 from harness.precision.plan import Plan, pad_numbers
@@ -324,7 +325,8 @@ class TorchaoBackend:
         tensorwise = recipe.fp8.dynamic == "tensorwise"
         formats = ["e4m3", "e4m3", "e5m2" if tensorwise else "e4m3"] * len(self.layers)
         self._fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
-        self._watch = Watch(SampledStats(formats, device, by_row=not tensorwise), device)
+        sampled = SampledStats(formats, device, by_row=not tensorwise, measure=load_stats(device))
+        self._watch = Watch(sampled, device)
         for module in self.modules.values():
             module.__class__ = WatchedLinear
         self._blocks = Blocks(model, WatchedLinear)

@@ -86,7 +86,7 @@ def test_sustained_is_the_limit_that_a_series_just_keeps_to() -> None:
         policy = FallbackConfig(hits=hits, window=window, warmup_steps=1)
         found = sustained(series, policy, below=False)
         assert 1 <= found <= 7
-        turned = sustained(-6.0205999 * np.log2(series), policy, below=True)
+        turned = sustained((-6.0205999 * np.log2(series)).astype(np.float32), policy, below=True)
         assert turned == pytest.approx(-6.0205999 * np.log2(found), abs=1e-3), "decibels below, factors above"
     assert sustained(series[:3], FallbackConfig(hits=2, window=8), below=False) == 1
 

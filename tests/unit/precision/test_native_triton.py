@@ -48,6 +48,40 @@ def test_the_interpreted_kernel_has_the_bits_of_torch() -> None:
     assert interpreted(code) == "[]"
 
 
+@needs_triton
+def test_the_interpreted_statistics_are_those_of_torch() -> None:
+    code = "import torch; from harness.precision.backends import native_triton as n\n"
+    code += "print(n.check_stats(torch.device('cpu')))"
+    assert interpreted(code) == "[]"
+
+
+@needs_triton
+def test_the_check_finds_statistics_that_are_wrong() -> None:
+    """With each number of the kernel's replaced: the largest value, the smallest exponent, the rounding, the scale."""
+    assert interpreted(OTHER_STATS).splitlines() == [f"{place} True" for place in (5, 6, 7, 8)]
+
+
+OTHER_STATS = """
+import torch
+from harness.precision.backends import native_triton as native
+
+kernel = native._stats_kernel
+
+class Other:
+    def __init__(self, place, value):
+        self.place, self.value = place, value
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            args = list(args)
+            args[self.place] = self.value
+            kernel[grid](*args, **options)
+        return launch
+
+for place, value in ((5, 0), (6, 1e30), (7, 2.0**-3), (8, 1.5 * 2.0**10)):
+    native._stats_kernel = Other(place, value)
+    print(place, len(native.check_stats(torch.device("cpu"))) > 0)
+"""
+
 ALTERED = """
 import torch
 from harness.precision import scaling

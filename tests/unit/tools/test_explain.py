@@ -16,6 +16,7 @@ from rich.console import Console
 from harness.checkpoint.manifest import add_mark
 from harness.core.codes import Catalogue, catalogue, slug
 from harness.core.errors import ConfigError
+from harness.core.screen import Screen
 from harness.report.explain import cause, distinct, explain, go_on, plain, post_mortem, streaks
 from harness.report.summary import summary
 from harness.tracking.history import RunHistory
@@ -46,7 +47,7 @@ How = "slowly."
 
 def printed(subject: str | None, width: int = 100) -> str:
     stream = io.StringIO()
-    assert explain(subject, Console(file=stream, width=width)) == 0
+    assert explain(subject, Screen(file=stream, width=width)) == 0
     return stream.getvalue()
 
 
@@ -98,7 +99,7 @@ def test_code_keeps_its_lines_and_prose_loses_them() -> None:
 @pytest.mark.parametrize(("typed", "meant"), [("los.spike", "loss.spike"), ("nan-after-hour", "nan-after-hours")])
 def test_a_near_miss_is_told(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f'did you mean "{meant}"'):
-        explain(typed, Console(file=io.StringIO()))
+        explain(typed, Screen(file=io.StringIO()))
 
 
 def test_the_command_starts_without_torch_and_refuses_the_unknown() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 from safetensors.numpy import save_file
 
 from harness.core.errors import ConfigError
+from harness.core.screen import Screen
 from harness.report.inspect import inspect, sparkline
 from harness.tracking.journal import Journal
 
@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> Path:
 def shown(run_dir: Path, encoding: str = "utf-8") -> list[str]:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    assert inspect(run_dir, Console(file=stream, width=140)) == 0
+    assert inspect(run_dir, Screen(file=stream, width=140)) == 0
     stream.flush()
     return raw.getvalue().decode(encoding).splitlines()
 
@@ -91,7 +91,7 @@ def test_a_run_without_fp8_says_so(tmp_path: Path) -> None:
 
 def test_no_run_names_the_near_match(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r'did you mean "r"'):
-        inspect(run_dir.parent / "rr", Console(file=io.StringIO()))
+        inspect(run_dir.parent / "rr", Screen(file=io.StringIO()))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""One start of the attacked run, in whatever kind of processes; what is done to it meanwhile, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch_support import Launch
+
+from tests.support import warm
+from tests.support.runs import ROOT, environment, rank_logs, start_ranks
+
+HERE = Path(__file__).resolve().parent
+DRIVER = HERE / "attack_driver.py"
+PATIENCE = {"python": 120.0, "torchrun ranks": 180.0, "deepspeed ranks": 240.0, "torchrun": 300.0, "deepspeed": 400.0}
+"""Seconds within which a start ends on a busy machine, whatever happens to it."""
+
+
+@dataclass
+class Ended:
+    """codes: of each process, or the one that the launcher's wrapper returned; negative for a signal."""
+
+    codes: list[int]
+    output: str
+    seconds: float
+    hung: bool = False
+    orphans: str = ""
+    fired: list[str] = field(default_factory=list)
+    others: list[Ended] = field(default_factory=list)
+
+
+class Job:
+    """arguments: those of launch/train.py. events: the driver's. name: of a second one beside it, in one process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        arguments: Sequence[str],
+        events: Sequence[Mapping[str, Any]],
+        name: str = "",
+        **extra: str,
+    ) -> None:
+        self.folder, self.kind = folder, kind
+        self.told = folder / f"told{name}"
+        self.told.unlink(missing_ok=True)
+        self._logs = [folder / f"rank-0{name}.log"] if kind == "python" else rank_logs(folder, 2)
+        variables = {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "ATTACK": json.dumps(list(events)),
+            "ATTACK_TOLD": str(self.told), "DISK": str(folder / "runs"), "DISK_SIZE": str(folder / "size"), **extra,
+        }  # fmt: skip
+        if "LD_PRELOAD" in os.environ:
+            variables["LD_PRELOAD"] = os.environ["LD_PRELOAD"]
+        self._began = time.monotonic()
+        self._launch: Launch | None = None
+        self._processes: list[warm.Process] = []
+        line = [str(DRIVER), *arguments]
+        if kind == "python":
+            with self._logs[0].open("wb") as log:
+                self._processes = [warm.start(line, folder, environment(**variables), log.fileno(), log.fileno())]
+        elif kind.endswith(" ranks"):
+            self._processes = start_ranks(folder, 2, line, kind.removesuffix(" ranks"), **variables)
+        else:
+            _own_launchers(folder)
+            variables |= {"RANKS": "2", "OUTCOME_WAIT": "30"}
+            self._launch = Launch.start(folder, ["bash", f"launch/{kind}.sh", *arguments], environment(**variables))
+
+    def running(self) -> bool:
+        if self._launch is not None:
+            return self._launch.process.poll() is None
+        return any(each.poll() is None for each in self._processes)
+
+    def output(self) -> str:
+        if self._launch is not None:
+            return self._launch.output()
+        return "".join(log.read_text(errors="replace") for log in self._logs if log.exists())
+
+    def fired(self) -> list[str]:
+        return self.told.read_text().splitlines() if self.told.exists() else []
+
+    def signal_all(self, number: int) -> None:
+        """To every process of it, helpers included."""
+        if self._launch is not None:
+            pids = list(self._launch.processes())
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            return
+        for each in self._processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(each.pid, number)
+
+    def ask(self, number: int) -> None:
+        """What a user does: the signal goes to rank 0, or to the launcher's wrapper."""
+        if self._launch is not None:
+            self._launch.process.send_signal(number)
+        else:
+            self._processes[0].send_signal(number)
+
+    def kill_launcher(self) -> None:
+        assert self._launch is not None
+        for pid, variables in self._launch.processes().items():
+            if "RANK" not in variables and pid != self._launch.process.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def end(self, hung: bool) -> Ended:
+        """Take away what is left, and say how it ended."""
+        orphans = ""
+        if hung:
+            self.signal_all(signal.SIGCONT)
+            self.signal_all(signal.SIGKILL)
+        if self._launch is not None:
+            try:
+                self._launch.ended(60)
+            except AssertionError as error:
+                orphans = str(error)[:1000]
+            codes = [self._launch.process.wait()]
+        else:
+            codes = [each.wait(30) for each in self._processes]
+            self.signal_all(signal.SIGKILL)  # shippers, which may go on after a rank
+        return Ended(codes, self.output(), time.monotonic() - self._began, hung, orphans, self.fired())
+
+    def age(self) -> float:
+        return time.monotonic() - self._began
+
+
+def _own_launchers(folder: Path) -> None:
+    """launch/ with the driver in the place of train.py."""
+    if (folder / "launch").exists():
+        return
+    (folder / "launch").mkdir()
+    for path in (ROOT / "launch").iterdir():
+        (folder / "launch" / path.name).symlink_to(DRIVER if path.name == "train.py" else path)

@@ -1,0 +1,123 @@
+"""What tells a run that was attacked from one that nothing happened to, and a traceback of ours from a launcher's."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from resume_runs import OF_THE_PROCESS, checkpoint
+
+from harness.checkpoint.store import Store
+from harness.tracking.journal import read_rows
+from tests.support.runs import ROOT
+
+TRACEBACK = "Traceback (most recent call last)"
+_OF_PROCESSES = ("run.", "checkpoint.", "flight.", "report.", "journal.")
+
+
+def traceback(told: str, kind: str) -> str:
+    """What the first traceback of the harness says; launchers have their own, for a rank that did not end with 0."""
+    for block in told.split(TRACEBACK)[1:]:
+        if kind in ("torchrun", "deepspeed") and f"{ROOT}/harness" not in block.partition("Error")[0]:
+            continue
+        lines = block.splitlines()
+        return next((line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)), lines[-1])[
+            :300
+        ]
+    return ""
+
+
+def compare(run: Path, undisturbed: Path, last: int) -> str:
+    """What tells a run that is through from one that was left alone; empty if nothing. Bytes first, then history."""
+    ours, theirs = checkpoint(run, last), checkpoint(undisturbed, last)
+    if not ours.is_dir():
+        return f"bytes: exit code 0, and there is no checkpoint of step {last}"
+    if problems := Store(run / "checkpoints", readonly=True).verify(last):
+        return f"bytes: the last checkpoint does not verify: {problems[0]}"
+    names = sorted({path.name for folder in (ours, theirs) for path in folder.glob("*.safetensors")})
+    wrong = [name for name in names if _bytes(ours / name) != _bytes(theirs / name)]
+    elsewhere = _rollbacks(run) != _rollbacks(undisturbed)
+    if _state(ours, elsewhere) != _state(theirs, elsewhere):
+        wrong.append("state.json")
+    if wrong:
+        return f"bytes: the last checkpoint has others than an undisturbed run: {', '.join(wrong)}"
+    return compare_history(run, undisturbed, last)
+
+
+def compare_history(run: Path, undisturbed: Path, last: int) -> str:
+    """Every row of every step, once, in order, to the last bit; the guard's events with them."""
+    if not (run / "journal.jsonl").exists():
+        return "history: there is no journal"
+    ours, theirs = _figures(run), _figures(undisturbed)
+    if _rollbacks(run) != _rollbacks(undisturbed):
+        # To an older checkpoint, since the one after it was not saved: more steps are done again, to the same end.
+        targets = [to for each in (run, undisturbed) for _, to in _rollbacks(each)]
+        ours, theirs = ([row for row in rows if not min(targets) < row[0] <= max(targets)] for rows in (ours, theirs))
+    if ours == theirs:
+        outcome, expected = read(run / "outcome.json"), read(undisturbed / "outcome.json")
+        wrong = [
+            key for key in ("status", "step", "applied", "skipped", "val_loss") if outcome.get(key) != expected.get(key)
+        ]
+        return f"outcome: {', '.join(f'{key} is {outcome.get(key)}' for key in wrong)}" if wrong else ""
+    missing = [step for step in range(1, last + 1) if step not in {step for step, *_ in ours}]
+    twice = sorted({row[:3] for row in ours if ours.count(row) > 1})
+    if missing:
+        return f"history: {len(missing)} steps have no row: {missing[:20]}; told: {_told_of_rows(run)}"
+    if twice:
+        return f"history: rows stand twice: {[row[0] for row in twice][:10]}"
+    first = next(
+        (f"{a} against {b}" for a, b in zip(ours, theirs, strict=False) if a != b),
+        f"{len(ours)} rows, not {len(theirs)}",
+    )
+    return f"history: {first[:500]}"
+
+
+def _figures(run: Path) -> list[tuple[int, int, str, str]]:
+    found = []
+    for row in read_rows(run / "journal.jsonl"):
+        if row["kind"] == "metrics":
+            metrics = {name: value for name, value in row["metrics"].items() if name not in OF_THE_PROCESS}
+            found.append((row["step"], row["attempt"], "metrics", repr(sorted(metrics.items()))))
+        elif row["kind"] == "event" and not row["code"].startswith(_OF_PROCESSES):
+            found.append((row["step"], row["attempt"], row["code"], ""))
+    return found
+
+
+def _told_of_rows(run: Path) -> list[str]:
+    events = (row for row in read_rows(run / "journal.jsonl") if row["kind"] == "event")
+    return [f"{row['code']} at step {row['step']}" for row in events if row["code"].startswith("journal.")]
+
+
+def _rollbacks(run: Path) -> list[tuple[int, int]]:
+    """From where to where."""
+    path = run / "journal.jsonl"
+    rows = read_rows(path, metrics=False) if path.is_file() else ()
+    return [(row["step"], row["to_step"]) for row in rows if row["kind"] == "event" and row["code"] == "guard.rollback"]
+
+
+def _state(folder: Path, elsewhere: bool) -> dict[str, Any]:
+    """state.json without how long older checkpoints have waited, and the keys of the config that may change; nor, where
+    a rollback went elsewhere, the hash of where."""
+    content = read(folder / "state.json")
+    content.pop("waiting", None)
+    if elsewhere:
+        content.pop("sealed", None)
+    bound = content.get("bound") or {}
+    config = bound.get("config") or {}
+    for key in ("checkpoint", "tracking"):
+        config.pop(key, None)
+    return content
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

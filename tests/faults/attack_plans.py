@@ -1,0 +1,315 @@
+"""What the attack does: a sequence of episodes, drawn from a seed alone. Everything here is data; nothing is done.
+
+An episode is one start of a run with what is damaged before it, what happens within it (see attack_driver), and what
+the attacker does meanwhile. Steps of later episodes are later, so that a run is not through before its faults are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("python", "torchrun ranks", "deepspeed ranks", "torchrun", "deepspeed")
+"""One process; two that take themselves for a launcher's ranks (warm: nine tenths of the cost of a launcher is its
+imports); two under the launcher itself."""
+SHARES = {"python": 70, "torchrun ranks": 14, "deepspeed ranks": 5, "torchrun": 8, "deepspeed": 3}
+VARIANTS: Mapping[str, int] = {"plain": 24, "rolled": 30}
+"""Runs, and their steps: one without anything, one with a step that is skipped and a rollback over two windows."""
+
+SIGNALS = (("SIGTERM",), ("SIGINT",), ("SIGUSR1",), ("SIGHUP",), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGTERM"),
+           ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGINT", "SIGHUP"))  # fmt: skip
+STAGES = ("begin", "join_worker", "build_plan", "build_data", "open_store", "open_telemetry", "build_run", "save")
+FILES = ("checkpoint", "older checkpoint", "manifest", "state", "good.json", "incidents.json", "config.yaml",
+         "plan.json", "outcome.json", "data", "journal.jsonl", "fp8_telemetry.bin", "lock")  # fmt: skip
+HOWS = ("flip", "cut", "empty", "zero", "delete", "older", "folder", "link", "twice")
+# JSON that no reader may choke on; `hostile.JSON` by name, and values of the right shape that are wrong.
+FORGED = ("deep", "nested", "digits", "nan", "infinite", "twice", "nul", "not utf-8", "list", "empty", "large")
+CHANGES = ("lr", "seed", "batch", "model", "context", "recipe contents", "recipe name", "huge recipe", "huge config",
+           "text", "unknown key", "optimizer")  # fmt: skip
+
+
+@dataclass
+class Episode:
+    """family: what it is counted as. damage: to the run folder, before the start. events: for the driver. reactions:
+    what the attacker does once something has happened. arguments: more of the command line. change: what is wrong with
+    this command, so that it is to be refused. may: exit codes that are true here, beside 0; -9 where it is killed.
+    """
+
+    family: str
+    damage: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    reactions: list[dict[str, Any]] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    change: str = ""
+    may: list[int] = field(default_factory=list)
+    after: list[dict[str, Any]] = field(default_factory=list)
+
+    def count(self) -> int:
+        """Faults in it."""
+        return len(self.damage) + len(self.events) + len(self.reactions) + len(self.after) + bool(self.change)
+
+
+@dataclass
+class Attack:
+    """One attack on one run."""
+
+    seed: int
+    kind: str
+    variant: str
+    episodes: list[Episode]
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.kind == "python" else 2
+
+    @property
+    def families(self) -> list[str]:
+        return [each.family for each in self.episodes]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a family has to work with: steps from which and up to which, and in what it runs."""
+
+    chance: random.Random
+    kind: str
+    first: int
+    last: int
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.kind == "python" else 2
+
+    def step(self) -> int:
+        return self.chance.randint(self.first, self.last)
+
+    def rank(self) -> int:
+        return self.chance.randrange(self.ranks)
+
+    def end(self, after: int = 0) -> list[dict[str, Any]]:
+        """The end of an episode whose faults leave the run alive."""
+        name = self.chance.choice(("SIGKILL", "SIGTERM"))
+        at = max(self.last + 1, after + 1)
+        # A rank that is killed is another family's: all of them are.
+        return [{"at": at, "do": ["signal", name], "rank": rank} for rank in range(self.ranks)]
+
+
+def kill(scene: Scene) -> Episode:
+    """SIGKILL: after a step, at the n-th file call after it, or at a random moment."""
+    how, at = scene.chance.choice(("step", "call", "call", "call", "moment")), scene.step()
+    if how == "moment":
+        after = round(scene.chance.uniform(0.05, 0.9 if scene.kind != "deepspeed" else 8.0), 3)
+        return Episode("kill", reactions=[{"when": "started", "after": after, "do": "kill all"}], may=[-9, 1, 75])
+    if how == "step":
+        return Episode("kill", events=[{"at": at, "do": ["signal", "SIGKILL"], "rank": r} for r in range(scene.ranks)],
+                       may=[-9, 1])  # fmt: skip
+    number = scene.chance.randint(1, 120)
+    return Episode("kill", events=[{"at": at, "do": ["call", str(number), "kill"]}], may=[-9, 1])
+
+
+def signals(scene: Scene) -> Episode:
+    """One or more requests to stop, at a step or in any stage."""
+    names = scene.chance.choice(SIGNALS)
+    at: int | str = scene.step() if scene.chance.random() < 0.6 else scene.chance.choice(STAGES)
+    # Before they know of each other only what all ranks are told ends all of them.
+    ranks = range(scene.ranks) if isinstance(at, str) and at not in ("save",) else [0 if at == "save" else scene.rank()]
+    return Episode("signals", events=[{"at": at, "do": ["signal", *names], "rank": r} for r in ranks], may=[75])
+
+
+def freeze(scene: Scene) -> Episode:
+    """A rank, or everything (a machine that suspends), stands still for a while and goes on."""
+    at, seconds = scene.step(), round(scene.chance.uniform(0.1, 2.0), 2)
+    if scene.ranks > 1 and scene.chance.random() < 0.2:
+        seconds = 14.0  # engine.timeout_seconds are over
+    everything = scene.chance.random() < 0.5
+    do = "continue all" if everything else "continue"
+    reaction = {"when": "fired", "after": seconds, "do": do, "stop": everything}
+    return Episode("freeze", events=[{"at": at, "do": ["signal", "SIGSTOP"], "rank": scene.rank()}, *scene.end(at)],
+                   reactions=[reaction], may=[-9, 75, 1])  # fmt: skip
+
+
+def disk(scene: Scene) -> Episode:
+    """No room for bytes or names, or nothing can be changed, from a step on; then room, a request to stop, a kill."""
+    chance, at = scene.chance, scene.step()
+    state = chance.choice(("0", str(chance.choice((1, 100, 5000, 200_000))), "names", "readonly"))
+    policy = chance.choice(("pause", "pause", "continue", "halt"))
+    arguments = [f"checkpoint.on_failure={policy}", "checkpoint.max_failures=2", "checkpoint.retry_seconds=0.2"]
+    if chance.random() < 0.2:
+        arguments.append("checkpoint.emergency_path=elsewhere")
+    when, do = chance.choice(
+        (("paused", "room"), ("paused", "stop"), ("paused", "kill all"), ("fired", "room"), ("fired", "stop"))
+    )
+    reactions = [{"when": when, "after": round(chance.uniform(0.0, 1.0), 2), "do": do},
+                 {"when": "paused", "after": 4.0, "do": "room"}]  # fmt: skip
+    return Episode("disk", events=[{"at": at, "do": ["disk", state]}], reactions=reactions, arguments=arguments,
+                   may=[-9, 1, 3, 75])  # fmt: skip
+
+
+def full_at_start(scene: Scene) -> Episode:
+    """A disk that takes nothing from the first moment of a start."""
+    state = scene.chance.choice(("0", "names", "readonly", "100"))
+    return Episode("full at start", events=[{"at": "begin", "do": ["disk", state]}],
+                   reactions=[{"when": "paused", "after": 0.5, "do": "room"}],
+                   arguments=["checkpoint.max_failures=2", "checkpoint.retry_seconds=0.2"], may=[1, 2, 4])  # fmt: skip
+
+
+def failing_call(scene: Scene) -> Episode:
+    """One file call fails with EIO, or every one from it on with ENOSPC until the process ends."""
+    at, number = scene.step(), scene.chance.randint(1, 100)
+    mode = scene.chance.choice(("once", "once", "full"))
+    stop = [{"when": "paused", "after": 0.2, "do": "stop"}] if mode == "full" else []
+    arguments = ["checkpoint.max_failures=2", "checkpoint.retry_seconds=0.2"]
+    return Episode("failing call", events=[{"at": at, "do": ["call", str(number), mode]}, *scene.end(at)],
+                   reactions=stop, arguments=arguments, may=[-9, 1, 75])  # fmt: skip
+
+
+def torn_rename(scene: Scene) -> Episode:
+    """A folder whose renames are several calls, and a kill among them."""
+    at, number = scene.step(), scene.chance.randint(1, 120)
+    return Episode("torn rename", events=[{"at": "begin", "do": ["disk", "parts"]},
+                                          {"at": at, "do": ["call", str(number), "kill"]}], may=[-9, 1])  # fmt: skip
+
+
+def power_cut(scene: Scene) -> Episode:
+    """All is killed, and of what was written last, on a disk that only said so, parts are missing."""
+    at = scene.step()
+    lost = {
+        "what": "power",
+        "seconds": round(scene.chance.uniform(0.05, 0.6), 3),
+        "seed": scene.chance.randrange(1 << 30),
+    }
+    return Episode("power cut", events=[{"at": at, "do": ["signal", "SIGKILL"], "rank": r} for r in range(scene.ranks)],
+                   after=[lost], may=[-9, 1])  # fmt: skip
+
+
+def files(scene: Scene) -> Episode:
+    """One or two files of the run folder are damaged, lost, swapped or put back, between two starts."""
+    damage = [
+        {"what": scene.chance.choice(FILES), "how": scene.chance.choice(HOWS), "seed": scene.chance.randrange(1 << 30)}
+        for _ in range(scene.chance.choice((1, 1, 1, 2)))
+    ]
+    return Episode("files", damage=damage, events=scene.end(), may=[-9, 2, 75, 1])
+
+
+def lost(scene: Scene) -> Episode:
+    """Checkpoints, all or the newest, the data, or more are gone."""
+    what = scene.chance.choice(("all checkpoints", "newest checkpoint", "data folder", "all but checkpoints"))
+    return Episode("lost", damage=[{"what": what, "how": "delete", "seed": 0}], events=scene.end(), may=[-9, 2, 75, 1])
+
+
+def forged(scene: Scene) -> Episode:
+    """A file of the run folder holds what somebody else has written."""
+    what = scene.chance.choice(("good.json", "incidents.json", "plan.json", "outcome.json", "manifest", "state",
+                                "corpus.json", "journal.jsonl", "config.yaml"))  # fmt: skip
+    how = scene.chance.choice(FORGED) if scene.chance.random() < 0.5 else "value"
+    damage = [{"what": what, "how": f"forged {how}", "seed": scene.chance.randrange(1 << 30)}]
+    return Episode("forged", damage=damage, events=scene.end(), may=[-9, 2, 75, 1])
+
+
+def changed(scene: Scene) -> Episode:
+    """The command is another one: refused by name, and nothing is changed by it."""
+    return Episode("changed", change=scene.chance.choice(CHANGES), may=[2])
+
+
+def live(scene: Scene) -> Episode:
+    """A file goes while the run writes or has read it."""
+    what = scene.chance.choice(("lock", "journal.jsonl", "incidents.json", "config.yaml", "plan.json", "checkpoints",
+                                "fp8_telemetry.bin", "data"))  # fmt: skip
+    at = scene.step()
+    return Episode("live", events=[{"at": at, "do": ["gone", what]}, *scene.end(at)], may=[-9, 1, 2, 75])
+
+
+def writers(scene: Scene) -> Episode:
+    """A second start of the same run while the first goes on; before it the lock may be deleted."""
+    at = scene.step()
+    events: list[dict[str, Any]] = [{"at": at, "do": ["lock"]}] if scene.chance.random() < 0.5 else []
+    events += [{"at": at, "do": ["wait", "1.5"]}, *scene.end(at)]
+    return Episode("writers", events=events, reactions=[{"when": "fired", "after": 0.0, "do": "second"}],
+                   may=[-9, 1, 75])  # fmt: skip
+
+
+def clock(scene: Scene) -> Episode:
+    """The wall clock is set, between starts and within."""
+    events = [{"at": at, "do": ["clock", str(scene.chance.choice((-3600, 3600, 31_536_000, -31_536_000, 0, 7)))]}
+              for at in sorted({scene.step(), scene.step()})]  # fmt: skip
+    return Episode("clock", events=[*events, *scene.end(scene.last)], may=[-9, 75, 1])
+
+
+def ranks(scene: Scene) -> Episode:
+    """One rank is killed, or frozen for longer than the others wait; or its launcher is killed or told to stop."""
+    at = scene.step()
+    if scene.kind in ("torchrun", "deepspeed") and scene.chance.random() < 0.6:
+        do = scene.chance.choice(("kill launcher", "stop launcher", "interrupt launcher"))
+        return Episode("ranks", events=[{"at": at, "do": ["wait", "0.05"]}],
+                       reactions=[{"when": "fired", "after": 0.0, "do": do}], may=[75, 1])  # fmt: skip
+    return Episode("ranks", events=[{"at": at, "do": ["signal", "SIGKILL"], "rank": scene.rank()}], may=[-9, 1])
+
+
+def tracking(scene: Scene) -> Episode:
+    """MLflow's server goes and comes ten times, and denies access in between; the clock is set meanwhile."""
+    faults = [scene.chance.choice(("refuse", "denied", "error", "swallow", "denied", "refuse")) for _ in range(10)]
+    reactions = [{"when": "started", "after": round(0.4 * (number + 1), 2), "do": f"server {fault}"}
+                 for number, fault in enumerate(faults)]  # fmt: skip
+    return Episode("tracking", events=[{"at": scene.step(), "do": ["wait", "3"]}, *scene.end(scene.last)],
+                   reactions=reactions, may=[-9, 75, 1])  # fmt: skip
+
+
+FAMILIES: Mapping[str, tuple[int, Callable[[Scene], Episode]]] = {
+    "kill": (20, kill),
+    "signals": (10, signals),
+    "freeze": (3, freeze),
+    "disk": (12, disk),
+    "full at start": (4, full_at_start),
+    "failing call": (10, failing_call),
+    "torn rename": (8, torn_rename),
+    "power cut": (8, power_cut),
+    "files": (14, files),
+    "lost": (4, lost),
+    "forged": (10, forged),
+    "changed": (6, changed),
+    "live": (5, live),
+    "writers": (3, writers),
+    "clock": (4, clock),
+    "ranks": (8, ranks),
+    "tracking": (1, tracking),
+}
+
+
+AT_REST = ("files", "lost", "forged", "changed")
+
+
+def fits(name: str, kind: str) -> bool:
+    """Whether a family makes sense there."""
+    if name == "ranks":
+        return kind != "python"
+    return kind == "python" if name in ("tracking", "writers", "clock") else True
+
+
+def draw(seed: int, only: Sequence[str] = (), kind: str = "") -> Attack:
+    """The sequence of a seed. only: families to draw from; kind: instead of a random one."""
+    chance = random.Random(seed)
+    drawn = chance.choices(KINDS, [SHARES[each] for each in KINDS])[0]
+    variant = chance.choices(("plain", "rolled"), (2, 1))[0]
+    kind = kind or drawn
+    if only and not any(fits(name, kind) for name in only):
+        kind = "torchrun ranks" if kind == "python" else "python"
+    names = [name for name in (only or FAMILIES) if fits(name, kind)]
+    count = chance.choices((1, 2, 3, 4), (3, 4, 3, 2))[0] if kind not in ("torchrun", "deepspeed") else 2
+    steps = VARIANTS[variant]
+    # The first two checkpoints are made before anything happens.
+    edges = [1 + (steps - 5) * number // count for number in range(count + 1)]
+    episodes = []
+    for first, last in itertools.pairwise(edges):
+        name = chance.choices(names, [FAMILIES[each][0] for each in names])[0]
+        episodes.append(FAMILIES[name][1](Scene(chance, kind, first, max(first, last - 2))))
+    if episodes[0].family in AT_REST:  # which need a run to begin with
+        name = chance.choice(("SIGKILL", "SIGTERM"))
+        ends = [
+            {"at": min(edges[1] - 1, 10), "do": ["signal", name], "rank": rank}
+            for rank in range(1 if kind == "python" else 2)
+        ]
+        episodes.insert(0, Episode("start", events=ends, may=[-9, 75, 1]))
+    return Attack(seed, kind, variant, episodes)

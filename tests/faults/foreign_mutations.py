@@ -1,0 +1,115 @@
+"""The protections against run folders of somebody else: row 24."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+_TESTS = "tests/faults/test_foreign_runs.py"
+
+FOREIGN: tuple[Mutation, ...] = (
+    Mutation(
+        24,
+        "a terminal obeys nothing that a run folder says",
+        "segment if segment.control else Segment(shown(segment.text), segment.style)",
+        "segment",
+        f"{_TESTS} -k obeys",
+    ),
+    Mutation(
+        24,
+        "nor what turns the order of other characters around",
+        "_OBEYED.sub(lambda found",
+        "CONTROL.sub(lambda found",
+        f"{_TESTS} -k obeys",
+    ),
+    Mutation(
+        24,
+        "nor what a command prints by itself",
+        "print(shown(str(text)), file=file, flush=True)",
+        "print(str(text), file=file, flush=True)",
+        f"{_TESTS} -k obeys",
+    ),
+    Mutation(
+        24,
+        "fields of events of other types are left out",
+        "        del event[name]\n",
+        "        pass\n",
+        f"{_TESTS} -k no_traceback",
+    ),
+    Mutation(
+        24,
+        "layers and rungs of a plan are what they should be",
+        '    if not lists or "layers" not in plan or not _has_texts(plan, ("requested", "resolved")):\n',
+        '    if "layers" not in plan:\n',
+        f"{_TESTS} -k no_traceback",
+    ),
+    Mutation(
+        24,
+        "an event without a time is told",
+        '"-" if seconds is None else datetime',
+        "datetime",
+        f"{_TESTS} -k without_a_time",
+    ),
+    Mutation(
+        24,
+        "texts are shown in part",
+        "return shown(clipped(value, MAX_TEXT))",
+        "return shown(value)",
+        f"{_TESTS} -k in_part",
+    ),
+    Mutation(
+        24,
+        "rows are bounded before they are parsed",
+        "or too_many(line, _MAX_ROW_VALUES):",
+        "or False:",
+        f"{_TESTS} -k millions_of_values_is_not_parsed",
+    ),
+    Mutation(
+        24,
+        "what replaced a step is known at once",
+        "    return lambda attempt: firsts[bisect_right(attempts, attempt)]\n",
+        "    return lambda attempt: min([begins[each] for each in begins if each > attempt], default=math.inf)\n",
+        f"{_TESTS} -k by_their_number",
+    ),
+    Mutation(
+        24,
+        "lists of slots unpack to a bounded size",
+        "if min(self._room) < 0:",
+        "if False:",
+        f"{_TESTS} -k are_bounded",
+    ),
+    Mutation(
+        24,
+        "tensors are counted before their header is parsed",
+        '    if raw.count(b"{") > most + 2:\n',
+        "    if False:\n",
+        f"{_TESTS} -k before_they_are_parsed",
+    ),
+    Mutation(
+        24,
+        "metadata that no checkpoint has is refused",
+        "if not isinstance(told, dict) or len(told) > _MAX_METADATA:",
+        "if False:",
+        f"{_TESTS} -k before_they_are_parsed",
+    ),
+    Mutation(
+        24,
+        "tensors of all files of a checkpoint are counted together",
+        "tensors += _check_file(folder / name, entry, MAX_TENSORS - tensors)",
+        "_check_file(folder / name, entry, MAX_TENSORS - tensors)",
+        f"{_TESTS} -k all_files_together",
+    ),
+    Mutation(
+        24,
+        "JSON is bounded by its values before it is parsed",
+        "    if too_many(data):\n",
+        "    if False:\n",
+        f"{_TESTS} -k a_state_of_millions",
+    ),
+    Mutation(
+        24,
+        "names are no formulas",
+        'shown(text).replace("$", r"\\$")',
+        "shown(text)",
+        f"{_TESTS} -k drawn",
+    ),
+)

@@ -1,0 +1,206 @@
+"""Journals that somebody cut off, deleted, replaced, changed or doubled: missed and told, and brought back from MLflow.
+
+Row 27 of the fault matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from harness.tracking.journal import JOURNAL, Journal, delivered, read_rows
+from harness.tracking.seal import seal_file
+from tests.support.runs import events, harness, metrics, train
+
+pytestmark = pytest.mark.faults(27)
+
+RUN = ("--name", "r", "checkpoint.every=5")
+
+
+def written(folder: Path, steps: int = 9) -> Path:
+    """A journal of `steps` steps, sealed at its end."""
+    path = folder / JOURNAL
+    (folder / "config.yaml").touch()
+    with Journal(path) as journal:
+        for step in range(1, steps + 1):
+            journal.metrics(step, {"train/loss": 1.0 / step})
+    return path
+
+
+def lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(b"".join(lines(path)[:-3]))
+
+
+def doubled(path: Path) -> None:
+    path.write_bytes(b"".join([*lines(path)[:5], lines(path)[4], *lines(path)[5:]]))
+
+
+def changed(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"train/loss": 0.5', b'"train/loss": 0.6'))
+
+
+def taken_out(path: Path) -> None:
+    path.write_bytes(b"".join([*lines(path)[:2], *lines(path)[4:]]))
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+def an_older_copy(path: Path) -> None:
+    cut(path)
+    seal_file(path).unlink()
+
+
+DAMAGE: Mapping[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (cut, "no figures of 3 steps: 7-9"),
+    "doubled": (doubled, "figures of 1 steps stand twice: 5"),
+    "changed": (changed, "every step has its figures"),
+    "taken out": (taken_out, "no figures of 2 steps: 3-4"),
+    "deleted": (deleted, "no figures of 9 steps: 1-9"),
+    "an older copy": (
+        an_older_copy,
+        "its last row is of step 6, and the run goes on from step 9; no figures of 3 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_is_wrong_with_a_journal_is_known_when_it_is_opened(tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path)
+    damage, told = DAMAGE[kind]
+    damage(path)
+    with Journal(path, resume_step=10) as journal:
+        assert told in journal.damage
+        journal.metrics(10, {"train/loss": 0.1})
+    with Journal(path, resume_step=11) as journal:
+        assert journal.damage == "", "told once: what stands now is sealed"
+
+
+def test_a_journal_that_is_whole_is_in_order(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with path.open("ab") as file:
+        file.write(b'{"kind": "event", "ste')
+    for first in (10, 8, 1):
+        with Journal(path, resume_step=first) as journal:
+            assert journal.damage == ""
+            journal.event(first, "guard.test")
+
+
+def renamed(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    shutil.copy(path, other)
+    cut(other)
+    other.replace(path)
+
+
+@pytest.mark.parametrize("kind", [deleted, renamed, replaced])
+def test_a_journal_taken_away_in_mid_run_is_put_back(tmp_path: Path, kind: Callable[[Path], None]) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        for step in range(1, 10):
+            journal.metrics(step, {"train/loss": 1.0})
+            if step == 5:
+                kind(journal.path)
+        journal.flush()
+        assert "while the run went on, and was put back as it had been" in journal.damage
+        journal.metrics(10, {"train/loss": 1.0})
+    assert [row["step"] for row in read_rows(tmp_path / JOURNAL)] == list(range(1, 11))
+
+
+def test_a_journal_changed_in_mid_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with Journal(tmp_path / JOURNAL) as journal:
+        for step in range(1, 10):
+            journal.metrics(step, {"train/loss": 1.0})
+            if step == 5:
+                with journal.path.open("r+b") as file:
+                    file.truncate(0)
+        journal.flush()
+        assert "somebody else changed it" in journal.damage
+        assert "no figures of 5 steps: 1-5" in journal.damage
+        journal.damage = ""
+        journal.metrics(10, {"train/loss": 1.0})
+        journal.flush()
+        assert journal.damage == "", "told once"
+
+
+@pytest.mark.slow
+def test_lost_steps_are_told_by_run_summary_and_verify_and_come_back(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    mlflow = ("tracking.mlflow=true", "tracking.drain_seconds=120")
+    done = train(tmp_path, *RUN, *mlflow, "train.steps=12")
+    assert done.returncode == 0, done.stdout
+    assert "delivered" in done.stdout
+    assert harness(tmp_path, "verify", str(run)).returncode == 0
+    before, all_metrics = lines(run / JOURNAL), [row for row in read_rows(run / JOURNAL) if row["kind"] == "metrics"]
+    kept = [line for line in before if not any(b'"metrics", "step": %d,' % step in line for step in range(4, 10))]
+    (run / JOURNAL).write_bytes(b"".join(kept))
+    verified = harness(tmp_path, "verify", str(run))
+    assert verified.returncode == 1
+    assert "is not as the run left it" in verified.stdout
+    assert "no figures of 6 steps: 4-9" in harness(tmp_path, "inspect", str(run)).stdout
+
+    done = train(tmp_path, *RUN, *mlflow, "train.steps=14")
+    assert done.returncode == 0, done.stdout
+    told = f"harness sync {Path('runs') / 'r'} --restore"
+    assert "journal.changed: journal.jsonl is not as this run left it" in done.stdout
+    assert told in done.stdout
+    (event,) = events(run, "journal.changed")
+    assert "no figures of 6 steps: 4-9" in event["text"]
+
+    restored = harness(tmp_path, "sync", str(run), "--restore")
+    assert restored.returncode == 0, restored.stdout + restored.stderr
+    assert "figures of 6 steps came back from MLflow: 4-9" in restored.stdout
+    assert delivered(run)
+    rows = {row["step"]: row for row in read_rows(run / JOURNAL) if "restored" in row}
+    assert sorted(rows) == list(range(4, 10))
+    for row in all_metrics:
+        if row["step"] in rows:
+            assert {name: rows[row["step"]]["metrics"][name] for name in row["metrics"]} == row["metrics"]
+    assert "journal  " not in harness(tmp_path, "inspect", str(run)).stdout
+    assert harness(tmp_path, "verify", str(run)).returncode == 0
+    again = harness(tmp_path, "sync", str(run), "--restore")
+    assert "0 figures of 0 steps came back" in again.stdout, "once"
+    done = train(tmp_path, *RUN, *mlflow, "train.steps=16")
+    assert done.returncode == 0, done.stdout
+    assert "journal.changed" not in done.stdout.split("events")[0]
+    assert sorted({step for step, _ in metrics(run)}) == list(range(1, 17))
+
+
+@pytest.mark.slow
+def test_a_deleted_journal_comes_back_from_mlflow(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    mlflow = ("tracking.mlflow=true", "tracking.drain_seconds=120")
+    assert train(tmp_path, *RUN, *mlflow, "train.steps=7").returncode == 0
+    loss = metrics(run)
+    (run / JOURNAL).unlink()
+    (run / "shipper.json").unlink()
+    restored = harness(tmp_path, "sync", str(run), "--restore")
+    assert restored.returncode == 0, restored.stdout + restored.stderr
+    assert metrics(run) == loss
+    done = train(tmp_path, *RUN, *mlflow, "train.steps=9")
+    assert done.returncode == 0, done.stdout
+    assert [step for step, _ in metrics(run)] == list(range(1, 10))
+
+
+def test_without_mlflow_nothing_can_come_back(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    assert train(tmp_path, *RUN, "train.steps=3").returncode == 0
+    (run / JOURNAL).unlink()
+    refused = harness(tmp_path, "sync", str(run), "--restore")
+    assert refused.returncode == 2, refused.stdout
+    assert "MLflow has 0 runs of this name" in refused.stderr
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert outcome["step"] == 3
