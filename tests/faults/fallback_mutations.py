@@ -98,6 +98,20 @@ FALLBACK = (
     ),
     Mutation(
         16,
+        "when a layer left last is part of the state",
+        '        "left_at",\n',
+        "",
+        "tests/unit/monitors/test_same_decisions.py",
+    ),
+    Mutation(
+        16,
+        "how long the next stay is goes through a resume",
+        '        "stays",\n',
+        "",
+        "tests/unit/monitors/test_same_decisions.py",
+    ),
+    Mutation(
+        16,
         "the score of sparse overflows is part of the state",
         '            self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
         "            pass\n",
