@@ -52,10 +52,14 @@ _ENOUGH = 0.5
 _MOST = 2.0
 """How far over its limit a saturation may be while its tensor grows: what grows faster is no fast start."""
 
+_FAINT = np.array([2.0**-6, 2.0**-6, 2.0**-14], dtype=np.float32)
+"""Saturation of input, weight and gradient under which a tensor begins to leave what E4M3, or E5M2, resolves."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
 _BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
+_OF_LOSS = np.array([kind.name in ("underflow", "even_db") for kind in STATISTICS])[:, None, None]
 _COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
 _SATURATION, _CLIPPED = ([kind.name for kind in STATISTICS].index(name) for name in ("saturation", "clipped"))
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
@@ -218,6 +222,9 @@ class Evidence:
         self._scale: Floats = np.full_like(self._amax, np.nan)
         self._score = Score(policy, (len(STATISTICS), count, 3))
         self._samples = False
+        # Slots whose newest saturation is a reason to look closely, and what that step lost: no part of the state.
+        self._odd: Bools = np.zeros((count, 3), dtype=np.bool_)
+        self._lost: Bools = np.zeros((len(STATISTICS), count, 3), dtype=np.bool_)
         self._index = {layer: index for index, layer in enumerate(self.layers)}
         self._names: tuple[str, ...] = ()
         self._places: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -260,10 +267,13 @@ class Evidence:
         # 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is told as the smallest number.
         told = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
         hits = np.where(bad, told, np.where(np.isnan(values), values, np.float32(0)))
+        ratio = values[_SATURATION]
+        self._odd = bad[_SATURATION] | ((ratio > 0) & (ratio < _FAINT))
         seen = ~np.isnan(values)
         self._recent = np.where(seen, np.concatenate([self._recent[1:], hits[None]]), self._recent)
         beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, limits, _BELOW))
         self._score.add(seen, bad, beyond)
+        self._lost = bad & (beyond >= 1) & _OF_LOSS
 
     def _headroom(self) -> Floats:
         """What a saturation may be over its limit while its tensor grows: float32 [layers, roles], 1 to _MOST.
@@ -282,9 +292,13 @@ class Evidence:
         return np.exp2(np.clip(2 * np.where(grows, octaves, 0.0), 0.0, np.log2(_MOST))).astype(np.float32)
 
     def suspicious(self, among: Bools) -> bool:
-        """Whether a sampled statistic of a layer in `among` (bool [layers]) was bad in its newest observation."""
-        newest = self._recent[-1, _SAMPLED][:, among]
-        return bool((np.nan_to_num(newest) != 0).any())
+        """Whether anything of a layer in `among` (bool [layers]) is reason to measure everything.
+
+        A sampled statistic that was bad in its newest observation; or, in the newest step, a saturation that was bad,
+        or so low that what comes of the tensor may be lost: it fell, or something before it was far larger.
+        """
+        newest = np.nan_to_num(self._recent[-1]) != 0
+        return bool(newest[_SAMPLED][:, among].any() or self._odd[among].any())
 
     def forget(self, layers: Bools) -> None:
         """Start `layers` (bool [layers]) without observations: their precision changed."""
@@ -294,6 +308,10 @@ class Evidence:
     def over(self) -> Bools:
         """Evidence enough to leave FP8: bool [statistics, layers, roles]."""
         return self._score.over()
+
+    def lost(self) -> Bools:
+        """Where the newest step shows small values lost, twice beyond a limit: bool [statistics, layers, roles]."""
+        return self._lost
 
     def clean(self) -> Bools:
         """No bad value in a full window: bool [layers].

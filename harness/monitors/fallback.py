@@ -3,8 +3,8 @@
 A slot is bad at a step when one of its statistics is beyond its limit. A layer with a slot and statistic whose score
 says that it was bad often enough, and far enough, asks to be demoted (see `FallbackConfig`). Its tensors go on being
 measured, as if they were still quantised. It may come back once it stayed for its dwell time, which grows with every
-demotion of the same layer, and nothing was bad for a whole window. After a bad sample of what is not measured at every
-step it asks for samples at every step, for a window.
+demotion of the same layer, and nothing was bad for a whole window. What is not measured at every step it asks to be
+measured at every step, for a window, after anything that is suspicious, and after a switch; and in the first steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,18 @@ class FallbackController(KeptWindow):
     """
 
     key = "fallback"
-    kept = ("demoted", "fresh", "since", "demotions", "stays", "asked", "over_budget_at", "stuck_since", "lowering")
+    kept = (
+        "demoted",
+        "fresh",
+        "since",
+        "demotions",
+        "stays",
+        "left_at",
+        "asked",
+        "over_budget_at",
+        "stuck_since",
+        "lowering",
+    )
 
     def __init__(self, policy: FallbackConfig, layers: Sequence[str]) -> None:
         self.policy = policy
@@ -54,6 +65,7 @@ class FallbackController(KeptWindow):
         # Stays in BF16 that belong together: how long the next one is goes by them.
         self._stays: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         self._asked: npt.NDArray[np.int64] = np.full(count, _NEVER, dtype=np.int64)
+        self._left_at = _NEVER
         self._over_budget_at = _NEVER
         self._stuck_since = _NEVER
         self._lowering = False
@@ -74,13 +86,15 @@ class FallbackController(KeptWindow):
         if facts.applied_steps <= self.policy.warmup_steps:
             if facts.applied_steps > 1:  # the first step's scales are of no tensor
                 self._evidence.note(facts.slots)
-            return quiet
+            # A fault that is there from the start: the first steps that are evidence are measured.
+            return replace(quiet, sample_steps=self.policy.hits)
         # A layer just back in FP8 used a scale made from shadow values: its first ratio says nothing of the next ones.
         self._evidence.record(facts.slots, self._fresh)
         self._fresh[:] = False
         verdict = self._judge(facts.step) or quiet
-        if self._evidence.suspicious(~self._demoted):
-            # A layer whose values vanish costs more every step: do not wait for samples at their usual distance.
+        if self._evidence.suspicious(~self._demoted) or isinstance(verdict.proposal, Switch):
+            # A layer whose values vanish costs more every step: do not wait for samples at their usual distance. What
+            # was hidden behind a layer shows once that one has left, or is back.
             return replace(verdict, sample_steps=self.policy.window)
         return verdict
 
@@ -101,6 +115,8 @@ class FallbackController(KeptWindow):
             stays = int(self._stays[index]) + 1
             again = self._since[index] != _NEVER and facts.step - self._since[index] < self.policy.dwell(stays)
             self._stays[index] = stays if again else 1
+        if (changed & demoted).any():
+            self._left_at = facts.step
         self._since[changed] = facts.step
         self._demotions += changed & demoted
         self._fresh = (self._fresh | changed) & ~demoted
@@ -108,6 +124,9 @@ class FallbackController(KeptWindow):
 
     def _judge(self, step: int) -> Verdict | None:
         over = self._evidence.over()
+        if self._left_at != _NEVER and step - self._left_at < self.policy.hits:
+            # A layer that computes nothing hides what a fault does to those behind it: they have waited long enough.
+            over = over | self._evidence.lost()
         # One step for the facts' lag, then a window: only then has a proposal that changed nothing been refused.
         ready = (self._asked == _NEVER) | (step > self._asked + self.policy.window)
         wants = over.any(axis=(0, 2)) & ~self._demoted
@@ -202,7 +221,7 @@ class FallbackController(KeptWindow):
             )
         self._evidence.load_state_dict(meta["evidence"])
         # States from before stays were told apart: each counts.
-        super().load_state_dict({"stays": meta["demotions"], **meta})
+        super().load_state_dict({"stays": meta["demotions"], "left_at": _NEVER, **meta})
 
 
 def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:

@@ -2,12 +2,14 @@
 
 40 steps, two micro-batches each, clipping and guard on; a loss is NaN, gradients are infinite, a loss is 50 times as
 large, and three losses in a row are NaN, for which both roll back to a snapshot in memory, at a lower learning rate.
+Under one recipe layers leave FP8 and return, and scales roll with every micro-batch.
 Run as a script, this file is one rank.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import sys
@@ -44,6 +46,10 @@ RECIPES = {
     "bf16": {},
     "fp16_scaler": {"loss_scale": {"init": 1024.0, "growth_interval": 5}},
     "fp8_hybrid": {},
+    "fp8_hybrid, switching": {
+        "fp8": {"roll": "micro_batch", "stats_every": 4},
+        "fallback": {"saturation_weight": 1.0, "hits": 2, "window": 4, "dwell_steps": 5, "max_demoted_share": 1.0},
+    },
 }
 GUARD = {"max_consecutive_skips": 3, "snapshot_every": 5, "rollback_lr_factor": 0.5, "compare_ranks_every": 10}
 CPU = torch.device("cpu")
@@ -93,7 +99,7 @@ def settings(folder: Path, ranks: int) -> RunConfig:
 
 def policy(name: str) -> Recipe:
     """Small layers are converted."""
-    base = load_recipe(name).model_dump()
+    base = load_recipe(name.partition(",")[0]).model_dump()
     for section, keys in {"layers": {"min_features": 16}, **RECIPES[name]}.items():
         base[section].update(keys)
     return Recipe.model_validate(base)
@@ -228,6 +234,9 @@ def check(found: dict[str, Any]) -> None:
         assert ledger[0]["returned_to"] == [25], "both rolled back, to a snapshot"
         rates = [float(figures.split(",")[2]) for figures, _ in each["facts"]]
         assert rates[-1] < 0.6 * rates[SPIKE], "and went on at half the learning rate"
+        demoted = [len(figures.split("(")[-1].split("'")) // 2 for figures, _ in each["facts"]]
+        pairs = list(itertools.pairwise(demoted))
+        assert any(a < b for a, b in pairs) == any(a > b for a, b in pairs) == ("switching" in name)
         if name == "fp16_scaler":
             assert scales[NAN_LOSS + 1] == scales[NAN_LOSS], "a loss that alone is NaN is not the scale's fault"
             assert scales[INF_GRADIENT + 1] == scales[INF_GRADIENT] / 2

@@ -158,7 +158,8 @@ def test_a_bad_sample_is_followed_by_samples_at_every_step() -> None:
         if isinstance(verdict.proposal, Switch):
             break
     # Step 20 is bad; its facts are judged while step 21 runs, so that 22 is the first that can be measured for it.
-    assert sampled == [10, 20, 22, 23]
+    # The first steps that are evidence are measured, too.
+    assert sampled == [3, 4, 5, 10, 20, 22, 23]
 
 
 def test_one_bad_sample_does_not_keep_the_measuring_up() -> None:
@@ -167,7 +168,58 @@ def test_one_bad_sample_does_not_keep_the_measuring_up() -> None:
         controller.observe(make_facts(step, underflow={SLOT: 0.9 if step == 5 else 0.001})).sample_steps
         for step in range(20)
     ]
-    assert [step for step, closer in enumerate(asked) if closer] == [5]
+    assert [step for step, closer in enumerate(asked) if closer and step > 1] == [5]
+
+
+def asked_at(ratios: Mapping[int, float], role: str = "input") -> list[int]:
+    """Steps after which everything is to be measured, where a slot has these saturations, else 0.9."""
+    controller, slot = FallbackController(FallbackConfig(), LAYERS), f"{LAYERS[2]}.{role}"
+    verdicts = [controller.observe(make_facts(step, {slot: ratios.get(step, 0.9)})) for step in range(2, 20)]
+    return [verdict.step for verdict in verdicts if verdict.sample_steps]
+
+
+def test_what_every_step_measures_says_when_to_measure_more() -> None:
+    assert asked_at({}) == []
+    assert asked_at({7: 1.6, 9: 100.0}) == [7, 9], "it went over: what the scale does next may lose the rest"
+    assert asked_at({7: 2.0**-7, 9: 2.0**-5}) == [7], "it is far under what was there before"
+    assert asked_at({7: 2.0**-13, 9: 2.0**-15}, "grad_output") == [9], "gradients swing, and E5M2 has the room"
+    assert asked_at({7: 0.0}) == [], "a tensor of zeros loses nothing"
+
+
+def test_the_first_steps_are_measured() -> None:
+    """A fault that is there from the start waits for no sample."""
+    controller, look = FallbackController(FallbackConfig(), LAYERS), SamplingSpan()
+    for step in range(1, 4):
+        verdict = controller.observe(make_facts(step, applied_steps=step))
+        look = look.extended(step + 2, verdict.sample_steps) if verdict.sample_steps else look
+    assert [step for step in range(1, 20) if step in look] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("seen", "leaves"),
+    [
+        ({"underflow": 0.9}, True),
+        ({"even_db": 1.0}, True),
+        ({"underflow": 0.4}, False),  # not far enough over to be sure at once
+        ({"clipped": 0.9}, False),  # its scale is of the time before
+        ({"saturation": 100.0}, False),
+    ],
+)
+@pytest.mark.parametrize("later", [0, 1, 2, 3])
+def test_what_was_hidden_behind_a_layer_leaves_right_after_it(seen: dict[str, float], leaves: bool, later: int) -> None:
+    controller = FallbackController(FallbackConfig(), LAYERS)
+    verdict = controller.observe(make_facts(2))
+    for step in range(3, 6):
+        verdict = controller.observe(make_facts(step, underflow={f"{LAYERS[1]}.input": 0.9}))
+    assert isinstance(verdict.proposal, Switch)
+    assert verdict.sample_steps, "what follows is measured"
+    controller.observe(make_facts(6))
+    second: list[tuple[str, ...]] = []
+    for step in range(7, 12):
+        values = {kind: {f"{LAYERS[2]}.input": value} for kind, value in seen.items()} if step == 7 + later else {}
+        verdict = controller.observe(make_facts(step, demoted=(LAYERS[1],), **values))  # pyright: ignore[reportArgumentType]
+        second += [verdict.proposal.demote] if isinstance(verdict.proposal, Switch) else []
+    assert second == ([(LAYERS[2],)] if leaves and later < 3 else [])
 
 
 def test_dense_sampling_is_extended_without_a_gap() -> None:

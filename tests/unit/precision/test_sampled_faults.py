@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from api_support import adamw, prepared, recipe, train_step
 from torch import Tensor, nn
 
@@ -38,3 +39,32 @@ def test_a_fault_of_every_other_step_cannot_hide(phase: int, every: int) -> None
     faint = {step for step in range(1, STEPS) if step % 2 == phase}
     first = next(step for step in range(3, STEPS) if is_sampled(0, step, every) and step in faint)
     assert 0 < demoted_at(model, precision, faint) <= first + 9
+
+
+HOT = 2.0**24
+
+
+@pytest.mark.parametrize("at", [1, 24])
+@pytest.mark.parametrize("hot", [{"0"}, {"2"}, {"0", "2"}])
+def test_every_carrier_of_a_constant_fault_leaves_within_eight_steps(hot: set[str], at: int) -> None:
+    """A channel that is far too large, in the input of one layer, or of both: the second is dead behind the first."""
+    torch.manual_seed(0)
+    precision = Precision(recipe(fallback={"max_demoted_share": 1.0}))
+    model = precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)))
+    step, left = 0, dict[str, int]()
+
+    def spoil(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = given[0].clone()
+        x[:, 0] = HOT if step >= at else 0.0
+        return (x,)
+
+    for name in hot:
+        model.get_submodule(name).register_forward_pre_hook(spoil)
+        with torch.no_grad():
+            model.get_parameter(f"{name}.weight")[:, 0] = 0.0
+    optimizer = adamw(model, lr=0.0)
+    for step in range(1, at + 20):
+        left |= {str(int(name)): step for name in precision.demoted if str(int(name)) not in left}
+        train_step(precision, model, optimizer, step)
+    assert set(left) == hot
+    assert max(left.values()) <= at + 8
