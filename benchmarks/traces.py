@@ -13,7 +13,7 @@ from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.facts import SlotStats, StepFacts
 from harness.tracking.journal import read_rows
 
-FIELDS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
+FIELDS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db")
 """The statistics of a slot, in the order of SlotStats."""
 
 

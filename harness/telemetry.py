@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -182,8 +183,10 @@ class Telemetry:
     def watch(self, limits: FallbackConfig) -> None:
         """In a model with too many slots for all of them, those beyond `limits` get series of their own."""
         saturation = tuple(getattr(limits, f"saturation_{role}") for role in ROLES)
+        underflow = (limits.underflow, limits.underflow, limits.underflow_grad_output)
+        even_db = (limits.even_db_input, limits.even_db_weight, math.nan)
         self.slots.limits = SlotLimits(
-            saturation, limits.clipped, limits.underflow, limits.sqnr_db, limits.warmup_steps
+            saturation, limits.clipped, underflow, limits.sqnr_db, limits.warmup_steps, even_db
         )
 
     def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:

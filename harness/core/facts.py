@@ -106,7 +106,16 @@ class SlotStats:
         _PerSlot, Metric("share of non-zero values that become zero", "", "fp8_underflow", "mean", SAMPLED)
     ]
     sqnr_db: Annotated[_PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", "mean", SAMPLED)]
+    even_db: Annotated[
+        _PerSlot,
+        Metric("as SQNR, but of each value beside itself: all weigh alike", "dB", "fp8_even_db", "mean", SAMPLED),
+    ] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
+
+    def __post_init__(self) -> None:
+        """What was not given was not measured."""
+        if len(self.even_db) != len(self.names):
+            object.__setattr__(self, "even_db", np.full(len(self.names), np.nan, dtype=np.float32))
 
 
 IGNORED = -100

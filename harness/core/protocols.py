@@ -143,8 +143,10 @@ class PrecisionBackend(Protocol):
         ...
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update scales unless `skip` is 1.0; float32 [6, slots]: amax, scale in use, saturation, clipped,
-        underflow, SQNR in dB (the last three NaN where not sampled). `mean`: over ranks."""
+        """Update scales unless `skip` is 1.0; float32 [7, slots]: amax, scale in use, saturation, clipped,
+        underflow, SQNR in dB, and that of each value beside itself (the last four NaN where not sampled).
+        `mean`: over ranks.
+        """
         ...
 
     def scrubbed(self) -> Tensor:

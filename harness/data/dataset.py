@@ -77,6 +77,14 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     where = f"data.target {config.target!r}"
     given = call_target("data", config.target, config.args, "data sets")
     train, val = _splits(given)
+    if arrays := _inputs_and_labels(train, val):
+        why = "a pair from data.target is (training, validation), each of which is asked for samples by number"
+        fix = (
+            "return torch.utils.data.TensorDataset(X, y), or any object whose sample number i is the pair (X[i], y[i])"
+        )
+        raise ConfigError(
+            Problem(f"it returned two arrays of one length, {arrays}: inputs and labels?", where, why, fix)
+        )
     problems: list[Problem] = []
     for name, each in [("training", train), *([] if val is None else [("validation", val)])]:
         lacks = [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]
@@ -108,6 +116,15 @@ def _splits(given: Any) -> tuple[Any, Any]:
     if isinstance(given, tuple) and len(cast("tuple[Any, ...]", given)) == 2:
         return cast("tuple[Any, Any]", given)
     return given, getattr(given, "validation", None)
+
+
+def _inputs_and_labels(first: Any, second: Any) -> str:
+    """The shapes of a pair that is (X, y) more likely than two data sets; empty for any other."""
+    arrays = (torch.Tensor, np.ndarray)
+    if not isinstance(first, arrays) or not isinstance(second, arrays) or not first.ndim or not second.ndim:
+        return ""
+    alike = first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
+    return "" if alike or len(first) != len(second) else f"{list(first.shape)} and {list(second.shape)}"
 
 
 class DatasetBatches:

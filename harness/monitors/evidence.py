@@ -41,6 +41,7 @@ STATISTICS = (
     Statistic("clipped", sampled=True),
     Statistic("underflow", sampled=True),
     Statistic("sqnr_db", sampled=True, below=True),
+    Statistic("even_db", sampled=True, below=True),
 )
 
 _PER_OCTAVE = 0.5
@@ -65,8 +66,8 @@ class FallbackConfig(Strict):
 
     A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
     tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
-    non-zero values, flushed to zero) are over theirs; sqnr_db is under its limit; its amax is infinite; or, unless
-    None, its amax is over amax_over or amax_growth times what it was a window before.
+    non-zero values, flushed to zero) are over theirs; sqnr_db or even_db is under its limit; its amax is infinite; or,
+    unless None, its amax is over amax_over or amax_growth times what it was a window before.
 
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
     beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
@@ -90,8 +91,15 @@ class FallbackConfig(Strict):
     underflow: float = Field(
         default=0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad"
     )
+    underflow_grad_output: float = Field(
+        default=0.85, gt=0, le=1, description="the same for output gradients, of which saturated attention loses many"
+    )
     clipped: float = Field(default=0.05, gt=0, le=1, description="share of values cut off that counts as bad")
     sqnr_db: float = Field(default=5.0, description="signal over quantisation noise, dB, under which a slot is bad")
+    even_db_input: float = Field(
+        default=8.0, description="SQNR of which every value is an equal part, dB, under which an input slot is bad"
+    )
+    even_db_weight: float = Field(default=22.0, description="the same for weights; gradients are not judged by it")
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="amax over that of a window before that counts as bad; null: not looked at"
     )
@@ -238,6 +246,7 @@ class Evidence:
                 self._spread(slots.clipped),
                 self._spread(slots.underflow),
                 self._spread(slots.sqnr_db),
+                self._spread(slots.even_db),
             ]
         )
         values[:, ignore] = np.nan
@@ -332,7 +341,9 @@ class Evidence:
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         """Restore what `state_dict` of the same layers and window gave. Older ones have no scales, and
         no score: what is in their windows makes it."""
-        self._recent = _array(meta["recent"]).reshape(self._recent.shape)
+        recent = _array(meta["recent"]).reshape(self.policy.window, -1, len(self.layers), 3)
+        self._recent = np.full_like(self._recent, np.nan)
+        self._recent[:, : recent.shape[1]] = recent
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
         if "scale" in meta:

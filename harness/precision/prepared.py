@@ -21,7 +21,7 @@ from harness.core.collectives import ForwardClock, RankComparison, world_rank, w
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
 from harness.core.facts import Limits, RungVerdict, SamplingSpan, Switch
-from harness.core.metrics import SCALARS
+from harness.core.metrics import SCALARS, SLOT_ROWS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, StepClock, WindowBuffers
@@ -344,7 +344,9 @@ def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ..
     if "figures" not in meta:
         found["applied"] = 1.0 - found["applied"]
     scalars = torch.tensor([found.get(name, math.nan) for name in SCALARS])
-    packed = torch.cat([scalars, packed[len(names) :].detach().cpu()])
+    rows = packed[len(names) :].detach().cpu()
+    unknown = torch.full((max(0, len(SLOT_ROWS) * len(slot_names) - len(rows)),), math.nan)  # figures that are newer
+    packed = torch.cat([scalars, rows, unknown])
     step, demoted = meta["step"], tuple(meta["demoted"])
     limits, window = Limits.from_json(meta.get("limits", (None, None, None))), meta.get("window", step - 1)
     return InFlight(

@@ -7,7 +7,7 @@ stored as q = round_to_fp8(clamp(x * scale)), and x is approximately q / scale.
 Source of the rule: Transformer Engine 2.20, `transformer_engine/common/recipe/delayed_scaling.cu` and
 `transformer_engine/pytorch/quantization.py`.
 
-Where a library makes the casts and hands out no FP8 tensor, clipped share, underflow and SQNR come from casts of our
+Where a library makes the casts and hands out no FP8 tensor, clipped share, underflow and SQNRs come from casts of our
 own.
 """
 
@@ -208,8 +208,13 @@ def cast(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     return (x.detach() * scale.reshape(1)).clamp_(-spec.max, spec.max).to(spec.dtype)
 
 
+SUMS = 6
+"""How many sums `quantization_stats` gives."""
+
+
 def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
-    """Sums behind the statistics of one cast: float64 [5] = clipped, nonzero, flushed, sum x^2, sum error^2.
+    """Sums behind the statistics of one cast: float64 [6] = clipped, nonzero, flushed, sum x^2, sum error^2, and the
+    sum of min(1, error^2 / x^2).
 
     x: the unscaled tensor. quantized: `quantize(x, scale, fmt)`. clipped: |x * scale| over the largest finite value.
     flushed: nonzero values that became zero. Sums of several calls may be added. Non-finite values are left out of
@@ -221,6 +226,8 @@ def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt:
     nonzero = (wide != 0) & finite
     exact = torch.where(finite, wide, 0.0).double()
     error = torch.where(finite, exact - quantized.double() / scale, 0.0)
+    # Of each value beside itself: what is lost of the small ones does not drown in the large ones.
+    own = torch.where(nonzero, (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0), 0.0)
     return torch.stack(
         [
             (scaled.abs() > FORMATS[fmt].max).sum().double(),
@@ -228,6 +235,7 @@ def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt:
             (nonzero & (quantized == 0)).sum().double(),
             exact.square().sum(),
             error.square().sum(),
+            own.sum(),
         ]
     )
 
@@ -238,14 +246,15 @@ def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 
 
 def shares(sums: Tensor) -> Tensor:
-    """Clipped share, underflow and SQNR in dB, float32 [3, slots].
+    """Clipped share, underflow, SQNR in dB, and that with every value weighing alike, float32 [4, slots].
 
-    sums: of `quantization_stats`, float64 [slots, 5]. The shares are of the non-zero finite values. NaN where nothing
-    was sampled; a cast without any error has no SQNR either.
+    sums: of `quantization_stats`, float64 [slots, SUMS]. The shares are of the non-zero finite values. NaN where
+    nothing was sampled; a cast without any error has no SQNR either.
     """
-    clipped, nonzero, flushed, signal, noise = sums.unbind(dim=1)
+    clipped, nonzero, flushed, signal, noise, own = sums.unbind(dim=1)
     decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), torch.nan)
-    return torch.stack([clipped / nonzero, flushed / nonzero, decibels]).float()
+    even = torch.where(own > 0, -10 * torch.log10(own / nonzero), torch.nan)
+    return torch.stack([clipped / nonzero, flushed / nonzero, decibels, even]).float()
 
 
 LARGEST = 1 << 20
@@ -268,7 +277,7 @@ class SampledStats:
         measure: Callable[[Tensor, Tensor, str], Tensor] = cast_stats,
     ) -> None:
         self.formats, self.by_row, self.measure, self.sampling = tuple(formats), by_row, measure, False
-        self.sums = torch.zeros(len(self.formats), 5, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(self.formats), SUMS, dtype=torch.float64, device=device)
 
     def begin(self, sample: bool) -> None:
         """A window begins."""
@@ -296,5 +305,5 @@ class SampledStats:
         self.sums[slot] += self.measure(rows, scale, fmt)
 
     def rows(self, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [3, slots]: clipped, underflow, SQNR in dB; NaN where not sampled. mean: over ranks."""
+        """float32 [4, slots]: as of `shares`; NaN where not sampled. mean: over ranks."""
         return shares(mean(self.sums) if self.sampling else self.sums)

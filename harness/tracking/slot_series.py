@@ -8,6 +8,7 @@ is lost by it: the file of `slot_file` has every slot of every step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -39,25 +40,29 @@ Told = dict[str, Any]
 class SlotLimits:
     """When a slot is worth a series: its saturation over that of its role, more clipped or underflow, less SQNR (dB).
 
-    saturation: for each role, in the order of ROLES. warmup_steps: applied steps at the start that are not judged.
+    saturation, underflow, even_db: for each role, in the order of ROLES; NaN: not judged. warmup_steps: applied steps
+    at the start that are not judged.
     """
 
     saturation: tuple[float, ...]
     clipped: float
-    underflow: float
+    underflow: tuple[float, ...]
     sqnr_db: float
     warmup_steps: int
+    even_db: tuple[float, ...] = (math.nan, math.nan, math.nan)
 
     def beyond(self, slots: SlotStats) -> list[int]:
         """Places of the slots beyond a limit in this step, the worst by saturation first."""
-        limits = np.array([self.saturation[ROLES.index(name.rpartition(".")[2])] for name in slots.names])
+        role = [ROLES.index(name.rpartition(".")[2]) for name in slots.names]
+        limits, underflow, even = (np.array(each)[role] for each in (self.saturation, self.underflow, self.even_db))
         with np.errstate(invalid="ignore"):
             bad = (
                 (slots.saturation > limits)
                 | ~(np.isfinite(slots.amax) | np.isnan(slots.amax))
                 | (slots.clipped > self.clipped)
-                | (slots.underflow > self.underflow)
+                | (slots.underflow > underflow)
                 | (slots.sqnr_db < self.sqnr_db)
+                | (slots.even_db < even)
             )
             over = np.nan_to_num(slots.saturation / limits, nan=0.0)
         return sorted(np.flatnonzero(bad).tolist(), key=lambda place: (-over[place], place))

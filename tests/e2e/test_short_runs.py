@@ -1,12 +1,14 @@
-"""A run of fewer steps than `tracking.fp8_every` has FP8 figures, and its proof counts what ran."""
+"""Runs of a few steps: fewer than `tracking.fp8_every` have FP8 figures, and the proof counts what ran."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pandas
+import pytest
 
-from tests.support.runs import harness, metrics, train
+from tests.support.runs import ROOT, harness, metrics, train
 
 
 def test_a_run_shorter_than_fp8_every_proves_what_ran(tmp_path: Path) -> None:
@@ -28,3 +30,12 @@ def test_a_run_that_was_stopped_early_proves_what_ran(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     assert metrics(run, "fp8_amax/blocks.00.mlp.down.input") == []
     assert "24 of 24 FP8 slots saw a nonzero amax" in harness(tmp_path, "inspect", "runs/r").stdout
+
+
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_engine_deterministic_names_an_operation_that_is_not(deterministic: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "e2e" / "faulty_models.py", tmp_path)
+    model = ("model.target=faulty_models:Orderless", f"engine.deterministic={deterministic}")
+    done = train(tmp_path, "--name", "r", "train.steps=2", *model)
+    assert done.returncode == (2 if deterministic == "true" else 0), done.stdout
+    assert ("put_ does not have a deterministic implementation" in done.stdout) == (deterministic == "true")

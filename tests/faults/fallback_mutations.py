@@ -56,6 +56,27 @@ FALLBACK = (
     ),
     Mutation(
         16,
+        "an outlier does not hide what it does to the rest",
+        "own.sum(),",
+        "error.square().sum() / exact.square().sum(),",
+        "tests/unit/precision/test_hidden_values.py",
+    ),
+    Mutation(
+        16,
+        "the kernel counts each value beside itself, too",
+        "  stats[5] += s.own;",
+        "",
+        "tests/unit/precision/test_scaling.py -k kernel_statistics",
+    ),
+    Mutation(
+        16,
+        "gradients have a limit of underflow of their own",
+        "default=0.85, gt=0, le=1",
+        "default=0.2, gt=0, le=1",
+        "tests/unit/monitors/test_evidence.py",
+    ),
+    Mutation(
+        16,
         "the score of sparse overflows is part of the state",
         '            self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
         "            pass\n",

@@ -26,7 +26,7 @@ inline Grid grid(int fmt) {  // 0: E4M3 (448, 2^-6, 3 bits), 1: E5M2 (57344, 2^-
   return Grid{57344.0f, bits(0x1p-14f), (21u << 23) | kHalf};
 }
 
-struct Sums { double clipped, nonzero, flushed, signal, noise; };
+struct Sums { double clipped, nonzero, flushed, signal, noise, own; };
 
 // Raw FP8 value of one float, as float bits: its upper half is the bfloat16. Without kNan a NaN becomes the maximum.
 template <bool kNan>
@@ -99,8 +99,8 @@ template <typename T>
 Sums measure(const T* __restrict x, int64_t n, float scale, float max, const uint16_t* __restrict q) {
   const double inverse = 1.0 / double(scale);
   int32_t clipped = 0, nonzero = 0, flushed = 0;
-  double signal = 0, noise = 0;
-#pragma omp simd reduction(+ : clipped, nonzero, flushed, signal, noise)
+  double signal = 0, noise = 0, own = 0;
+#pragma omp simd reduction(+ : clipped, nonzero, flushed, signal, noise, own)
   for (int64_t i = 0; i < n; ++i) {
     const float value = widen(x, i);
     const float raw = widen(q, i);
@@ -114,8 +114,10 @@ Sums measure(const T* __restrict x, int64_t n, float scale, float max, const uin
     const double error = finite ? exact - double(raw) * inverse : 0.0;
     signal += exact * exact;
     noise += error * error;
+    const double share = error / (live ? exact : 1.0), square = share * share;
+    own += square < 1.0 ? square : 1.0;
   }
-  return Sums{double(clipped), double(nonzero), double(flushed), signal, noise};
+  return Sums{double(clipped), double(nonzero), double(flushed), signal, noise, own};
 }
 
 template <typename T>
@@ -134,6 +136,7 @@ void run(const T* x, int64_t n, float scale, Grid g, uint16_t* q, float* amax, d
   *amax = real(peak);
   for (const Sums& s : sums) {
     stats[0] += s.clipped; stats[1] += s.nonzero; stats[2] += s.flushed; stats[3] += s.signal; stats[4] += s.noise;
+    stats[5] += s.own;
   }
 }
 
@@ -141,8 +144,8 @@ void run(const T* x, int64_t n, float scale, Grid g, uint16_t* q, float* amax, d
 
 extern "C" {
 
-// x: n values, float32 (is_bf16 = 0) or bfloat16. q: n bfloat16, out. amax: in and out (max). stats: 5 doubles, added
-// to (clipped, nonzero, flushed, sum x^2, sum error^2), or null. fmt: 0 E4M3, 1 E5M2.
+// x: n values, float32 (is_bf16 = 0) or bfloat16. q: n bfloat16, out. amax: in and out (max). stats: 6 doubles, added
+// to (clipped, nonzero, flushed, sum x^2, sum error^2, sum min(1, error^2 / x^2)), or null. fmt: 0 E4M3, 1 E5M2.
 void harness_quantize(const void* x, int is_bf16, int64_t n, float scale, int fmt, uint16_t* q, float* amax,
                       double* stats, int threads) {
   const Grid g = grid(fmt);

@@ -122,17 +122,17 @@ def _fp8_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """`scaling.cast_stats`: x [r, c] of a dtype in DTYPES, rows contiguous. Sums in another order."""
     spec = scaling.FORMATS[fmt]
     rows, columns = x.shape
-    sums = x.new_zeros(rows, 5, dtype=torch.float64)
+    sums = x.new_zeros(rows, scaling.SUMS, dtype=torch.float64)
     if x.numel():
         by_row = 1 if scale.numel() == rows and scale.dim() else 0
         launch: Any = _stats_kernel[(rows,)]
         numbers = spec.max, 2.0**spec.min_exponent, 1.5 * 2.0 ** (23 - spec.mantissa_bits)
-        launch(x, scale, sums, columns, x.stride(0), by_row, *numbers, STRETCH=STRETCH)
+        launch(x, scale, sums, columns, x.stride(0), by_row, *numbers, SUMS=scaling.SUMS, STRETCH=STRETCH)
     return sums.sum(dim=0)
 
 
 def _fake_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    return x.new_empty(5, dtype=torch.float64)
+    return x.new_empty(scaling.SUMS, dtype=torch.float64)
 
 
 # Compiled code is cached on disk by this name: another result needs another name.
@@ -204,7 +204,19 @@ if triton is not None:
             tl.store(columns + j[:, None] * m_padded + i[None, :], turned, mask=filled)
 
     @triton.jit
-    def _stats_kernel(x, scale, sums, columns, step, scale_step, LIMIT, SMALLEST, MAGIC, STRETCH: tl.constexpr):
+    def _stats_kernel(
+        x,
+        scale,
+        sums,
+        columns,
+        step,
+        scale_step,
+        LIMIT,
+        SMALLEST,
+        MAGIC,
+        SUMS: tl.constexpr,
+        STRETCH: tl.constexpr,
+    ):
         row = tl.program_id(0).to(tl.int64)
         factor = tl.load(scale + row * scale_step)
         clipped = tl.zeros([STRETCH], tl.int32)
@@ -212,6 +224,7 @@ if triton is not None:
         flushed = tl.zeros([STRETCH], tl.int32)
         signal = tl.zeros([STRETCH], tl.float64)
         noise = tl.zeros([STRETCH], tl.float64)
+        own = tl.zeros([STRETCH], tl.float64)
         for start in range(0, columns, STRETCH):
             j = start + tl.arange(0, STRETCH)
             value = tl.load(x + row * step + j, mask=j < columns, other=0.0).to(tl.float32)
@@ -230,11 +243,15 @@ if triton is not None:
             error = exact - quantized.to(tl.float64) / factor.to(tl.float64)
             signal += exact * exact
             noise += error * error
-        tl.store(sums + row * 5, tl.sum(clipped, 0).to(tl.float64))
-        tl.store(sums + row * 5 + 1, tl.sum(nonzero, 0).to(tl.float64))
-        tl.store(sums + row * 5 + 2, tl.sum(flushed, 0).to(tl.float64))
-        tl.store(sums + row * 5 + 3, tl.sum(signal, 0))
-        tl.store(sums + row * 5 + 4, tl.sum(noise, 0))
+            share = error / tl.where(some, exact, 1.0)
+            own += tl.minimum(share * share, 1.0)
+        sums += row * SUMS
+        tl.store(sums, tl.sum(clipped, 0).to(tl.float64))
+        tl.store(sums + 1, tl.sum(nonzero, 0).to(tl.float64))
+        tl.store(sums + 2, tl.sum(flushed, 0).to(tl.float64))
+        tl.store(sums + 3, tl.sum(signal, 0))
+        tl.store(sums + 4, tl.sum(noise, 0))
+        tl.store(sums + 5, tl.sum(own, 0))
 
 
 def load(device: torch.device) -> tuple[Cast, str]:

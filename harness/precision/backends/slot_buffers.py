@@ -1,4 +1,4 @@
-"""The buffers of all FP8 slots of a model, packed: history [L, slots], scale [slots], statistics [slots, 5].
+"""The buffers of all FP8 slots of a model, packed: history [L, slots], scale [slots], statistics [slots, 6].
 
 One update, one all-reduce, one snapshot, one telemetry read for the whole model, whatever its number of layers.
 
@@ -48,7 +48,7 @@ def load() -> tuple[Kernel | None, str]:
     """(kernel, what it is), or (None, why there is none).
 
     kernel(x, scale, fmt, amax_pointer, stats_pointer): x a contiguous float32 or bfloat16 CPU tensor; returns its raw
-    FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to five doubles at
+    FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to six doubles at
     stats_pointer (see `scaling.quantization_stats`).
     """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
@@ -134,7 +134,7 @@ def _agrees(kernel: Kernel) -> bool:
     return bool(torch.isinf(amax).all())
 
 
-STAT_ROWS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db")
+STAT_ROWS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db")
 
 
 class SlotBuffers(scaling.ScalingState):
@@ -152,7 +152,7 @@ class SlotBuffers(scaling.ScalingState):
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         super().__init__(config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device))
         self.names, self.formats, self.device = tuple(names), tuple(formats), device
-        self.sums = torch.zeros(len(names), 5, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(names), scaling.SUMS, dtype=torch.float64, device=device)
         self.active = False
         self.sampling = False
         self.gradient = formats[-1] if formats else "e5m2"
@@ -180,7 +180,7 @@ class SlotBuffers(scaling.ScalingState):
         fmt = self.formats[slot]
         if self.kernel is not None and x.dtype in (torch.bfloat16, torch.float32):
             amax = self.history.data_ptr() + 4 * slot if record else self._scratch.data_ptr()
-            stats = self.sums.data_ptr() + 40 * slot if record and self.sampling else None
+            stats = self.sums[slot].data_ptr() if record and self.sampling else None
             return self.kernel(x, self.scales[slot], fmt, amax, stats)
         quantized = scaling.quantize(x, self.scale[slot], fmt)
         if record:
@@ -218,7 +218,7 @@ class SlotBuffers(scaling.ScalingState):
         """All of a window's backwards are done."""
 
     def begin_window(self, sample: bool = False) -> None:
-        """As `ScalingState.begin_window`; `sample`: collect for underflow, clipped share and SQNR, too."""
+        """As `ScalingState.begin_window`; `sample`: collect for underflow, clipped share and SQNRs, too."""
         super().begin_window()
         self.window += 1
         self.sampling = sample
@@ -236,7 +236,7 @@ class SlotBuffers(scaling.ScalingState):
         self._scales_changed()
 
     def stats(self, sums: Tensor) -> Tensor:
-        """float32 [6, slots], rows as in STAT_ROWS, of the window that just ended. sums: `self.sums`, rank-reduced.
+        """float32 [7, slots], rows as in STAT_ROWS, of the window that just ended. sums: `self.sums`, rank-reduced.
 
         scale is the one in use when the window began. Rows from clipped on are NaN where nothing was sampled.
         """

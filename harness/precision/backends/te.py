@@ -167,10 +167,12 @@ class TransformerEngineBackend:
 
     @torch.no_grad()
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [6, slots] as the protocol says; after a skipped step all FP8 state is what it was before."""
+        """float32 [7, slots] as the protocol says; after a skipped step all FP8 state is what it was before."""
         known = self._scales.finish(amax, skip)
         sampled = self._watch.sampled
-        return torch.cat([known, torch.full_like(known, torch.nan) if sampled is None else sampled.rows(mean)])
+        return torch.cat(
+            [known, known.new_full((4, known.shape[1]), torch.nan) if sampled is None else sampled.rows(mean)]
+        )
 
     def scrubbed(self) -> Tensor:
         """Infinite amaxes dropped in this window."""

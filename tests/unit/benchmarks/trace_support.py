@@ -13,7 +13,7 @@ CADENCE = 10
 
 def clean_trace(steps: int = 100) -> Trace:
     """Healthy everywhere; amax numbers the steps from 1. Underflow, clipped and SQNR are there every CADENCE steps."""
-    healthy = dict(zip(FIELDS, (0.0, 1.0, 1.0, 0.0, 0.0, 31.0), strict=True))
+    healthy = dict(zip(FIELDS, (0.0, 1.0, 1.0, 0.0, 0.0, 31.0, 30.0), strict=True))
     values = np.array([np.full((steps, len(SLOTS)), healthy[field]) for field in FIELDS], dtype=np.float32)
     values[FIELDS.index("amax")] = np.arange(1, steps + 1)[:, None]
     unsampled = (np.arange(steps) + 1) % CADENCE != 0

@@ -124,3 +124,8 @@ def lists(fails: int = -1) -> Made:
 def flat() -> Made:
     """A collate that forgets to count its samples."""
     return Made(lambda index: index, collate=lambda samples: {"inputs": torch.zeros(3)})
+
+
+def arrays() -> tuple[torch.Tensor, torch.Tensor]:
+    """As scikit-learn has them: inputs and labels."""
+    return torch.zeros(40, 8), torch.zeros(40, dtype=torch.int64)

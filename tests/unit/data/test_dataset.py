@@ -213,6 +213,7 @@ def test_a_generator_of_its_own_is_refused_unless_it_can_be_seeded() -> None:
         ("stream", "have no __len__ and no __getitem__"),
         ("nothing", "its training data have no sample"),
         ("missing", 'no function "missing"'),
+        ("arrays", r"two arrays of one length, \[40, 8\] and \[40\]: inputs and labels\?"),
         ("flat", r"collate made inputs \[3\] of 1 samples: the first dimension must count them"),
     ],
 )

@@ -20,19 +20,21 @@ LITERAL = FallbackConfig(amax_over=440.0)
 TREND = FallbackConfig(amax_growth=4.0)
 
 
-def demoted_by(policy: FallbackConfig, values: Mapping[str, Value], steps: int = 12) -> tuple[str, ...]:
-    """Which statistics of SLOT are named when it has these values at every step; empty if it stays in FP8."""
+def demoted_by(
+    policy: FallbackConfig, values: Mapping[str, Value], steps: int = 12, slot: str = SLOT
+) -> tuple[str, ...]:
+    """Which statistics of `slot` are named when it has these values at every step; empty if it stays in FP8."""
     controller = FallbackController(policy, LAYERS)
     for step in range(steps):
-        given = {kind: {SLOT: value(step) if callable(value) else value} for kind, value in values.items()}
+        given = {kind: {slot: value(step) if callable(value) else value} for kind, value in values.items()}
         verdict = controller.observe(make_facts(step, **given))  # pyright: ignore[reportArgumentType]
         json.dumps(dict(verdict.evidence), allow_nan=False)
         if isinstance(verdict.proposal, Switch):
             assert verdict.proposal.demote == (LAYERS[2],)
             found = verdict.evidence["demote"][LAYERS[2]]["slots"]
-            assert set(found) == {SLOT}
-            assert SLOT in verdict.text
-            return tuple(kind for kind in found[SLOT] if kind != "amax")
+            assert set(found) == {slot}
+            assert slot in verdict.text
+            return tuple(kind for kind in found[slot] if kind != "amax")
     return ()
 
 
@@ -41,7 +43,7 @@ def demoted_by(policy: FallbackConfig, values: Mapping[str, Value], steps: int =
     [
         (FallbackConfig(), {"saturation": 8.1}, {"saturation": 7.9}),
         (FallbackConfig(), {"clipped": 0.051}, {"clipped": 0.049}),
-        (FallbackConfig(), {"underflow": 0.26}, {"underflow": 0.24}),
+        (FallbackConfig(), {"underflow": 0.86}, {"underflow": 0.84}),
         (FallbackConfig(), {"sqnr_db": 4.9}, {"sqnr_db": 5.1}),
         (FallbackConfig(), {"sqnr_db": 0.0}, {"sqnr_db": 31.0}),
         (FallbackConfig(), {"sqnr_db": -20.0}, {"sqnr_db": math.nan}),
@@ -52,6 +54,22 @@ def test_a_value_beyond_its_limit_demotes_and_one_within_does_not(
 ) -> None:
     assert demoted_by(policy, bad) == tuple(bad)
     assert demoted_by(policy, fine) == ()
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "bad", "fine"),
+    [
+        ("input", "underflow", 0.26, 0.24),
+        ("weight", "underflow", 0.26, 0.24),
+        ("input", "even_db", 7.9, 8.1),
+        ("weight", "even_db", 21.9, 22.1),
+    ],
+)
+def test_roles_have_limits_of_their_own(role: str, kind: str, bad: float, fine: float) -> None:
+    slot = f"{LAYERS[2]}.{role}"
+    assert demoted_by(FallbackConfig(), {"even_db": 0.1}) == (), "gradients are not judged by it"
+    assert demoted_by(FallbackConfig(), {kind: bad}, slot=slot) == (kind,)
+    assert demoted_by(FallbackConfig(), {kind: fine}, slot=slot) == ()
 
 
 def test_an_infinite_amax_is_named_as_such() -> None:

@@ -18,6 +18,7 @@ from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 
 LIMIT = {"input": 1.5, "weight": 1.25, "grad_output": 8.0}
+FLUSHED = {"input": 0.25, "weight": 0.25, "grad_output": 0.85}
 # The measured table of a clean run: largest ratio by role, largest underflow.
 HEALTHY = {"input": 1.26, "weight": 1.01, "grad_output": 4.5}
 HEALTHY_UNDERFLOW = 0.003
@@ -74,14 +75,14 @@ def test_the_first_demotion_is_the_scores_to_the_step(data: st.DataObject) -> No
         applied_steps += applied
         far = 2.0 ** rng.uniform(0.01, 4)
         ratios = {n: LIMIT[n.rpartition(".")[2]] * (far if rng.random() < share_bad else 0.5) for n in NAMES}
-        flushed = {n: 0.6 if rng.random() < share_bad else 0.1 for n in NAMES if rng.random() < 0.4}
+        flushed = {n: 0.95 if rng.random() < share_bad else 0.1 for n in NAMES if rng.random() < 0.4}
         trace.append(make_facts(step, ratios, flushed, applied=applied, applied_steps=applied_steps))
         if not applied or applied_steps <= policy.warmup_steps:
             continue
         for name in NAMES:
             layer, _, role = name.rpartition(".")
             observed = {"saturation": ratios[name] / LIMIT[role]}
-            observed |= {"underflow": flushed[name] / 0.25} if name in flushed else {}
+            observed |= {"underflow": flushed[name] / FLUSHED[role]} if name in flushed else {}
             for kind, value in observed.items():
                 score, bad = seen.get((name, kind), (0.0, 0))
                 score += 1 + math.log2(value) / 2 if value > 1 else -taken

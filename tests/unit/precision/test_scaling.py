@@ -105,7 +105,7 @@ def test_kernel_statistics_match_the_reference() -> None:
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 30
     x[:5] = torch.tensor([0.0, math.nan, math.inf, 1e-9, -0.0])
     for fmt, scale in (("e4m3", 20.0), ("e5m2", 1e-3)):
-        sums, amax = torch.zeros(5, dtype=torch.float64), torch.zeros(1)
+        sums, amax = torch.zeros(scaling.SUMS, dtype=torch.float64), torch.zeros(1)
         q = kernel(x, scale, fmt, amax.data_ptr(), sums.data_ptr())
         reference = scaling.quantization_stats(x, q, scale, fmt)
         assert torch.equal(sums[:3], reference[:3])

@@ -16,7 +16,14 @@ from harness.tracking.journal import JOURNAL, Journal
 from harness.tracking.slot_file import FIGURES
 from harness.tracking.slot_series import MAX_PICKED, Kept, SlotLimits, SlotSeries
 
-LIMITS = SlotLimits((1.5, 1.25, 8.0), clipped=0.05, underflow=0.25, sqnr_db=5.0, warmup_steps=2)
+LIMITS = SlotLimits(
+    (1.5, 1.25, 8.0),
+    clipped=0.05,
+    underflow=(0.25, 0.25, 0.75),
+    sqnr_db=5.0,
+    warmup_steps=2,
+    even_db=(8.0, 16.0, math.nan),
+)
 Change = Callable[[int, SlotStats], None]
 
 
@@ -25,7 +32,7 @@ def facts(step: int, layers: int = 64, change: Change | None = None, demoted: tu
     names = tuple(f"blocks.{layer:02d}.up.{role}" for layer in range(layers) for role in ROLES)
     made = np.random.default_rng(step).uniform(0.5, 1.0, (len(FIGURES), len(names))).astype(np.float32)
     made[3:5] *= 0.01
-    made[5] += 20
+    made[5:] += 20
     slots = SlotStats(names, *made)
     if change is not None:
         change(step, slots)
@@ -50,9 +57,9 @@ def figures(series_: SlotSeries, until: int, start: int = 1, **more: object) -> 
 
 
 @pytest.mark.parametrize("layers", [1, 14, 1344])
-def test_the_roles_have_under_sixty_series(layers: int) -> None:
+def test_the_roles_have_a_fixed_number_of_series(layers: int) -> None:
     kept = figures(series(), 10, layers=layers)[10]
-    assert len(kept.figures) == 57
+    assert len(kept.figures) == 63
     assert all(name.split("/")[:2] in [["fp8", role] for role in ROLES] for name in kept.figures)
 
 
@@ -111,7 +118,8 @@ def test_in_a_large_model_slots_are_picked_for_what_they_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"amax": math.inf}, {"clipped": 0.1}, {"underflow": 0.3}, {"sqnr_db": 4.0}, {"saturation": 1.6}]
+    "bad",
+    [{"amax": math.inf}, {"clipped": 0.1}, {"underflow": 0.3}, {"sqnr_db": 4.0}, {"saturation": 1.6}, {"even_db": 7.0}],
 )
 def test_each_limit_picks(bad: dict[str, float]) -> None:
     kept = figures(series(), 5, change=put(5, 3, "input", **bad))[5]
@@ -173,7 +181,7 @@ def test_a_last_step_beside_the_rhythm_has_its_figures() -> None:
     policy = series()
     figures(policy, 13)
     rest = policy.rest(1)
-    assert (rest.step, rest.with_slots, len(rest.figures)) == (13, True, 57)
+    assert (rest.step, rest.with_slots, len(rest.figures)) == (13, True, 63)
     figures(policy, 20, start=14)
     assert not policy.rest(1).with_slots, "step 20 has its row"
     assert not policy.rest(2).with_slots
@@ -184,7 +192,7 @@ def sampled_in(*steps: int) -> Change:
 
     def change(step: int, slots: SlotStats) -> None:
         if step not in steps:
-            for figure in ("clipped", "underflow", "sqnr_db"):
+            for figure in ("clipped", "underflow", "sqnr_db", "even_db"):
                 getattr(slots, figure)[:] = math.nan
 
     return change
