@@ -46,8 +46,8 @@ def known(attack: Any, finding: str) -> str:
     """The open issue that a finding belongs to; empty if it is new."""
     touched = json.dumps([asdict(each) for each in attack.episodes])
     journals = "journal.jsonl" in touched or "power" in touched or "all but checkpoints" in touched
-    if journals and finding.startswith(("history: ", "outcome: ")):
-        return "a journal cut, deleted or doubled is not noticed"
+    if journals and finding.startswith("outcome: "):
+        return "an outcome counts rows of a journal that was cut, deleted or doubled"
     return ""
 
 
