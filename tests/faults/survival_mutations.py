@@ -180,4 +180,11 @@ SURVIVAL: tuple[Mutation, ...] = (
         "if is_finished(folder, config.train.steps):",
         "tests/faults/test_deleted_checkpoints.py -k outcome",
     ),
+    Mutation(
+        27,
+        "a config that was cut short is named",
+        'return "config.yaml does not have it: the file was cut short, or an older version wrote it" if absent else ""',
+        'return ""',
+        "tests/faults/test_other_files.py -k cut_short",
+    ),
 )

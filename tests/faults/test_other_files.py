@@ -138,6 +138,17 @@ def test_a_folder_in_the_place_of_a_file_is_named(rolled_back: Path, tmp_path: P
     assert run(folder, RESUMED)[0] == 0
 
 
+@pytest.mark.parametrize("lines", [1, 8])
+def test_a_config_that_was_cut_short_is_named(rolled_back: Path, tmp_path: Path, lines: int) -> None:
+    folder = tmp_path / "work"
+    shutil.copytree(rolled_back, folder)
+    config = folder / "runs" / "r" / "config.yaml"
+    config.write_text("".join(config.read_text().splitlines(keepends=True)[:lines]))
+    code, told = run(folder, RESUMED)
+    assert code == CheckpointError.exit_code, told
+    assert "config.yaml does not have it: the file was cut short" in told
+
+
 def test_an_untouched_run_goes_on(rolled_back: Path, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
