@@ -126,7 +126,6 @@ def train(request: Request) -> int:
                 if not resuming:
                     write_config(folder, config)
                     write_plan(folder, plan.as_dict())
-                forget_outcome(folder)
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
@@ -163,10 +162,12 @@ def train(request: Request) -> int:
                         forget_run(folder)
                     raise
                 _tell_changes(run, resumed, source)
-                if lead and resuming:  # what does not load changes nothing
+                if lead:  # what does not load changes nothing
                     with _writing(folder):
-                        write_config(folder, config)
-                        write_plan(folder, plan.as_dict())
+                        if resuming:
+                            write_config(folder, config)
+                            write_plan(folder, plan.as_dict())
+                        forget_outcome(folder)
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, plan, outcome)

@@ -48,12 +48,13 @@ def commit() -> str:
 
 def known(attack: Attack, finding: str) -> str:
     """The open issue that a finding belongs to; empty if it is new."""
+    if not finding.startswith(("history: ", "outcome: ")):
+        return ""
     touched = json.dumps([asdict(each) for each in attack.episodes])
-    # Rows that wait in memory for a disk are gone with the process, which may have saved its state elsewhere.
-    words = ("journal.jsonl", "power", "all but checkpoints", "emergency_path")
-    journals = any(word in touched for word in words)
-    if journals and finding.startswith(("history: ", "outcome: ")):
-        return "a journal cut, deleted or doubled is not noticed"
+    if any(word in touched for word in ("journal.jsonl", "power", "all but checkpoints")):
+        return "a journal cut, deleted, changed or doubled is not noticed"
+    if "emergency_path" in touched:
+        return "rows that wait for a disk are gone with the process, whose state is saved elsewhere; nobody tells"
     return ""
 
 

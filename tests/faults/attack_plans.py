@@ -259,6 +259,11 @@ def tracking(scene: Scene) -> Episode:
                    reactions=reactions, may=[-9, 75, 1])  # fmt: skip
 
 
+def start(scene: Scene) -> Episode:
+    """A run to begin with."""
+    return Episode("start", events=scene.end(), may=[-9, 75, 1])
+
+
 FAMILIES: Mapping[str, tuple[int, Callable[[Scene], Episode]]] = {
     "kill": (20, kill),
     "signals": (10, signals),
@@ -300,18 +305,12 @@ def draw(seed: int, only: Sequence[str] = (), kind: str = "") -> Attack:
         kind = "torchrun ranks" if kind == "python" else "python"
     names = [name for name in (only or FAMILIES) if fits(name, kind)]
     count = chance.choices((1, 2, 3, 4), (3, 4, 3, 2))[0] if kind not in ("torchrun", "deepspeed") else 2
-    steps = VARIANTS[variant]
-    # The first two checkpoints are made before anything happens.
-    edges = [1 + (steps - 5) * number // count for number in range(count + 1)]
+    drawn_names = chance.choices(names, [FAMILIES[each][0] for each in names], k=count)
+    if drawn_names[0] in AT_REST:  # which need a run to begin with
+        drawn_names.insert(0, "start")
+    edges = [1 + (VARIANTS[variant] - 5) * number // len(drawn_names) for number in range(len(drawn_names) + 1)]
     episodes = []
-    for first, last in itertools.pairwise(edges):
-        name = chance.choices(names, [FAMILIES[each][0] for each in names])[0]
-        episodes.append(FAMILIES[name][1](Scene(chance, kind, first, max(first, last - 2))))
-    if episodes[0].family in AT_REST:  # which need a run to begin with
-        name = chance.choice(("SIGKILL", "SIGTERM"))
-        ends = [
-            {"at": min(edges[1] - 1, 10), "do": ["signal", name], "rank": rank}
-            for rank in range(1 if kind == "python" else 2)
-        ]
-        episodes.insert(0, Episode("start", events=ends, may=[-9, 75, 1]))
+    for name, (first, last) in zip(drawn_names, itertools.pairwise(edges), strict=True):
+        scene = Scene(chance, kind, first, max(first, last - 2))
+        episodes.append(start(scene) if name == "start" else FAMILIES[name][1](scene))
     return Attack(seed, kind, variant, episodes)

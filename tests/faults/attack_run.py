@@ -23,7 +23,7 @@ from attack_job import PATIENCE, Ended, Job
 from attack_oracle import TRACEBACK, compare, compare_history, read, traceback
 from attack_plans import VARIANTS, Attack, Episode
 from resume_models import write_text
-from resume_runs import BATCH, arguments, codes
+from resume_runs import BATCH, arguments, checkpoint, codes
 from test_clock_jumps import SITE
 from tracking_server import Proxy, real_server
 from tracking_trainer import check_delivered
@@ -161,6 +161,7 @@ class _Sequence:
         self.starts = self.refused = self.missed = 0
         self.log: list[str] = []
         self.past: list[Episode] = []
+        self.before: dict[str, bytes] = {}
         self.proxy: Proxy | None = None
         self.variables: dict[str, str] = {}
         if self.tracked:
@@ -182,7 +183,7 @@ class _Sequence:
         for episode in self.attack.episodes:
             self.past.append(episode)
             for each in episode.damage:
-                done = self.run.exists() and self.damage.apply(each)
+                done = self.run.exists() and not self._through() and self.damage.apply(each)
                 self.missed += not done
                 self.log.append(f"{'damaged' if done else 'nothing to damage'}: {each}")
             if episode.change:
@@ -191,7 +192,7 @@ class _Sequence:
             ended = self.start(episode)
             self._judge(episode, ended)
             for each in episode.after:
-                if self.run.exists() and ended.fired:
+                if self.run.exists() and ended.fired and not self._through():
                     self.missed += not power_cut(self.damage, each["seconds"], each["seed"])
             if self.run.exists():
                 keep_older(self.run, self.folder / "older")
@@ -201,7 +202,9 @@ class _Sequence:
         """One start, its faults included; the disk is well again after it."""
         self.starts += 1
         (self.folder / "size").unlink(missing_ok=True)
-        job = Job(self.folder, self.attack.kind, (*self.command, *episode.arguments), episode.events, **self.variables)
+        self.before = contents(self.run) if self.damage.pending() else {}
+        events = self._later(episode.events)
+        job = Job(self.folder, self.attack.kind, (*self.command, *episode.arguments), events, **self.variables)
         ended = attend(job, episode, self.field, {"proxy": self.proxy, "again": self._again})
         (self.folder / "size").unlink(missing_ok=True)
         self.missed += bool(episode.events) and not ended.fired
@@ -216,6 +219,22 @@ class _Sequence:
             raise Finding(f"orphans: {ended.orphans}")
         return ended
 
+    def _through(self) -> bool:
+        """Nobody asks any more what is in the files of a run that has finished."""
+        outcome = read(self.run / "outcome.json")
+        return outcome.get("status") == "done" and checkpoint(self.run, self.steps).is_dir()
+
+    def _later(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same events, all of them later where the run has passed the first already."""
+        rows = read_rows(self.run / "journal.jsonl") if (self.run / "journal.jsonl").is_file() else ()
+        done = max((row["step"] for row in rows if row["kind"] == "metrics"), default=0)
+        places = [each["at"] for each in events if isinstance(each["at"], int)]
+        shift = max(0, done + 1 - min(places, default=done + 1))
+        last = self.steps - 1
+        return [
+            {**each, "at": min(each["at"] + shift, last)} if isinstance(each["at"], int) else each for each in events
+        ]
+
     def _again(self) -> Job:
         return Job(self.folder, self.attack.kind, self.command, [], "-second", **self.variables)
 
@@ -225,12 +244,14 @@ class _Sequence:
         if found := traceback(told, self.attack.kind):
             raise Finding(f"traceback: {found}")
         self._second(ended)
-        for code in ended.codes:
-            if code not in (0, 2, *episode.may):
-                raise Finding(f"exit code: {code} in an episode of {episode.family}: {told[-600:]}")
-        if 2 in ended.codes:
+        if 3 in ended.codes and 3 not in episode.may and self._lacks_targets():
+            raise Over  # of the budget, by name: nothing to roll back to is left
+        if 2 in ended.codes:  # of rank 0 alone, where it alone reads the file
             self._refused(episode, told)
             return
+        for code in ended.codes:
+            if code not in (0, *episode.may):
+                raise Finding(f"exit code: {code} in an episode of {episode.family}: {told[-600:]}")
         mute = any(
             each["do"][-1] == "full" for each in episode.events
         )  # which takes no word of it, on the screen either
@@ -240,6 +261,12 @@ class _Sequence:
         self._claims()
         if any(re.search(r"^step ", line) for line in told.splitlines()):
             self.damage.forget()
+
+    def _lacks_targets(self) -> bool:
+        """Whether something before has cost checkpoints, or the marks of good ones, so that a rollback finds none."""
+        return bool(
+            {*self.attack.families} - {"start", "kill", "signals", "freeze", "clock", "changed", "writers", "tracking"}
+        )
 
     def _second(self, ended: Ended) -> None:
         """A second start of a run that goes on is refused, unless the lock was taken away from the first."""
@@ -262,6 +289,14 @@ class _Sequence:
         if self.damage.pending():
             if not any(name in told for name in self.damage.names):
                 raise Finding(f"refused for another reason than {sorted(self.damage.names)}: {told[-600:]}")
+            now = contents(self.run)
+            grown = {
+                name
+                for name in ("journal.jsonl", "fp8_telemetry.bin")
+                if now.get(name, b"").startswith(self.before.get(name, b""))
+            }
+            if changed := sorted(differ(self.before, now) - grown):
+                raise Finding(f"changed by a refusal: {changed}: {told[-300:]}")
             self.damage.undo()
             self.refused += 1
         elif not (episode.family in ("disk", "full at start") and NO_ROOM.search(told)):
@@ -324,9 +359,10 @@ class _Sequence:
         before = contents(self.run)
         arguments, said, mend = other_command(self.folder, episode.change)
         self.starts += 1
-        ended = attend(
-            Job(self.folder, "python", (*self.command, *arguments), [], **self.variables), episode, self.field, {}
-        )
+        goes_on = episode.change == "text"  # the run has its own copy
+        kind = self.attack.kind if goes_on else "python"
+        job = Job(self.folder, kind, (*self.command, *arguments), [], **self.variables)
+        ended = attend(job, episode, self.field, {})
         mend()
         (self.folder / f"start-{self.starts}.log").write_text(ended.output)
         self.log.append(f"start {self.starts} ({episode.change}): {ended.codes} after {ended.seconds:.1f} s")
@@ -334,8 +370,7 @@ class _Sequence:
             raise Finding(f"traceback: after a changed {episode.change}: {ended.output[-300:]}")
         if self.damage.pending() and ended.codes == [2]:
             return
-        goes_on = episode.change == "text"  # the run has its own copy
-        if goes_on and ended.codes in ([0], [75]):
+        if goes_on and set(ended.codes) <= {0, 75}:
             return
         if ended.codes != [2] or not re.search(said, ended.output):
             raise Finding(f"not refused: a changed {episode.change}, codes {ended.codes}: {ended.output[-600:]}")

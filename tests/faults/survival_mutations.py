@@ -187,4 +187,11 @@ SURVIVAL: tuple[Mutation, ...] = (
         'return ""',
         "tests/faults/test_other_files.py -k cut_short",
     ),
+    Mutation(
+        3,
+        "a last save that failed is tried once more",
+        "if self.save_surely(metrics) or (last and self.save_surely(metrics)):",
+        "if self.save_surely(metrics):",
+        "tests/faults/test_no_room.py -k once",
+    ),
 )

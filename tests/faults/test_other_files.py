@@ -84,10 +84,12 @@ def test_a_ledger_that_is_not_the_runs_own_is_refused(
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
     change(folder / "runs" / "r")
+    outcome = (folder / "runs" / "r" / "outcome.json").read_bytes()
     code, told = run(folder, RESUMED)
     assert code == CheckpointError.exit_code, told
     assert said in told
     assert "incidents.json" in told
+    assert (folder / "runs" / "r" / "outcome.json").read_bytes() == outcome, "how the run ended is as true as before"
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80], "it must not train"
 
 
