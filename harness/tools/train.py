@@ -167,10 +167,12 @@ def train(request: Request) -> int:
                         forget_run(folder)
                     raise
                 _tell_changes(run, resumed, source)
-                if lead and resuming:  # what does not load changes nothing
+                if lead:  # what does not load changes nothing
                     with _writing(folder):
-                        write_config(folder, config)
-                        write_plan(folder, plan.as_dict())
+                        if resuming:
+                            write_config(folder, config)
+                            write_plan(folder, plan.as_dict())
+                        forget_outcome(folder)
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, plan, outcome)
