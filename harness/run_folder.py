@@ -235,7 +235,8 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepte
     `accepted` names them, and other data or another kind of optimizer never. Accepted keys that did not change do no
     harm: the same command resumes again.
     """
-    saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
+    raw = read_yaml(folder / "config.yaml")
+    saved = validate(RunConfig, raw, str(folder / "config.yaml"))
     old, new = saved.model_dump(mode="json"), config.model_dump(mode="json")
     check_accepted(accepted, old, new)
     changes = _changes(old, new)
@@ -252,10 +253,10 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepte
         why = _why_never(change.key)
         if why:
             fix = "use the old value, or give the new run another --name"
-            problems.append(Problem(what, where, why if change.key in accepted else "", fix))
+            problems.append(Problem(what, where, why if change.key in accepted else _why_absent(raw, change.key), fix))
         elif not change.key.startswith(_MAY_CHANGE) and change.key not in accepted:
             fix = f"use the old value, give the new run another --name, or --accept-changed {change.key}"
-            problems.append(Problem(what, where, fix=fix))
+            problems.append(Problem(what, where, _why_absent(raw, change.key), fix))
     if problems:
         raise CheckpointError(problems)
     return Resumed(saved, tuple(changes), tuple(accepted))
@@ -269,6 +270,13 @@ def _why_never(key: str) -> str:
     if key.startswith("data.") and key not in _OF_THE_CUT:
         return _OTHER_DATA
     return _OTHER_OPTIMIZER if key == "train.optimizer" else ""
+
+
+def _why_absent(raw: Mapping[str, Any], key: str) -> str:
+    """Of a key that the run's config.yaml does not have: its old value is a default. Runs write every key."""
+    section = key.split(".")[0]
+    absent = section not in raw or (isinstance(raw[section], Mapping) and key not in flat(raw))
+    return "config.yaml does not have it: the file was cut short, or an older version wrote it" if absent else ""
 
 
 def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None:

@@ -88,7 +88,8 @@ class Recovery:
         if not last and (config.on_failure == "continue" or not failures or failures + 1 < config.max_failures):
             self._write(self.saver if self.engine.rank == 0 else None, metrics, surely=False)
             return Kept()
-        if self.save_surely(metrics):
+        # What failed once is tried once more before anything is given up for it.
+        if self.save_surely(metrics) or (last and self.save_surely(metrics)):
             return Kept()
         asked = False
         if config.on_failure == "pause" and last != "stop":

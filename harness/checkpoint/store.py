@@ -105,6 +105,10 @@ class Store:
         final = self.path(step)
         problems = self.verify(step) if os.path.lexists(final) else []
         if final.exists() and not problems:
+            try:
+                sync_folder(self.root)  # which may be what an earlier save of this step has failed in
+            except OSError as error:
+                raise failed("the checkpoint was not written", final, error) from error
             return final
         temporary = self.root / f"{_TMP}{final.name}"
         try:

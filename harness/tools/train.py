@@ -128,13 +128,13 @@ def train(request: Request) -> int:
                 if not resuming:
                     write_config(folder, config)
                     write_plan(folder, plan.as_dict())
-                forget_outcome(folder)
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
         missing = _missing_commit(worker, folder, start or 0, request.accepted) if resuming else 0
         if lead:
-            forget_outcome(folder)
+            with _writing(folder):
+                forget_outcome(folder)
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
         telemetry = open_telemetry(
@@ -167,10 +167,12 @@ def train(request: Request) -> int:
                         forget_run(folder)
                     raise
                 _tell_changes(run, resumed, source)
-                if lead and resuming:  # what does not load changes nothing
+                if lead:  # what does not load changes nothing
                     with _writing(folder):
-                        write_config(folder, config)
-                        write_plan(folder, plan.as_dict())
+                        if resuming:
+                            write_config(folder, config)
+                            write_plan(folder, plan.as_dict())
+                        forget_outcome(folder)
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, plan, outcome)

@@ -21,7 +21,7 @@ from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match
 from harness.core.files import atomic_file, read_json, too_many, write_json
-from harness.tracking.seal import Seal, first_step, lacking
+from harness.tracking.seal import Seal, first_step, lacking, spans
 from harness.tracking.standing import StandingRows
 
 
@@ -435,6 +435,8 @@ class Journal:
         last = self._standing.last
         if not wrong and last < resume_step - 1:
             wrong = f"its last row is of step {last}, and the run goes on from step {resume_step - 1}"
+        if not wrong and self._standing.twice and first_step(self.path.parent):  # who has a loop may say things twice
+            wrong = f"rows of steps that are done again stand twice: {spans(sorted(self._standing.twice))}"
         seal.step = max(seal.step, resume_step - 1)
         if wrong:
             self.damage = f"{wrong}; {self._lacking(seal.step)}"

@@ -29,13 +29,14 @@ class StandingRows:
     happened to the process or its disk is no repetition: a run that fails twice at one step has failed twice.
 
     Rows by identity: (attempt, step, sorted metric names) or (attempt, step, event code). latest: time of the last row
-    of all, 0 if there is none. attempt, last: the highest attempt and step of all, likewise. Rows that were brought
-    back from MLflow are no evidence of bits.
+    of all, 0 if there is none. attempt, last: the highest attempt and step of all, likewise. twice: steps of rows that
+    stand there twice, to the last bit. Rows that were brought back from MLflow are no evidence of bits.
     """
 
     latest: float = 0.0
     attempt: int = 0
     last: int = 0
+    twice: set[int] = field(default_factory=set)
     _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(default_factory=lambda: defaultdict(list))
     _events: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
     _reported: bool = False
@@ -54,7 +55,11 @@ class StandingRows:
                 continue
             if row["kind"] == "metrics" and "restored" not in row:
                 values = row["metrics"]
-                standing._metrics[row["attempt"], row["step"], tuple(sorted(values))].append(values)
+                known = standing._metrics[row["attempt"], row["step"], tuple(sorted(values))]
+                if any(_first_difference(old, values) is None for old in known):
+                    standing.twice |= {row["step"]} if any(not _of_the_process(name) for name in values) else set()
+                else:
+                    known.append(values)
             elif row["kind"] == "event":
                 standing._events[row["attempt"], row["step"], row["code"]] += 1
         return standing

@@ -57,7 +57,7 @@ class Damage:
             copy = None
         self._saved.append((path, copy))
         inside = path.relative_to(self.run).parts
-        self.names |= {path.name, *inside}
+        self.names |= {path.name, *inside, *(["changed from"] if path.name == "config.yaml" else [])}
         self.touched |= {inside[0], path.name}
 
     def undo(self) -> None:

@@ -56,7 +56,7 @@ def act(what: Mapping[str, Any]) -> None:
             (Path("runs") / "r" / "lock").unlink(missing_ok=True)
         case "gone":
             path = Path("runs") / "r" / words[0]
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         case "clock":
             Path("offset.new").write_text(words[0])
             os.replace("offset.new", "offset")

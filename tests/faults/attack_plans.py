@@ -15,9 +15,10 @@ from typing import Any
 KINDS = ("python", "torchrun ranks", "deepspeed ranks", "torchrun", "deepspeed")
 """One process; two that take themselves for a launcher's ranks (warm: nine tenths of the cost of a launcher is its
 imports); two under the launcher itself."""
-SHARES = {"python": 70, "torchrun ranks": 14, "deepspeed ranks": 5, "torchrun": 8, "deepspeed": 3}
-VARIANTS: Mapping[str, int] = {"plain": 24, "rolled": 30}
-"""Runs, and their steps: one without anything, one with a step that is skipped and a rollback over two windows."""
+SHARES = {"python": 74, "torchrun ranks": 14, "deepspeed ranks": 5, "torchrun": 5, "deepspeed": 2}
+VARIANTS: Mapping[str, int] = {"plain": 24, "rolled": 30, "remembered": 30, "switched": 32}
+"""Runs, and their steps: one without anything; with a step that is skipped and a rollback over two windows, to a
+checkpoint or to a snapshot in memory; with layers that leave FP8."""
 
 SIGNALS = (("SIGTERM",), ("SIGINT",), ("SIGUSR1",), ("SIGHUP",), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGTERM"),
            ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGINT", "SIGHUP"))  # fmt: skip
@@ -99,13 +100,14 @@ class Scene:
 
 def kill(scene: Scene) -> Episode:
     """SIGKILL: after a step, at the n-th file call after it, or at a random moment."""
-    how, at = scene.chance.choice(("step", "call", "call", "call", "moment")), scene.step()
+    how, at = scene.chance.choice(("step", "call", "call", "call", "moment", "stage")), scene.step()
     if how == "moment":
         after = round(scene.chance.uniform(0.05, 0.9 if scene.kind != "deepspeed" else 8.0), 3)
         return Episode("kill", reactions=[{"when": "started", "after": after, "do": "kill all"}], may=[-9, 1, 75])
-    if how == "step":
-        return Episode("kill", events=[{"at": at, "do": ["signal", "SIGKILL"], "rank": r} for r in range(scene.ranks)],
-                       may=[-9, 1])  # fmt: skip
+    if how in ("step", "stage"):
+        place = at if how == "step" else scene.chance.choice(STAGES)
+        events = [{"at": place, "do": ["signal", "SIGKILL"], "rank": rank} for rank in range(scene.ranks)]
+        return Episode("kill", events=events, may=[-9, 1])
     number = scene.chance.randint(1, 120)
     return Episode("kill", events=[{"at": at, "do": ["call", str(number), "kill"]}], may=[-9, 1])
 
@@ -257,6 +259,11 @@ def tracking(scene: Scene) -> Episode:
                    reactions=reactions, may=[-9, 75, 1])  # fmt: skip
 
 
+def start(scene: Scene) -> Episode:
+    """A run to begin with."""
+    return Episode("start", events=scene.end(), may=[-9, 75, 1])
+
+
 FAMILIES: Mapping[str, tuple[int, Callable[[Scene], Episode]]] = {
     "kill": (20, kill),
     "signals": (10, signals),
@@ -292,24 +299,18 @@ def draw(seed: int, only: Sequence[str] = (), kind: str = "") -> Attack:
     """The sequence of a seed. only: families to draw from; kind: instead of a random one."""
     chance = random.Random(seed)
     drawn = chance.choices(KINDS, [SHARES[each] for each in KINDS])[0]
-    variant = chance.choices(("plain", "rolled"), (2, 1))[0]
+    variant = chance.choices(tuple(VARIANTS), (4, 2, 1, 1))[0]
     kind = kind or drawn
     if only and not any(fits(name, kind) for name in only):
         kind = "torchrun ranks" if kind == "python" else "python"
     names = [name for name in (only or FAMILIES) if fits(name, kind)]
     count = chance.choices((1, 2, 3, 4), (3, 4, 3, 2))[0] if kind not in ("torchrun", "deepspeed") else 2
-    steps = VARIANTS[variant]
-    # The first two checkpoints are made before anything happens.
-    edges = [1 + (steps - 5) * number // count for number in range(count + 1)]
+    drawn_names = chance.choices(names, [FAMILIES[each][0] for each in names], k=count)
+    if drawn_names[0] in AT_REST:  # which need a run to begin with
+        drawn_names.insert(0, "start")
+    edges = [1 + (VARIANTS[variant] - 5) * number // len(drawn_names) for number in range(len(drawn_names) + 1)]
     episodes = []
-    for first, last in itertools.pairwise(edges):
-        name = chance.choices(names, [FAMILIES[each][0] for each in names])[0]
-        episodes.append(FAMILIES[name][1](Scene(chance, kind, first, max(first, last - 2))))
-    if episodes[0].family in AT_REST:  # which need a run to begin with
-        name = chance.choice(("SIGKILL", "SIGTERM"))
-        ends = [
-            {"at": min(edges[1] - 1, 10), "do": ["signal", name], "rank": rank}
-            for rank in range(1 if kind == "python" else 2)
-        ]
-        episodes.insert(0, Episode("start", events=ends, may=[-9, 75, 1]))
+    for name, (first, last) in zip(drawn_names, itertools.pairwise(edges), strict=True):
+        scene = Scene(chance, kind, first, max(first, last - 2))
+        episodes.append(start(scene) if name == "start" else FAMILIES[name][1](scene))
     return Attack(seed, kind, variant, episodes)

@@ -116,7 +116,7 @@ def _found(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     last = {(line["again"], line["plans"]): line for line in lines}
     shown: dict[str, Mapping[str, Any]] = {}
     for line in lines:
-        if line["finding"]:
+        if line["finding"] and line["result"] != "void":  # where the attack itself was wrong
             shown.setdefault(line["finding"][:60] if line["result"] == "finding" else line["finding"], line)
     if not shown:
         return []
@@ -133,7 +133,7 @@ def renewed(text: str, lines: Sequence[Mapping[str, Any]]) -> str:
     """A page with the attack's sums as they are now."""
     head, _, rest = text.partition(ENEMY) if ENEMY in text else text.partition(NEXT)
     matrix = rest.partition(NEXT)[2] if ENEMY in text else rest
-    return f"{head}{enemy(lines)}{NEXT}{matrix}"
+    return f"{head}{enemy(lines)}\n{NEXT}{matrix}"
 
 
 def problems(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -201,4 +201,18 @@ SURVIVAL: tuple[Mutation, ...] = (
         "if is_finished(folder, config.train.steps):",
         "tests/faults/test_deleted_checkpoints.py -k outcome",
     ),
+    Mutation(
+        27,
+        "a config that was cut short is named",
+        'return "config.yaml does not have it: the file was cut short, or an older version wrote it" if absent else ""',
+        'return ""',
+        "tests/faults/test_other_files.py -k cut_short",
+    ),
+    Mutation(
+        3,
+        "a last save that failed is tried once more",
+        "if self.save_surely(metrics) or (last and self.save_surely(metrics)):",
+        "if self.save_surely(metrics):",
+        "tests/faults/test_no_room.py -k once",
+    ),
 )

@@ -48,7 +48,7 @@ def test_sequences_end_well_and_are_written_down(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "ledger").read_text().splitlines()]
     assert [line["seed"] for line in lines] == [5, 6]
     assert all(line["result"] in ("same", "refused") and line["faults"] for line in lines)
-    assert "2 sequences from seed 5: 2 same" in done.stdout
+    assert "2 sequences: 2 same" in done.stdout
     assert not list(tmp_path.glob("seed-*")), "what went well leaves nothing"
 
 

@@ -95,6 +95,20 @@ def test_a_journal_that_is_whole_is_in_order(tmp_path: Path) -> None:
             journal.event(first, "guard.test")
 
 
+def test_rows_after_the_last_save_that_stand_twice_are_told(tmp_path: Path) -> None:
+    path = written(tmp_path, 5)
+    with Journal(path) as journal:
+        for step in (6, 7, 8):
+            journal.metrics(step, {"train/loss": 1.0})
+        seal_file(path).rename(tmp_path / "kept")
+        shutil.copy(tmp_path / "kept", seal_file(path))
+        journal.mute()
+    with path.open("ab") as file:
+        file.write(lines(path)[-1])
+    with Journal(path, resume_step=6) as journal:
+        assert "rows of steps that are done again stand twice: 8" in journal.damage
+
+
 def renamed(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
 

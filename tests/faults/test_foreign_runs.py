@@ -207,7 +207,8 @@ LONG = {"loss.skip": "text", "guard.halt": "reason", "run.started_from": "path",
 
 @pytest.mark.parametrize("size", [3 << 20, 10 << 20, 60 << 20])
 def test_a_line_without_an_end_is_shown_in_part_or_not_at_all(run_dir: Path, size: int) -> None:
-    append(run_dir, *(event(code, **{key: "word " * (size // 5)}) for code, key in LONG.items()))
+    fields: dict[str, dict[str, Any]] = {code: {key: "word " * (size // 5)} for code, key in LONG.items()}
+    append(run_dir, *(event(code, **each) for code, each in fields.items()))
     (run_dir / "outcome.json").write_text('{"status": "halted"}')
     append(run_dir, event("precision.switched", demote=["blocks.0"] * (size // 12), promote=[]))
     with in_time():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from harness.checkpoint.store import Store
 from tests.support import warm
 from tests.support.runs import command, environment, metrics, train
 
@@ -34,3 +36,33 @@ def test_a_runs_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "runs/r" in done.stdout
     assert "Traceback" not in done.stdout
+
+
+# A user's model, under which the disk fails once as the last save is committed.
+ONCE = """
+import harness.checkpoint.store as store
+from harness.models.gpt import build
+def failing():
+    real, left = store.sync_folder, [1]
+    def sync(folder):
+        if folder.name == "checkpoints" and left:
+            left.clear()
+            open("fired", "w").close()
+            raise OSError(5, "Input/output error")
+        real(folder)
+    store.sync_folder = sync
+    return build(dim=64, layers=1, heads=2, ffn=176, tied=True)
+"""
+
+
+@pytest.mark.faults(3)
+def test_a_last_save_that_fails_once_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ONCE)
+    own = ("--name", "r", "model.target=mine:failing", "model.args={}", "checkpoint.every=0")
+    done = train(tmp_path, *own, "train.steps=100000", "train.max_minutes=0.01")
+    assert (tmp_path / "fired").exists()
+    assert done.returncode == 75, done.stdout
+    assert "checkpoint.failed" in done.stdout
+    outcome = json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())
+    assert outcome["status"] == "stopped"
+    assert Store(tmp_path / "runs" / "r" / "checkpoints", readonly=True).verify(outcome["step"]) == []

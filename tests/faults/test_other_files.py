@@ -84,10 +84,12 @@ def test_a_ledger_that_is_not_the_runs_own_is_refused(
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
     change(folder / "runs" / "r")
+    outcome = (folder / "runs" / "r" / "outcome.json").read_bytes()
     code, told = run(folder, RESUMED)
     assert code == CheckpointError.exit_code, told
     assert said in told
     assert "incidents.json" in told
+    assert (folder / "runs" / "r" / "outcome.json").read_bytes() == outcome, "how the run ended is as true as before"
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80], "it must not train"
 
 
@@ -136,6 +138,17 @@ def test_a_folder_in_the_place_of_a_file_is_named(rolled_back: Path, tmp_path: P
     place.rmdir()
     shutil.copy(rolled_back / "runs" / "r" / name, place)
     assert run(folder, RESUMED)[0] == 0
+
+
+@pytest.mark.parametrize("lines", [1, 8])
+def test_a_config_that_was_cut_short_is_named(rolled_back: Path, tmp_path: Path, lines: int) -> None:
+    folder = tmp_path / "work"
+    shutil.copytree(rolled_back, folder)
+    config = folder / "runs" / "r" / "config.yaml"
+    config.write_text("".join(config.read_text().splitlines(keepends=True)[:lines]))
+    code, told = run(folder, RESUMED)
+    assert code == CheckpointError.exit_code, told
+    assert "config.yaml does not have it: the file was cut short" in told
 
 
 def test_an_untouched_run_goes_on(rolled_back: Path, tmp_path: Path) -> None:

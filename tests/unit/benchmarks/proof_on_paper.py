@@ -32,6 +32,7 @@ from harness.core.update import InFlight  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import find_card  # noqa: E402
 from harness.estimate.trace import on_paper  # noqa: E402
+from harness.precision.backends.slot_buffers import STAT_ROWS  # noqa: E402
 from harness.precision.plan import resolve  # noqa: E402
 from harness.precision.recipe import Recipe, Rung  # noqa: E402
 
@@ -40,7 +41,7 @@ def made_up(pending: Any) -> StepFacts:
     """A healthy step."""
     assert pending.packed.device.type == "cpu"
     names = pending.slot_names
-    stats = SlotStats(names, *np.ones((6, len(names)), dtype=np.float32))  # type: ignore[arg-type]
+    stats = SlotStats(names, *np.ones((len(STAT_ROWS), len(names)), dtype=np.float32))  # type: ignore[arg-type]
     return StepFacts(
         step=pending.step, window=pending.window, loss=5.0, grad_norm=1.0, lr=1e-4, loss_scale=1.0, applied=True,
         applied_steps=pending.step, tokens=pending.tokens, seconds=0.1,
@@ -89,6 +90,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
         (InFlight, "facts", made_up),
         # Fake parameters cannot be moved and stay the same objects; they are made where they belong.
         (torch.nn.Module, "to", lambda module, *_: module),
+        (torch, "_fused_sdp_choice", lambda *_, **__: 1 if card.capability >= (8, 0) else 2),  # flash, or efficient
         # The tensor that ranks vote with is a fake, and says yes to everything.
         (plan, "agree_on_rung", lambda recipe, facts, *_: alone(recipe, facts)),
         (Staging, "copy", staged),
