@@ -481,8 +481,7 @@ class RunLock:
 
 
 def _self() -> dict[str, int | str]:
-    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
 def _owner(descriptor: int | None) -> str:

@@ -80,7 +80,7 @@ FALLBACK = (
         "a layer that is dead behind another does not wait for its turn",
         "            over = over | self._evidence.lost()\n",
         "            pass\n",
-        "tests/unit/precision/test_sampled_faults.py -k every_carrier",
+        "tests/unit/monitors/test_evidence.py -k hidden_behind",
     ),
     Mutation(
         16,
@@ -101,7 +101,7 @@ FALLBACK = (
         "when a layer left last is part of the state",
         '        "left_at",\n',
         "",
-        "tests/unit/monitors/test_same_decisions.py",
+        "tests/unit/monitors/test_evidence.py -k hidden_behind",
     ),
     Mutation(
         16,

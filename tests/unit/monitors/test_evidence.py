@@ -218,6 +218,9 @@ def test_what_was_hidden_behind_a_layer_leaves_right_after_it(seen: dict[str, fl
     for step in range(7, 12):
         values = {kind: {f"{LAYERS[2]}.input": value} for kind, value in seen.items()} if step == 7 + later else {}
         verdict = controller.observe(make_facts(step, demoted=(LAYERS[1],), **values))  # pyright: ignore[reportArgumentType]
+        saved = json.dumps(controller.state_dict(), allow_nan=False)
+        controller = FallbackController(FallbackConfig(), LAYERS)  # a resume in between changes nothing
+        controller.load_state_dict(json.loads(saved))
         second += [verdict.proposal.demote] if isinstance(verdict.proposal, Switch) else []
     assert second == ([(LAYERS[2],)] if leaves and later < 3 else [])
 

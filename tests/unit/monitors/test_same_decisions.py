@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ def facts(seed: int, step: int, sampled: bool, demoted: tuple[str, ...], fell: s
     flushed = {n: 0.95 if bad[i] and kind[i] == 2 else 0.01 for i, n in enumerate(NAMES)} if sampled else None
     even = {n: 1.0 if bad[i] and kind[i] == 3 else 30.0 for i, n in enumerate(NAMES)} if sampled else {}
     made = make_facts(step, ratios, flushed, demoted, bool(usual.random() < 0.9), even_db=even)
-    return made if not fell else type(made)(**{f: getattr(made, f) for f in made.__slots__} | {"fell_back_to": fell})
+    return replace(made, fell_back_to=fell)
 
 
 def straight(seed: int) -> Loop:

@@ -1,0 +1,238 @@
+"""What the fallback sees of a fault, and how soon; and whether healthy runs keep their layers.
+
+    python -m benchmarks.evidence faults
+    python -m benchmarks.evidence healthy --work /tmp/healthy --other /usr/share/common-licenses
+
+*faults*: a family of faults in one layer of a small network, at several strengths (powers of two) and duty cycles,
+under `fp8_hybrid` as shipped: after how many steps of the fault the layer first ran in BF16, and which others did. One
+network and seed: the figures are of what a fault does to a tensor, not of chances.
+
+*healthy*: short runs of the config `tiny` over learning rates, warm-ups and sizes, on the standard library's source and
+on a folder of other text, each beside a twin in bf16: switches of the one, and what the guard said of the other. A
+twin whose update was skipped had a spike: its run does not count as healthy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.intervals import binomial_upper
+from harness import Precision
+from harness.core.files import write_json
+from harness.precision.recipe import Recipe, load_recipe
+from harness.tracking.journal import read_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DIM, ROWS, AT, STEPS = 64, 128, 24, 74
+FAULTY = "2"
+PERIODS = (1, 2, 4, 10)
+"""A fault comes in the first of so many steps."""
+Change = Callable[[Tensor, float], Tensor]
+
+
+def _rows(count: int) -> Change:
+    return lambda x, factor: torch.cat([x[:count] * factor, x[count:]])
+
+
+def _columns(count: int) -> Change:
+    return lambda x, factor: torch.cat([x[:, :count] * factor, x[:, count:]], dim=1)
+
+
+def _one(x: Tensor, factor: float) -> Tensor:
+    changed = x.clone()
+    changed[3, 5] = 3 * factor
+    return changed
+
+
+def _scattered(x: Tensor, factor: float) -> Tensor:
+    chosen = torch.rand(x.shape, generator=torch.Generator().manual_seed(7)) < 0.1
+    return torch.where(chosen, x * factor, x)
+
+
+def _all(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+UP = (1, 2, 4, 8, 12, 14, 15, 16, 18, 24)
+GRADIENT = (4, 8, 16, 24, 28, 30, 32, 36, 40)
+DOWN = tuple(-bits for bits in UP)
+FAMILIES: dict[str, tuple[str, Change, tuple[int, ...]]] = {
+    "input, all larger": ("input", _all, UP),
+    "input, all smaller": ("input", _all, DOWN),
+    "input, a row": ("input", _rows(1), UP),
+    "input, a channel": ("input", _columns(1), UP),
+    "input, a quarter of the channels": ("input", _columns(DIM // 4), UP),
+    "input, half of the rows": ("input", _rows(ROWS // 2), UP),
+    "input, one value": ("input", _one, UP),
+    "input, a tenth of the values": ("input", _scattered, UP),
+    "weight, a row": ("weight", _rows(1), UP),
+    "weight, half of the rows": ("weight", _rows(DIM // 2), UP),
+    "gradient, all larger": ("grad_output", _all, GRADIENT),
+    "gradient, all smaller": ("grad_output", _all, tuple(-bits for bits in GRADIENT)),
+    "gradient, a row": ("grad_output", _rows(1), GRADIENT),
+    "gradient, half of the channels": ("grad_output", _columns(DIM // 2), GRADIENT),
+}
+"""Slot, what becomes of its tensor, and the strengths."""
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, whose gradient is changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.change(gradient), None
+
+
+def policy() -> Recipe:
+    """`fp8_hybrid`, with room for every layer to leave."""
+    base = load_recipe("fp8_hybrid").model_dump()
+    base["fallback"]["max_demoted_share"] = 1.0
+    return Recipe.model_validate(base)
+
+
+def first_out(role: str, change: Change, bits: int, period: int) -> dict[str, int]:
+    """{layer: steps from the first faulty one to its first in BF16} of a network with one fault."""
+    torch.manual_seed(0)
+    precision = Precision(policy())
+    layers = [nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM)]
+    model = precision.prepare(nn.Sequential(*layers))
+    faulty = model.get_submodule(FAULTY)
+    step, found = 0, dict[str, int]()
+
+    def apply(x: Tensor) -> Tensor:
+        bad = step >= AT and (step - AT) % period == 0
+        return change(x, 2.0**bits) if bad else x
+
+    healthy = model.get_parameter(f"{FAULTY}.weight").detach().clone()
+    bias = model.get_parameter(f"{FAULTY}.bias").detach()
+    clean: list[Tensor] = []
+
+    def enter(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        clean[:] = given
+        return ((apply(given[0]) if role == "input" else given[0]).detach(),)
+
+    def leave(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        # Only the layer's own tensors know of the fault: its output, and what goes back, are those without it.
+        changed = _Backward.apply(out, apply) if role == "grad_output" else out
+        return nn.functional.linear(clean[0], healthy, bias) + (changed - out.detach())
+
+    faulty.register_forward_pre_hook(enter)
+    faulty.register_forward_hook(leave)
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    for step in range(1, STEPS + 1):
+        for name in precision.demoted:
+            found.setdefault(str(int(name)), step - AT)
+        if role == "weight":
+            with torch.no_grad():
+                model.get_parameter(f"{FAULTY}.weight").copy_(apply(healthy))
+        x = torch.randn(ROWS, DIM, generator=generator)
+        with precision.context():
+            loss = nn.functional.mse_loss(model(x).float(), x.roll(1, dims=1))
+        precision.backward(loss)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+    return found
+
+
+def faults() -> dict[str, Any]:
+    """Every family, printed on the way: steps to the demotion of the faulty layer, 0 if it stayed."""
+    found: dict[str, Any] = {}
+    for name, (role, change, strengths) in FAMILIES.items():
+        found[name] = {"strengths": strengths, "steps": {}, "others": {}}
+        for period in PERIODS:
+            left = [first_out(role, change, bits, period) for bits in strengths]
+            found[name]["steps"][period] = [each.get(FAULTY, 0) for each in left]
+            found[name]["others"][period] = [sorted(each.keys() - {FAULTY}) for each in left]
+            shown = " ".join(f"{steps or '-':>3}" for steps in found[name]["steps"][period])
+            print(f"{name:<34} every {period:>2}  {shown}  others {sum(map(bool, found[name]['others'][period]))}")
+        print(f"{'':<34} 2^        {' '.join(f'{bits:>3}' for bits in strengths)}", flush=True)
+    return found
+
+
+SIZES = {64: (2, 2, 176), 96: (3, 3, 256), 128: (3, 2, 344), 192: (3, 3, 512), 256: (2, 4, 688), 384: (2, 6, 1024)}
+"""Layers, heads and ffn by width."""
+GRID = (
+    *((64, 3e-3, 4), (64, 1e-2, 4), (64, 1e-2, 20), (96, 3e-3, 4), (96, 1e-2, 20), (128, 3e-3, 4), (128, 1e-2, 4)),
+    *((192, 3e-3, 4), (192, 1e-2, 20), (256, 3e-3, 20), (256, 1e-2, 20), (384, 3e-3, 4)),
+)
+"""Width, learning rate, warm-up steps."""
+SPIKES = ("gradient.skip", "loss.spike", "nonfinite.skip", "guard.rollback")
+
+
+def healthy(work: Path, other: Path, first_seed: int) -> list[dict[str, Any]]:
+    """One row a run: its settings, its switches, and the codes of its twin's events."""
+    rows: list[dict[str, Any]] = []
+    for number, (dim, lr, warmup) in enumerate(GRID):
+        for place, corpus in enumerate(("standard library", "other")):
+            seed = first_seed + 2 * number + place
+            layers, heads, ffn = SIZES[dim]
+            given = [f"train.lr={lr}", f"train.warmup_steps={warmup}", f"train.seed={seed}"]
+            given += [f"train.steps={100 if dim < 256 else 60}", "tracking.mlflow=false", "tracking.report=false"]
+            args = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": heads, "ffn": ffn, "tied": True}
+            given += ["checkpoint.every=0", f"model.args={json.dumps(args)}"]
+            given += [f"data.path={other}"] if place else []
+            events = {recipe: _events(work, recipe, seed, given) for recipe in ("fp8_hybrid", "bf16")}
+            switches = [row["text"] for row in events["fp8_hybrid"] if row["code"] == "precision.demote"]
+            twin = sorted({row["code"] for row in events["bf16"]})
+            rows.append({"dim": dim, "lr": lr, "warmup": warmup, "corpus": corpus, "seed": seed, "twin": twin})
+            rows[-1] |= {"healthy": not set(twin) & set(SPIKES), "demotions": switches}
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _events(work: Path, recipe: str, seed: int, given: list[str]) -> list[dict[str, Any]]:
+    folder = work / "runs" / f"{recipe}-{seed}"
+    if not (folder / "outcome.json").exists():
+        command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "tiny", "--recipe", recipe]
+        command += ["--name", folder.name, *given]
+        subprocess.run(command, cwd=work, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    return [row for row in read_rows(folder / "journal.jsonl") if row["kind"] == "event"]
+
+
+def main() -> None:
+    """Run one half and write its results file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("half", choices=["faults", "healthy"])
+    parser.add_argument("--work", type=Path, help="where healthy runs are, or will be")
+    parser.add_argument("--other", type=Path, help="a folder of text")
+    parser.add_argument("--first-seed", type=int, default=300)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {
+        "command": f"python -m benchmarks.evidence {given.half}",
+        "machine": f"{platform.machine()} CPU, one thread, torch {torch.__version__}",
+        "policy": policy().fallback.model_dump(),
+    }
+    if given.half == "faults":
+        record |= {"fault at step": AT, "steps": STEPS, "families": faults()}
+    else:
+        given.work.mkdir(parents=True, exist_ok=True)
+        rows = healthy(given.work, given.other.resolve(), given.first_seed)
+        well = [row for row in rows if row["healthy"]]
+        loud = sum(bool(row["demotions"]) for row in well)
+        upper = binomial_upper(loud, len(well))
+        print(f"{loud} of {len(well)} healthy runs with a demotion (95% upper bound {upper:.0%}); {len(rows)} runs")
+        record |= {"runs": rows, "healthy": len(well), "with a demotion": loud, "upper bound": upper}
+    write_json(RESULTS / f"evidence_{given.half}_cpu.json", record)
+
+
+if __name__ == "__main__":
+    main()
