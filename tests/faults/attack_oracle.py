@@ -78,14 +78,17 @@ def compare_history(run: Path, undisturbed: Path, last: int) -> str:
 
 
 def _figures(run: Path) -> list[tuple[int, int, str, str]]:
-    found = []
+    """The rows of figures in order, then the events: what a step is switched to is told before the step before it is
+    judged, or after it where the run stops there.
+    """
+    figures, events = [], []
     for row in read_rows(run / "journal.jsonl"):
         if row["kind"] == "metrics":
             metrics = {name: value for name, value in row["metrics"].items() if name not in OF_THE_PROCESS}
-            found.append((row["step"], row["attempt"], "metrics", repr(sorted(metrics.items()))))
+            figures.append((row["step"], row["attempt"], "metrics", repr(sorted(metrics.items()))))
         elif row["kind"] == "event" and not row["code"].startswith(_OF_PROCESSES):
-            found.append((row["step"], row["attempt"], row["code"], ""))
-    return found
+            events.append((row["step"], row["attempt"], row["code"], ""))
+    return figures + sorted(events, key=lambda event: event[:2])
 
 
 def events_of_rows(run: Path) -> list[dict[str, Any]]:
