@@ -274,8 +274,7 @@ def _why_never(key: str) -> str:
 
 def _why_absent(raw: Mapping[str, Any], key: str) -> str:
     """Of a key that the run's config.yaml does not have: its old value is a default. Runs write every key."""
-    section = key.split(".")[0]
-    absent = section not in raw or (isinstance(raw[section], Mapping) and key not in flat(raw))
+    absent = key not in flat(raw)
     return "config.yaml does not have it: the file was cut short, or an older version wrote it" if absent else ""
 
 
@@ -485,8 +484,7 @@ class RunLock:
 
 
 def _self() -> dict[str, int | str]:
-    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
 def _owner(descriptor: int | None) -> str:

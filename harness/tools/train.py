@@ -132,9 +132,6 @@ def train(request: Request) -> int:
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
         missing = _missing_commit(worker, folder, start or 0, request.accepted) if resuming else 0
-        if lead:
-            with _writing(folder):
-                forget_outcome(folder)
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
         telemetry = open_telemetry(

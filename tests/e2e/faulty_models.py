@@ -56,7 +56,7 @@ def poisoned() -> Poisoned:
 
 
 class GrowingOutlier(Faulty):
-    """In forwards [first, last) one hidden unit of block 0's MLP doubles each time, and its outgoing weight halves.
+    """In forwards [first, last) one hidden unit of block 0's MLP grows fourfold, and its outgoing weight shrinks so.
 
     The function stays the same (fp32 and bf16 do not notice); two FP8 tensors outgrow their scales: the weight of
     `gate_up` and the input of `down`.
@@ -69,8 +69,8 @@ class GrowingOutlier(Faulty):
                 mlp = self.gpt.get_submodule("blocks.0.mlp")
                 gate_up, down = mlp.get_parameter("gate_up.weight"), mlp.get_parameter("down.weight")
                 with torch.no_grad():
-                    gate_up[176 + 5] *= 2.0
-                    down[:, 5] *= 0.5
+                    gate_up[176 + 5] *= 4.0
+                    down[:, 5] *= 0.25
         return self.gpt(inputs, targets)
 
 

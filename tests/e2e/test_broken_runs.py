@@ -112,7 +112,7 @@ def test_an_activation_that_outgrows_fp8(tmp_path: Path) -> None:
     prepare(tmp_path)
     done = train(
         tmp_path, *SMALL, "--recipe", "fp8_hybrid", "model.target=faulty_models:growing_outlier",
-        "model.args={first: 10, last: 20}", "train.steps=18", "train.lr=1e-4",
+        "model.args={first: 10, last: 14}", "train.steps=18", "train.lr=1e-4",
     )  # fmt: skip
     run = tmp_path / "runs" / "r"
     guilty = "gpt.blocks.00.mlp.down"

@@ -127,7 +127,7 @@ def recipe_with(folder: Path, fallback: Mapping[str, Any]) -> str:
 def test_a_layer_that_keeps_saturating_goes_to_bf16_and_comes_back(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, {"dwell_steps": 12})
     run, done = run_faulty(
-        tmp_path, "growing_outlier", "{first: 10, last: 20}", "--recipe", recipe, "train.steps=60", "train.lr=1e-4"
+        tmp_path, "growing_outlier", "{first: 10, last: 14}", "--recipe", recipe, "train.steps=60", "train.lr=1e-4"
     )
     assert done.returncode == 0, done.stdout
     switches = events(run, "precision.switched")
@@ -156,9 +156,9 @@ def test_a_layer_that_keeps_saturating_goes_to_bf16_and_comes_back(tmp_path: Pat
 def test_with_fallback_off_the_same_layer_stays_clipped(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, {"enabled": False})
     run, done = run_faulty(
-        tmp_path, "growing_outlier", "{first: 10, last: 20}", "--recipe", recipe, "train.steps=30", "train.lr=1e-4"
+        tmp_path, "growing_outlier", "{first: 10, last: 14}", "--recipe", recipe, "train.steps=30", "train.lr=1e-4"
     )
     assert done.returncode == 0, done.stdout
     assert events(run, "precision.switched") == []
     saturation = dict(metrics(run, "fp8_saturation/gpt.blocks.00.mlp.down.input"))
-    assert sum(value > 1.5 for value in saturation.values()) >= 5
+    assert sum(value > 1.5 for value in saturation.values()) >= 4
