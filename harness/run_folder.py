@@ -57,6 +57,7 @@ _OTHER_DATA = (
     "checkpoints: --name NEW --resume RUN/checkpoints/step-N"
 )
 _OTHER_OPTIMIZER = "the state in its checkpoints is of another kind"
+_CUT_SHORT = "config.yaml does not have it: the file was cut short, or an older version wrote it"
 _OF_THE_CUT = ("data.context", "data.val_samples", "data.bad")
 
 
@@ -243,6 +244,7 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepte
     plan = read_plan(folder)
     sha256 = plan.get("recipe_sha256", recipe_sha256)
     problems: list[Problem] = []
+    absent = flat(old).keys() - flat(raw).keys()
     if sha256 != recipe_sha256 and not any(change.key == "recipe" for change in changes):
         changes.append(Change("recipe", sha256, recipe_sha256))
     for change in changes:
@@ -251,12 +253,13 @@ def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepte
         if change.key == "recipe" and config.recipe == saved.recipe:
             what = "the recipe's contents changed since this run began"
         why = _why_never(change.key)
+        cut = _CUT_SHORT if change.key in absent else ""
         if why:
             fix = "use the old value, or give the new run another --name"
-            problems.append(Problem(what, where, why if change.key in accepted else _why_absent(raw, change.key), fix))
+            problems.append(Problem(what, where, why if change.key in accepted else cut, fix))
         elif not change.key.startswith(_MAY_CHANGE) and change.key not in accepted:
             fix = f"use the old value, give the new run another --name, or --accept-changed {change.key}"
-            problems.append(Problem(what, where, _why_absent(raw, change.key), fix))
+            problems.append(Problem(what, where, cut, fix))
     if problems:
         raise CheckpointError(problems)
     return Resumed(saved, tuple(changes), tuple(accepted))
@@ -270,12 +273,6 @@ def _why_never(key: str) -> str:
     if key.startswith("data.") and key not in _OF_THE_CUT:
         return _OTHER_DATA
     return _OTHER_OPTIMIZER if key == "train.optimizer" else ""
-
-
-def _why_absent(raw: Mapping[str, Any], key: str) -> str:
-    """Of a key that the run's config.yaml does not have: its old value is a default. Runs write every key."""
-    absent = key not in flat(raw)
-    return "config.yaml does not have it: the file was cut short, or an older version wrote it" if absent else ""
 
 
 def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None:

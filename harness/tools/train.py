@@ -312,7 +312,7 @@ def _newest_commit(folder: Path, start: int) -> int:
         committed.difference_update(gone)
 
     journal, checkpoints = folder / JOURNAL, folder / "checkpoints"
-    for row in read_rows(journal, metrics=False) if journal.exists() else ():
+    for row in read_rows(journal, metrics=False) if journal.is_file() else ():
         step, what = row.get("step", 0), row.get("code", row.get("state"))
         if row["kind"] == "checkpoint" and what == "saved":
             committed.add(step)

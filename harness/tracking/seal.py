@@ -62,6 +62,7 @@ class Seal:
         to be safe from a power cut.
         """
         content = {"step": self.step, "bytes": self.size, "sha256": self._digest.hexdigest()}
+        content["self"] = _own(content)
         with suppress(OSError):
             write_json(seal_file(journal), content, sync=False)
 
@@ -70,7 +71,13 @@ def read_seal(journal: Path) -> dict[str, Any]:
     """What `Seal.write` wrote: step, bytes and sha256; empty where there is none that can be read."""
     found = read_mapping(seal_file(journal))
     counts = all(type(found.get(key)) is int and found[key] >= 0 for key in ("step", "bytes"))
-    return found if counts and isinstance(found.get("sha256"), str) else {}
+    return found if counts and found.get("self") == _own(found) else {}
+
+
+def _own(content: Mapping[str, Any]) -> str:
+    """By which a seal knows that it is whole: a damaged one says nothing of the journal."""
+    told = [content.get(key) for key in ("step", "bytes", "sha256")]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 def first_step(folder: Path) -> int:

@@ -54,8 +54,6 @@ def known(attack: Attack, finding: str) -> str:
     journals = "journal.jsonl" in touched or "power" in touched or "all but checkpoints" in touched
     if journals and finding.startswith("outcome: "):
         return "an outcome counts rows of a journal that was cut, deleted or doubled"
-    if "emergency_path" in touched:
-        return "rows that wait for a disk are gone with the process, whose state is saved elsewhere; nobody tells"
     return ""
 
 

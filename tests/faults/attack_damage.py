@@ -89,6 +89,8 @@ class Damage:
                 folder = chance.choice(steps[:-1])
             case "data":
                 folder = self.run / "data"
+            case "slots":
+                return self.run / "fp8_telemetry.bin"
             case "corpus.json":
                 return self.run / "data" / what
             case "good.json":

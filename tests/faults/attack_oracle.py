@@ -63,7 +63,7 @@ def compare_history(run: Path, undisturbed: Path, last: int) -> str:
         return f"outcome: {', '.join(f'{key} is {outcome.get(key)}' for key in wrong)}" if wrong else ""
     missing = [step for step in range(1, last + 1) if step not in {step for step, *_ in ours}]
     twice = sorted({row[:3] for row in ours if ours.count(row) > 1})
-    changed = [event["text"] for event in _events_of_rows(run) if event["code"] == "journal.changed"]
+    changed = [event["text"] for event in events_of_rows(run) if event["code"] == "journal.changed"]
     if changed and _named(changed).issuperset(missing):
         return ""  # rows were lost, or changed, and the run said so, step by step
     if missing:
@@ -88,13 +88,14 @@ def _figures(run: Path) -> list[tuple[int, int, str, str]]:
     return found
 
 
-def _events_of_rows(run: Path) -> list[dict[str, Any]]:
+def events_of_rows(run: Path) -> list[dict[str, Any]]:
+    """What the journal says of itself."""
     events = (row for row in read_rows(run / "journal.jsonl") if row["kind"] == "event")
     return [row for row in events if row["code"].startswith("journal.")]
 
 
 def _told_of_rows(run: Path) -> list[str]:
-    return [f"{row['code']} at step {row['step']}" for row in _events_of_rows(run)]
+    return [f"{row['code']} at step {row['step']}" for row in events_of_rows(run)]
 
 
 def _named(texts: list[str]) -> set[int]:

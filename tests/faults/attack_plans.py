@@ -24,7 +24,7 @@ SIGNALS = (("SIGTERM",), ("SIGINT",), ("SIGUSR1",), ("SIGHUP",), ("SIGINT", "SIG
            ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGINT", "SIGHUP"))  # fmt: skip
 STAGES = ("begin", "join_worker", "build_plan", "build_data", "open_store", "open_telemetry", "build_run", "save")
 FILES = ("checkpoint", "older checkpoint", "manifest", "state", "good.json", "incidents.json", "config.yaml",
-         "plan.json", "outcome.json", "data", "journal.jsonl", "fp8_telemetry.bin", "lock")  # fmt: skip
+         "plan.json", "outcome.json", "data", "journal.jsonl", "journal.seal.json", "slots", "lock")  # fmt: skip
 HOWS = ("flip", "cut", "empty", "zero", "delete", "older", "folder", "link", "twice")
 # JSON that no reader may choke on; `hostile.JSON` by name, and values of the right shape that are wrong.
 FORGED = ("deep", "nested", "digits", "nan", "infinite", "twice", "nul", "not utf-8", "list", "empty", "large")
@@ -162,7 +162,8 @@ def failing_call(scene: Scene) -> Episode:
     """One file call fails with EIO, or every one from it on with ENOSPC until the process ends."""
     at, number = scene.step(), scene.chance.randint(1, 100)
     mode = scene.chance.choice(("once", "once", "full"))
-    stop = [{"when": "paused", "after": 0.2, "do": "stop"}] if mode == "full" else []
+    # Which may not even take the word that the run waits.
+    stop = [{"when": "fired", "after": 4.0, "do": "stop"}] if mode == "full" else []
     arguments = ["checkpoint.max_failures=2", "checkpoint.retry_seconds=0.2"]
     return Episode("failing call", events=[{"at": at, "do": ["call", str(number), mode]}, *scene.end(at)],
                    reactions=stop, arguments=arguments, may=[-9, 1, 75])  # fmt: skip

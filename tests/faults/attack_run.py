@@ -20,7 +20,7 @@ from typing import Any
 
 from attack_damage import Damage, contents, differ, keep_older, other_command, power_cut
 from attack_job import PATIENCE, Ended, Job
-from attack_oracle import TRACEBACK, compare, compare_history, read, traceback
+from attack_oracle import TRACEBACK, compare, compare_history, events_of_rows, read, traceback
 from attack_plans import VARIANTS, Attack, Episode
 from resume_models import write_text
 from resume_runs import BATCH, arguments, checkpoint, codes
@@ -295,7 +295,8 @@ class _Sequence:
                 for name in ("journal.jsonl", "fp8_telemetry.bin")
                 if now.get(name, b"").startswith(self.before.get(name, b""))
             }
-            if changed := sorted(differ(self.before, now) - grown):
+            made = {name for name in now if name.startswith("data/") and name not in self.before}  # from its source
+            if changed := sorted(differ(self.before, now) - grown - made):
                 raise Finding(f"changed by a refusal: {changed}: {told[-300:]}")
             self.damage.undo()
             self.refused += 1
@@ -390,6 +391,9 @@ class _Sequence:
             raise Finding(f"does not go on: {self.log[-1]}")
         if found := compare(self.run, self.undisturbed, self.steps):
             raise Finding(found)
+        told = [each for each in events_of_rows(self.run) if each["code"] == "journal.changed"]
+        if told and "journal.jsonl" not in {*self.damage.touched, *self._gone()} and not self._lacks_targets():
+            raise Finding(f"false alarm: nobody touched the journal, and the run says: {told[0]['text'][:300]}")
         if self.tracked:
             self._delivered()
 

@@ -204,8 +204,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "a config that was cut short is named",
-        'return "config.yaml does not have it: the file was cut short, or an older version wrote it" if absent else ""',
-        'return ""',
+        'cut = _CUT_SHORT if change.key in absent else ""',
+        'cut = ""',
         "tests/faults/test_other_files.py -k cut_short",
     ),
     Mutation(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.tracking.journal import JOURNAL, Journal, delivered, read_rows
-from harness.tracking.seal import seal_file
+from harness.tracking.seal import Seal, read_seal, seal_file
 from tests.support.runs import events, harness, metrics, train
 
 pytestmark = pytest.mark.faults(27)
@@ -93,6 +93,15 @@ def test_a_journal_that_is_whole_is_in_order(tmp_path: Path) -> None:
         with Journal(path, resume_step=first) as journal:
             assert journal.damage == ""
             journal.event(first, "guard.test")
+
+
+def test_a_damaged_seal_raises_no_false_alarm(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = seal_file(path).read_bytes()
+    for place in range(len(whole)):
+        seal_file(path).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert Seal.of(path)[1] == "", place
+    assert set(read_seal(path)) <= {"step", "bytes", "sha256", "self"}
 
 
 def test_rows_after_the_last_save_that_stand_twice_are_told(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_what_a_checkpoint_was_trained_with_is_held_to(
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80]
 
 
-@pytest.mark.parametrize("name", ["outcome.json", "plan.json", "config.yaml"])
+@pytest.mark.parametrize("name", ["outcome.json", "plan.json", "config.yaml", "journal.jsonl"])
 def test_a_folder_in_the_place_of_a_file_is_named(rolled_back: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
