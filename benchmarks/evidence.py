@@ -174,7 +174,7 @@ GRID = (
     *((192, 3e-3, 4), (192, 1e-2, 20), (256, 3e-3, 20), (256, 1e-2, 20), (384, 3e-3, 4)),
 )
 """Width, learning rate, warm-up steps."""
-SPIKES = ("gradient.skip", "loss.spike", "nonfinite.skip", "guard.rollback")
+SPIKES = ("gradient.skip", "loss.spike", "loss.skip", "nonfinite.skip")
 
 
 def healthy(work: Path, other: Path, first_seed: int) -> list[dict[str, Any]]:

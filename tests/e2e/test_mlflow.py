@@ -52,7 +52,8 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
     sampled = [step for step, _ in series(tmp_path, f"fp8_underflow/{SLOTS[0]}")]
     usual = [sampled_step(0, block, 10) for block in range(2)]
     assert set(usual) <= set(sampled), "one of stats_every steps is sampled, and more for a while after a bad sample"
-    assert not set(sampled) & set(range(1, min(usual)))
+    assert not set(sampled) & {1, 2}, "whose scales are not set yet"
+    assert len(sampled) < 24
     for key in ("train/lr", "train/grad_norm", "train/loss_scale", "train/step_applied", "train/tokens_per_second",
                 "val/loss", "guard/skipped", "guard/demoted_layers", "guard/rollbacks"):  # fmt: skip
         assert series(tmp_path, key), key

@@ -91,7 +91,7 @@ def test_every_figure_and_every_tensor_is_that_of_native(undisturbed: dict[str, 
     print(f"{figures_compared} figures and {tensors_compared} tensors of checkpoints are equal")
     assert figures_compared > 2400
     assert tensors_compared > 150
-    rows = {f"fp8_{row}" for row in ("amax", "scale", "saturation", "underflow", "clipped", "sqnr_db")}
+    rows = {f"fp8_{row}" for row in ("amax", "scale", "saturation", "underflow", "clipped", "sqnr_db", "even_db")}
     found = figures(undisturbed["transformer_engine"])
     assert {name.split("/")[0] for _, name in found} == {"train", "val", "guard", "fp8", "Loss"} | rows
 
