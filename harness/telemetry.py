@@ -247,8 +247,7 @@ class Telemetry:
         if self._precision is not None:
             self.attempt = ledger.attempt
         else:
-            skipped = facts.step - facts.applied_steps
-            self._counts = {"applied": facts.applied_steps, "skipped": skipped, "rollbacks": len(ledger.returned_to)}
+            self.count(facts.step, facts.applied_steps, ledger)
         self._last = (ledger.attempt, facts.step)
         kept = self.slots.take(self.attempt, facts)
         told = facts if kept.slots is None else replace(facts, slots=kept.slots)
@@ -257,6 +256,10 @@ class Telemetry:
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
         self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, len(ledger.returned_to))
+
+    def count(self, step: int, applied: int, ledger: RunLedger) -> None:
+        """What the outcome says of the run's steps: a resume may have none left to record."""
+        self._counts = {"applied": applied, "skipped": step - applied, "rollbacks": len(ledger.returned_to)}
 
     def _tell_slots(self, step: int, kept: Kept) -> None:
         for told in kept.events:

@@ -353,6 +353,8 @@ def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequenc
         run.recovery.save_surely({})  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
         check_bound(start, run.recovery.load(start).get("bound"), run.recovery.bound, accepted)
+        applied = int(cast(OptimizerPart, run.state.parts["optimizer"]).applied)
+        telemetry.count(start, applied, run.state.ledger)
         telemetry.event(start, "run.resumed")
         telemetry.screen.event(f"resumed at step {start}")
 

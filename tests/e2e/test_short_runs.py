@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -30,6 +31,19 @@ def test_a_run_that_was_stopped_early_proves_what_ran(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     assert metrics(run, "fp8_amax/blocks.00.mlp.down.input") == []
     assert "24 of 24 FP8 slots saw a nonzero amax" in harness(tmp_path, "inspect", "runs/r").stdout
+
+
+def test_a_resume_with_no_step_left_counts_those_that_were(tmp_path: Path) -> None:
+    """The outcome was lost, the run was not."""
+    line = ("--name", "r", "train.steps=4")
+    assert train(tmp_path, *line).returncode == 0
+    outcome = tmp_path / "runs" / "r" / "outcome.json"
+    before = json.loads(outcome.read_text())
+    outcome.unlink()
+    again = train(tmp_path, *line)
+    assert again.returncode == 0, again.stdout
+    counts = {name: json.loads(outcome.read_text())[name] for name in ("applied", "skipped", "rollbacks")}
+    assert counts == {name: before[name] for name in counts} == {"applied": 4, "skipped": 0, "rollbacks": 0}
 
 
 @pytest.mark.parametrize("deterministic", ["true", "false"])
