@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from harness.core.errors import shown
 from harness.models import gpt
 from harness.tools.eval import Score, difference
 from harness.tools.sample import choose
@@ -221,7 +222,8 @@ def test_a_model_as_nanogpt_gives_its_logits(tmp_path: Path) -> None:
     hidden = torch.tanh(F.linear(weights["embed.weight"][ord("x")], weights["mix.weight"], weights["mix.bias"]))
     likeliest = int(F.linear(hidden, weights["head.weight"], weights["head.bias"]).argmax())
     words = ("--tokens", "1", "--temperature", "0", "--precision", "fp32")
-    assert written(tmp_path, *words, prompt="x") == bytes([ord("x"), likeliest]).decode(errors="replace")
+    expected = bytes([ord("x"), likeliest]).decode(errors="replace")
+    assert written(tmp_path, *words, prompt="x") == shown(expected), "no terminal obeys what a model writes"
 
 
 def test_tokens_are_drawn_by_their_shares() -> None:

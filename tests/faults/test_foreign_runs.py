@@ -232,6 +232,7 @@ def test_a_row_of_millions_of_values_is_not_parsed(run_dir: Path, line: bytes) -
         read_all(run_dir)
 
 
+@pytest.mark.slow
 def test_many_attempts_and_events_take_time_by_their_number(run_dir: Path) -> None:
     rows = [{"kind": "metrics", "step": 9, "attempt": n, "time": 1.0, "metrics": {"a": 1.0}} for n in range(1, 20_000)]
     rows += [event("loss.skip" if n % 2 else "loss.spike", n, window=n, text="x") for n in range(60_000)]
@@ -288,6 +289,7 @@ def headers() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_headers_without_an_end_are_refused_before_they_are_parsed(run_dir: Path) -> None:
     expected = {
         "tensors": f"has more than {MAX_TENSORS} tensors",
@@ -315,6 +317,7 @@ def test_a_state_of_millions_of_values_is_refused_before_it_is_parsed(run_dir: P
         store.load(1)
 
 
+@pytest.mark.slow
 def test_inspect_opens_no_tensors_without_an_end(run_dir: Path) -> None:
     (run_dir / STEP / "fp8.safetensors").write_bytes(headers()["tensors"])
     append(run_dir, {"kind": "metrics", "step": 1, "attempt": 1, "time": 1.0, "metrics": {"fp8_amax/a.input": 1.0}})
