@@ -153,11 +153,12 @@ def test_a_learning_rate_thirty_times_too_high_in_fp8(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     assert done.returncode == 0, done.stdout
     assert float(re.findall(r"ratio ([0-9.]+);", done.stdout)[0]) > 0.95, "the fault must fire: nothing is learned"
-    fallen = events(run, "precision.lowered")[0]
-    assert f"! step {fallen['step']}: precision.lowered: blocks.0" in done.stdout, "where"
+    assert "try train.lr" in events(run, "train.lr_high")[0]["text"], "before the first step"
+    left = events(run, "precision.demote")[0]
+    assert f"! step {left['step']}: precision.demote: blocks.0" in done.stdout, "where"
     words = suggested(done.stdout, "explain")
-    assert words[-1] == "precision.lowered"
-    assert "lower train.lr" in told(follow(tmp_path, words))
+    assert words[-1] == "train.lr_high"
+    assert "train.lr" in told(follow(tmp_path, words))
 
 
 @pytest.mark.slow
