@@ -1,7 +1,7 @@
 """torch's standard loop, as it is, under any recipe. Run: python examples/standard_loop.py [recipe]
 
-One batch has a NaN, five in a row are ruined, and late in the run the inputs double for six steps, which is more than
-FP8 scales that are set from the past can follow: the bad step is skipped, the run rolled back, the layer leaves FP8.
+One batch has a NaN, five in a row are ruined, and late in the run the inputs double for six steps: the bad step is
+skipped, the run rolled back, and the layer stays in FP8, as its scale follows a step behind and nothing small is lost.
 """
 
 from __future__ import annotations
