@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -138,7 +138,7 @@ def train(request: Request) -> int:
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
         telemetry.lock = lock
-        with _forgetting() as forgotten, telemetry:
+        with ExitStack() as closed, telemetry:
             _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
             facts = {**data.facts(), "unit": task.unit}
             for line in trained_on(facts, flat(config.model_dump(mode="json"))):
@@ -161,7 +161,7 @@ def train(request: Request) -> int:
                     _restore(run, source, start, request.accepted)
                 except CheckpointError:
                     if lead and not resuming:
-                        forgotten.append(folder)
+                        closed.callback(forget_run, folder)  # an open journal that is deleted is put back
                     raise
                 _tell_changes(run, resumed, source)
                 if lead:  # what does not load changes nothing
@@ -257,18 +257,6 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
 def _end_is_saved(folder: Path) -> bool:
     """Whether there is a checkpoint of the step that outcome.json ends with: the file may be another run's."""
     return (folder / "checkpoints" / step_name(read_outcome(folder)["step"])).is_dir()
-
-
-@contextmanager
-def _forgetting() -> Iterator[list[Path]]:
-    """Run folders of runs that never began, to be forgotten once their files are closed: an open journal that is
-    deleted is put back."""
-    folders: list[Path] = []
-    try:
-        yield folders
-    finally:
-        for folder in folders:
-            forget_run(folder)
 
 
 @contextmanager
