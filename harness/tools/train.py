@@ -35,6 +35,7 @@ from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineE
 from harness.core.facts import Outcome
 from harness.core.files import step_name
 from harness.core.state import lost_ledger, state_bytes
+from harness.data.source import source_changes
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
 from harness.models.huggingface import tokenizer_of
@@ -145,6 +146,8 @@ def train(request: Request) -> int:
                 console.say(f"data {line}")
             console.unit, console.counted = task.unit, facts.get("counted", "tokens")
             telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), facts)
+            for text in worker.group.broadcast(source_changes(config.data, folder / "data") if lead else None):
+                telemetry.tell(start or 0, "data.source", text)
             if doubt:
                 telemetry.tell(start or 0, "loss.unit", doubt)
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store, task)
