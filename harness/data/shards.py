@@ -200,7 +200,7 @@ def is_test(name: str) -> bool:
 def without_tests(names: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Files of one folder, without those that are a test split, if there are others; and these, with the reason."""
     kept = [name for name in names if not is_test(name)]
-    return (kept, [(name, TEST_SPLIT) for name in names if name not in set(kept)]) if kept else (list(names), [])
+    return (kept, [(name, TEST_SPLIT) for name in names if is_test(name)]) if kept else (list(names), [])
 
 
 TEST_SPLIT = "a test split: neither trained nor validated on"
