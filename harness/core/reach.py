@@ -40,7 +40,7 @@ def warmup_doubt(train: TrainConfig) -> str:
 
 
 def _after(train: TrainConfig) -> str:
-    return "time at it" if train.schedule == "constant" else f"{train.schedule} after it"
+    return "time at it" if train.schedule == "constant" else f"decay ({train.schedule}) after it"
 
 
 def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
