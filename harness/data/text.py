@@ -232,6 +232,13 @@ def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[
     return text, *split_documents(kept, val_fraction)
 
 
+def repeated(train: Sequence[Document], val: Sequence[Document]) -> list[str]:
+    """Names of validation files whose content is that of a training file, too: copies that lie in the same folder."""
+    sizes = {len(document.content) for document in val}
+    known = {document.content for document in train if len(document.content) in sizes}
+    return [document.name for document in val if document.content in known]
+
+
 def split_documents(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
     """(train, validation), each in the order of `documents`.
 
