@@ -35,6 +35,13 @@ LOOP = (
     ),
     Mutation(
         8,
+        "ranks that met after prepare() have one plan",
+        "            ready.agree()\n",
+        "",
+        "tests/dist/test_precision_ddp.py -k meet_late",
+    ),
+    Mutation(
+        8,
         "what a wrapped model gives out is in float32",
         "return widened(result)",
         "return result",
