@@ -41,6 +41,7 @@ _BEGINNINGS = (
     "incidents.json",
     "shipper.json",
     "data/corpus.json",
+    "data/source.json",
     "data/target.json",
     _SOURCE,
     _RESERVE,

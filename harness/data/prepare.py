@@ -37,6 +37,7 @@ from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
 from harness.data.registry import DOCUMENTS, PREPARED
 from harness.data.rows import Part, Piece
+from harness.data.source import origin_of_files
 from harness.data.text import BadFiles
 from harness.data.tokenizer import Encoder, load_encoder, tokenizer_file
 from harness.data.writer import ShardWriter, smallest_dtype
@@ -230,6 +231,7 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     if not any(shard["split"] == "train" for shard in shards):
         why = "; ".join(f"{count} x {reason}" for reason, count in skipped.items())
         raise DataError(Problem("has nothing to train on", f"data.path: {plan['source']}", why))
+    origin = _origin(out, plan)
     left_out = [{"name": name, "reason": reason} for name, reason in plan["left_out"]]
     left_out += [{"name": f"{count} rows", "reason": reason} for reason, count in sorted(skipped.items())]
     info: dict[str, Any] = {
@@ -244,6 +246,7 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "documents": sum(shard["documents"] for shard in shards),
         "unigram_nats": entropy(counts),
         "skipped": left_out,
+        "origin": origin,
         "shards": [{**shard, **_stamped(out / shard["name"])} for shard in shards],
     }
     hashes = [[shard["name"], shard["blocks"], shard["index_sha256"]] for shard in shards]
@@ -253,6 +256,20 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         _marker(out, task).unlink(missing_ok=True)
         _counts(out, task).unlink(missing_ok=True)
     return info
+
+
+def _origin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What the source is, once all of it was read. Raises DataError if a file is not what it was before that."""
+    files = {Path(path): Stamp(*stamp) for path, *stamp in plan["files"]}
+    source, tokenizer = DOCUMENTS[plan["kind"]], plan["tokenizer"]
+    suffixes = None if plan["kind"] == "text" else source.suffixes
+    known = [tokenizer, plan["vocabulary"]["tokenizer"]] if tokenizer else None
+    made = origin_of_files(Path(plan["source"]), suffixes, plan["kind"] != "Arrow", files, known)
+    changed = [path for path, stamp in files.items() if Stamp.of(path) != stamp]
+    if changed:
+        fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
+        raise DataError([Problem("changed while it was prepared", f"data.path: {path}", fix=fix) for path in changed])
+    return made
 
 
 def _stamped(path: Path) -> dict[str, int]:

@@ -75,4 +75,18 @@ TOKENS: tuple[Mutation, ...] = (
         "pass",
         "tests/unit/data/test_mixture.py -k leftover",
     ),
+    Mutation(
+        23,
+        "a source that changed since its copy was made is told",
+        "if stamp.size != int(entry[0]) or fingerprint_file(files[name]) != entry[3]:",
+        "if False:",
+        "tests/unit/data/test_source_changes.py -k named",
+    ),
+    Mutation(
+        23,
+        "a source that changes while it is prepared is refused",
+        "changed = [path for path, stamp in files.items() if Stamp.of(path) != stamp]",
+        "changed: list[Path] = []",
+        "tests/unit/data/test_source_changes.py -k while_it_is",
+    ),
 )
