@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attack_damage import contents
+from attack_field import Field
 from attack_job import Ended
 from attack_oracle import compare, traceback
 from attack_plans import FAMILIES, KINDS, Episode, draw, fits
-from attack_run import Field, Finding, _Sequence
+from attack_run import Finding, _Sequence
 from reliability_page import enemy, merged
 
 from harness.checkpoint.store import Store
@@ -137,6 +139,7 @@ def judge(whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[
     shutil.copytree(whole, sequence.run)
     if outcome:
         (sequence.run / "outcome.json").write_text(json.dumps(outcome))
+    sequence.before = contents(sequence.run)
     sequence._judge(Episode("kill", may=may), Ended(codes, told, 1.0))
 
 
