@@ -175,7 +175,7 @@ def attend(job: Job, episode: Episode, hands: Mapping[str, Any]) -> Ended:
     """See the start to its end, doing what the episode has the attacker do."""
     waiting = [dict(each) for each in episode.reactions]
     seconds: list[Job] = []
-    limit = PATIENCE[job.kind]
+    limit = PATIENCE[job.kind] + sum(float(each["do"][-1]) for each in episode.events if each["do"][0] == "until")
     while job.running() and job.age() < limit:
         now = time.monotonic()
         for each in waiting:

@@ -168,11 +168,12 @@ def _rollbacks(run: Path) -> list[tuple[int, int]]:
 
 def _state(folder: Path, elsewhere: bool) -> dict[str, Any]:
     """state.json without how long older checkpoints have waited, and the keys of the config that may change; nor, where
-    a rollback went elsewhere, the hash of where."""
+    a rollback went elsewhere, the hash of where, and how many skips there were in all: some of them a second time."""
     content = read(folder / "state.json")
     content.pop("waiting", None)
     if elsewhere:
         content.pop("sealed", None)
+        (content.get("budgets") or {}).pop("skips", None)
     bound = content.get("bound") or {}
     config = bound.get("config") or {}
     for key in ("checkpoint", "tracking"):

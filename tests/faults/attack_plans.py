@@ -291,7 +291,7 @@ def tracking(scene: Scene) -> Episode:
 def server(scene: Scene) -> Episode:
     """MLflow's server itself is killed and started again, with other credentials until a while later."""
     at = scene.step()
-    return Episode("server", events=[{"at": at, "do": ["wait", "0.1"]}, {"at": at, "do": ["until", "server-up", "90"]},
+    return Episode("server", events=[{"at": at, "do": ["wait", "0.1"]}, {"at": at, "do": ["until", "server-up", "240"]},
                                      *scene.end(at)],
                    reactions=[{"when": "fired", "after": 0.0, "do": "restart server"}], may=[-9, 75, 1])  # fmt: skip
 

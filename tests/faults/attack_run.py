@@ -36,6 +36,8 @@ NO_ROOM = re.compile(
 )
 DISKS = {"disk", "no inodes", "read-only", "full at start"}
 TRACKED = {"tracking", "server"}
+MET_SECONDS = 60.0
+"""Within which whoever delivers to a server that is gone asks it again, on a busy machine."""
 # After which a checkpoint, or the mark of a good one, may be missing: those of a disk that took none, or were cut off.
 COSTS_CHECKPOINTS = {*DISKS, "failing call", "torn rename", "power cut"}
 
@@ -188,17 +190,25 @@ class _Sequence:
         return Job(self.folder, self.attack.kind, self.command, [], "-second", **self.variables)
 
     def _restart_server(self, up: Path) -> None:
-        """MLflow's server is killed, and started again; whoever asks it then is denied, for a while. `up` tells."""
+        """MLflow's server is killed while the run delivers to it, and started again; for a while it denies access, as
+        one with other credentials does. Each lasts until it was met. `up` tells that it is over.
+        """
         assert self.proxy is not None
         proxy, server = self.proxy, self.server
         up.unlink(missing_ok=True)
-        server.kill()
+
+        def met(fault: str) -> None:
+            before, deadline = proxy.hits[fault], time.monotonic() + MET_SECONDS
+            while proxy.hits[fault] == before and time.monotonic() < deadline:
+                time.sleep(0.05)
+            self.missed += proxy.hits[fault] == before
 
         def restart() -> None:
-            time.sleep(1.0)
+            server.kill()
+            met("dead")
             proxy.switch("denied")
             server.start()
-            time.sleep(2.0)
+            met("denied")
             proxy.switch("")
             up.touch()
 
@@ -222,7 +232,8 @@ class _Sequence:
         mute = any(
             each["do"][-1] == "full" for each in episode.events
         )  # which takes no word of it, on the screen either
-        if any(code in (1, 4) for code in ended.codes) and not mute and not re.search(r"error|failed|lost", told):
+        words = r"error|failed|lost|exits with return code"  # the last of DeepSpeed's launcher, whose ranks were killed
+        if any(code in (1, 4) for code in ended.codes) and not mute and not re.search(words, told):
             raise Finding(f"no word: exit code {ended.codes}, and nothing was said")
         self._outcome(ended)
         self._claims()
@@ -234,6 +245,8 @@ class _Sequence:
         the checkpoints to go back to, and it says so. One whose saves fail may end so where its config asks for that.
         """
         outcome, past = read(self.run / "outcome.json"), {each.family for each in self.past}
+        if not outcome and episode.family == "read-only" and "could not be saved" in " ".join(ended.output.split()):
+            return False  # told where it could be
         reason = str(outcome.get("reason", ""))
         if set(ended.codes) != {3} or outcome.get("exit_code") != 3:
             raise Finding(f"exit code: {ended.codes}, and outcome.json says {outcome}: {ended.output[-600:]}")

@@ -55,7 +55,7 @@ class Proxy:
     "refuse" (nothing listens), "error" (500 to every request), "denied" (401 to every request), "hang" (accepts and
     never answers), "swallow" (the server does what it is asked, but whoever asks it to write never hears so), "no_name"
     (see NO_NAMES).
-    hits: how often each fault met a connection; nobody can count those that were refused.
+    hits: how often each fault met a connection; nobody can count those that were refused. "dead": found no upstream.
     """
 
     def __init__(self, folder: Path, upstream: int = 0) -> None:
@@ -147,7 +147,12 @@ class Proxy:
             client.close()
 
     def _relay(self, client: socket.socket, fault: str) -> None:
-        with socket.create_connection(("127.0.0.1", self._upstream)) as server:
+        try:
+            server = socket.create_connection(("127.0.0.1", self._upstream))
+        except ConnectionRefusedError:
+            self.hits["dead"] += 1
+            return
+        with server:
             writes = False
             while True:
                 for ready in select.select([client, server], [], [])[0]:
