@@ -60,6 +60,10 @@ def act(what: Mapping[str, Any]) -> None:
         case "clock":
             Path("offset.new").write_text(words[0])
             os.replace("offset.new", "offset")
+        case "until":  # the attacker has made a file
+            deadline = time.monotonic() + float(words[1])
+            while not Path(words[0]).exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
         case "wait":  # for whoever reads ATTACK_TOLD
             time.sleep(float(words[0]))
         case _:
@@ -82,9 +86,10 @@ def main() -> None:
         real: Callable[..., Any] = getattr(owner, name)
         setattr(owner, name, lambda *given, **named: (due(place), real(*given, **named))[1])
 
-    from harness.stop import end_while_importing
+    from harness import stop
 
-    end_while_importing()  # as launch/train.py
+    stop._PARENT, stop._GRANDPARENT = stop._launchers()  # not those of a process that this one was forked from
+    stop.end_while_importing()  # as launch/train.py
     due("begin")
     from harness import cli
 
