@@ -19,11 +19,11 @@ CPU thread, on which FP8 without a mechanism ends within 0.1% of bf16:
                 as large, so the first gradients are: what comes later has to fit under them (Micikevicius et al.,
                 arXiv 2209.05433, have E5M2 for gradients for that reason)
 
-*Exploring* has a budget of six minutes of processor time for each mechanism: seed 100, each value in bf16 and in plain FP8,
-in the order of the grid. Of the values with which bf16 ends under 3.2 nats (of ln 24 = 3.18 for letters without any
-order, 1.9 without a mechanism), the one is taken with which plain FP8 ends furthest above bf16; without any, the first.
-A mechanism counts as reproduced if plain FP8 ends at least 1% above bf16 in the mean of three seeds of their own, which
-the study then runs in any case.
+*Exploring* has a budget of six minutes of processor time for each mechanism: seed 100, each value in bf16 and in plain
+FP8, in the order of the grid. Of the values with which bf16 ends under 3.2 nats (of ln 24 = 3.18 for letters without
+any order, 1.9 without a mechanism), the one is taken with which plain FP8 ends furthest above bf16; without any, the
+first. A mechanism counts as reproduced if plain FP8 ends at least 1% above bf16 in the mean of three seeds of their
+own, which the study then runs in any case.
 
 Each seed has four runs from the same weights, on the same data in the same order: `bf16`, `plain` (FP8, fallback off),
 `fallback` (the same recipe with the fallback as shipped) and `clean` (fp8_hybrid as shipped without the mechanism).
