@@ -76,8 +76,9 @@ class FallbackConfig(Strict):
 
     A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
     tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
-    non-zero values, flushed to zero) are over theirs; sqnr_db or even_db is under its limit; its amax is infinite; or,
-    unless None, its amax is over amax_over or amax_growth times what it was a window before.
+    non-zero values, flushed to zero) are over theirs, the latter without a sample where the saturation says that
+    all was lost; sqnr_db or even_db is under its limit; its amax is infinite; or, unless None, its amax is over
+    amax_over or amax_growth times what it was a window before.
 
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
     beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
