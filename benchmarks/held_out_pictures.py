@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from benchmarks.held_out import DUTIES, FAMILIES, HARMFUL, PLACES
+from benchmarks.held_out import DUTIES, FAMILIES, HARMFUL, MISSED, PLACES
 from harness.core.files import atomic_file
 
 LIGHT = 0.1
@@ -42,9 +42,8 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def picture(rows: Sequence[Row], kind: str) -> Figure:
-    """Harm over strength for every family of a kind: a line for each duty, filled where the layer left FP8."""
-    names = [name for name, family in FAMILIES.items() if family.role.startswith(kind)]
+def picture(rows: Sequence[Row], names: Sequence[str]) -> Figure:
+    """Harm over strength for every family named: a line for each duty, filled where the layer left FP8."""
     columns = min(4, len(names))
     lines = -(-len(names) // columns)
     figure = Figure(figsize=(3.0 * columns, 2.7 * lines + 0.4), dpi=150, layout="constrained")
@@ -75,7 +74,7 @@ def _panel(axes: Axes, rows: Sequence[Row], name: str) -> None:
     axes.set_ylim(0.04, 1.1)
     axes.set_yticks([0.05, 0.1, 0.2, 0.5, 1], ["0.05", "0.1", "0.2", "0.5", "1"])
     if "drifting" not in name:
-        axes.set_xticks(FAMILIES[name].strengths[::2])
+        axes.set_xticks((FAMILIES | MISSED)[name].strengths[::2])
     axes.set_title(name, fontsize=8.5, loc="left")
     axes.set_xlabel(_unit(name), fontsize=8)
     axes.tick_params(labelsize=8)
@@ -124,9 +123,13 @@ def _place(model: str, layer: str) -> str:
     return f"Linear {PLACES.index(layer) + 1} of 3" if model == "linears" else layer.removeprefix("blocks.")
 
 
-def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Write held_out_<kind>.png and held_out_places.png."""
-    figures = {kind: picture(rows, kind) for kind in ("input", "weight", "grad")}
-    for kind, figure in {**figures, "places": places_picture(rows)}.items():
-        with atomic_file(folder / f"held_out_{kind}.png") as stream:
+def draw(rows: Sequence[Row], folder: Path, part: str) -> None:
+    """Write evidence_<kind>.png and evidence_places.png, or evidence_missed.png, into `folder`."""
+    if part == "missed":
+        figures = {"missed": picture(rows, list(MISSED))}
+    else:
+        kinds = {kind: [name for name in FAMILIES if name.startswith(kind)] for kind in ("input", "weight", "gradient")}
+        figures = {kind: picture(rows, names) for kind, names in kinds.items()} | {"places": places_picture(rows)}
+    for kind, figure in figures.items():
+        with atomic_file(folder / f"evidence_{kind}.png") as stream:
             figure.savefig(stream, format="png", facecolor="white")
