@@ -78,7 +78,7 @@ LOOP = (
     Mutation(
         8,
         "another library's autocast around a prepared model is noticed",
-        'if forward is not self._forward and not (own and self._forward is None):',
+        "if forward is not self._forward and not (own and self._forward is None):",
         "if False:",
         "tests/unit/precision/test_api_misuse.py -k part_that_changed",
     ),
