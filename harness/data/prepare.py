@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ from harness.data.text import BadFiles
 from harness.data.tokenizer import Encoder, load_encoder, tokenizer_file
 from harness.data.writer import ShardWriter, smallest_dtype
 
+_T = TypeVar("_T")
 FORMAT = 1
 TASK_BYTES = 16 << 20
 """Least bytes of a task's source."""
@@ -229,7 +230,7 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         skipped.update(each["skipped"])
         counts = add_counts(counts, np.load(_counts(out, task)))
     if not any(shard["split"] == "train" for shard in shards):
-        why = "; ".join(f"{count} x {reason}" for reason, count in skipped.items())
+        why = "; ".join(f"{count} x {reason}" for reason, count in skipped.items()) or "it has no rows"
         raise DataError(Problem("has nothing to train on", f"data.path: {plan['source']}", why))
     origin = _origin(out, plan)
     left_out = [{"name": name, "reason": reason} for name, reason in plan["left_out"]]
@@ -303,7 +304,7 @@ class _Work:
         problems: list[Problem] = []
         last = ""
         text_bytes = 0
-        for batch, size in self._batches(plan["tasks"][task], task, skipped, problems):
+        for batch, size in self._or_abandon(shards, self._batches(plan["tasks"][task], task, skipped, problems)):
             made = self.encoder.encode([piece.text for piece, _ in batch])
             text_bytes += size
             flat: list[npt.NDArray[Any]] = []
@@ -336,6 +337,15 @@ class _Work:
         write_json(_marker(self.out, task), made)
         advance(sum(part[3] for part in plan["tasks"][task]) - text_bytes)  # the source has more than its texts
         return []
+
+    def _or_abandon(self, shards: Mapping[str, ShardWriter], batches: Iterator[_T]) -> Iterator[_T]:
+        """`batches`; the shards are given up if reading the source fails."""
+        try:
+            yield from batches
+        except (OSError, DataError):
+            for shard in shards.values():
+                shard.abandon()
+            raise
 
     def _batches(
         self, parts: Sequence[Sequence[Any]], task: int, skipped: Counter[str], problems: list[Problem]

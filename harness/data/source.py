@@ -18,7 +18,7 @@ from harness.core.config import DataConfig
 from harness.core.errors import ConfigError, some
 from harness.core.files import MAX_LARGE, read_json, write_json
 from harness.data.blocks import BLOCK, SAMPLED, Stamp, digest
-from harness.data.shards import validation_beside
+from harness.data.shards import text_beside, validation_beside
 from harness.data.text import Document, walk
 from harness.data.tokenizer import tokenizer_file
 
@@ -36,9 +36,9 @@ def look_around(source: Path, suffixes: Sequence[str] | None) -> dict[str, Path]
     """Files of a source that may be data, by name relative to it. suffixes: None: whatever is there, as of text."""
     source = source.resolve()
     if not source.is_dir():
-        beside = validation_beside(source) if suffixes else None
+        beside = validation_beside(source) if suffixes else text_beside(source)
         return {_name(each, source.parent): each for each in (source, beside) if each is not None}
-    found = (each for each in walk(source) if suffixes is None or each.suffix.lower() in suffixes)
+    found = (each for each in walk(source) if suffixes is None or each.name.lower().endswith(tuple(suffixes)))
     return {_name(each, source): each for each in found}
 
 

@@ -89,4 +89,32 @@ TOKENS: tuple[Mutation, ...] = (
         "changed: list[Path] = []",
         "tests/unit/data/test_source_changes.py -k while_it_is",
     ),
+    Mutation(
+        23,
+        "a test split is not trained on",
+        "kept = [name for name in names if not is_test(name)]",
+        "kept = list(names)",
+        "tests/unit/data/test_what_people_have.py -k test_split_is_never",
+    ),
+    Mutation(
+        23,
+        "text that is called val is not trained on",
+        'return said if "" not in splits and "train" in splits and len(splits) > 1 else {}',
+        "return {}",
+        "tests/unit/data/test_what_people_have.py -k test_split_is_never",
+    ),
+    Mutation(
+        23,
+        "what is called .bin and begins like something else is no token ids",
+        "if what := _no_ids(head, dtype):",
+        'if what := "":',
+        "tests/unit/data/test_what_people_have.py -k called_bin",
+    ),
+    Mutation(
+        23,
+        "rows are not trained on as text",
+        "if rows and sizes[0] >= _ROWS * sizes[1]:",
+        "if False:",
+        "tests/unit/data/test_what_people_have.py -k several_kinds",
+    ),
 )
