@@ -137,6 +137,8 @@ class Job:
         orphans = ""
         if hung:
             self.signal_all(signal.SIGCONT)
+            self.signal_all(signal.SIGUSR2)  # the driver's log says where every thread is
+            time.sleep(1.0)
             self.signal_all(signal.SIGKILL)
         if self._launch is not None:
             if self.kind in ALONE:

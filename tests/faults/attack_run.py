@@ -299,6 +299,8 @@ class _Sequence:
             if now.get(name, b"").startswith(self.before.get(name, b""))
         }
         made = {name for name in now if name.startswith("data/") and name not in self.before}  # from its source
+        if "journal.jsonl" in grown and read(self.run / "journal.seal.json"):
+            grown.add("journal.seal.json")
         left = {name for name in self.before if name.startswith("checkpoints/.tmp-") and name not in now}
         if changed := sorted(differ(self.before, now) - grown - made - left):
             raise Finding(f"changed by a refusal: {changed}: {said[:300]}")
