@@ -235,6 +235,8 @@ class _Sequence:
         words = r"error|failed|lost|exits with return code"  # the last of DeepSpeed's launcher, whose ranks were killed
         if any(code in (1, 4) for code in ended.codes) and not mute and not re.search(words, told):
             raise Finding(f"no word: exit code {ended.codes}, and nothing was said")
+        if ended.codes[0] >= 0 and "not ended: still running, or killed" in told:
+            raise Finding(f"untrue: it ends with {ended.codes}, and says that it has not ended: {told[-600:]}")
         self._outcome(ended)
         self._claims()
         if any(re.search(r"^step ", line) for line in told.splitlines()):
@@ -346,6 +348,8 @@ class _Sequence:
         for row in read_rows(self.run / "journal.jsonl", metrics=False):
             if row["kind"] == "checkpoint" and row["state"] in ("saved", "deleted", "rolled back"):
                 (saved.add if row["state"] == "saved" else saved.discard)(row["step"])
+            elif row["kind"] == "event" and row["code"] == "guard.rollback":
+                saved = {step for step in saved if step <= row["to_step"]}  # set aside from then on, file by file
         newest = max(store.steps(), default=0)
         for step in saved:
             # Deleted, or set aside, by a process that was killed before it said so.

@@ -160,6 +160,13 @@ SURVIVAL: tuple[Mutation, ...] = (
         "tests/dist/test_different_folders.py",
     ),
     Mutation(
+        3,
+        "what is said at the end does not hang on a file that the disk refused",
+        "if ended is not None:",
+        "if False:",
+        "tests/faults/test_no_room.py -k last_words",
+    ),
+    Mutation(
         5,
         "a look at a disk leaves nothing there",
         "        os.close(descriptor)\n        os.unlink(path)\n",

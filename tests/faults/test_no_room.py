@@ -66,3 +66,27 @@ def test_a_last_save_that_fails_once_is_tried_again(tmp_path: Path) -> None:
     outcome = json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())
     assert outcome["status"] == "stopped"
     assert Store(tmp_path / "runs" / "r" / "checkpoints", readonly=True).verify(outcome["step"]) == []
+
+
+PLANTING = """
+from pathlib import Path
+import torch
+from harness.models.gpt import build
+class Planting(torch.nn.Module):
+    vocab_size = 256
+    def __init__(self):
+        super().__init__()
+        self.gpt = build(dim=32, layers=1, heads=2, ffn=64)
+    def forward(self, inputs, targets):
+        if Path("runs/r/journal.jsonl").exists() and torch.is_grad_enabled():
+            Path("runs/r/outcome.json").mkdir(exist_ok=True)
+        return self.gpt(inputs, targets)
+"""
+
+
+def test_the_last_words_are_true_where_outcome_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "planting.py").write_text(PLANTING)
+    done = train(tmp_path, "--name", "r", "train.steps=3", "model.target=planting:Planting", PYTHONPATH=str(tmp_path))
+    assert "outcome.json could not be written" in done.stdout
+    assert "done at step 3" in done.stdout
+    assert "still running" not in done.stdout
