@@ -20,7 +20,7 @@ from typing import Any
 from attack_damage import Damage, contents, differ, keep_older, other_command, power_cut, said_of
 from attack_field import PATHS, Field
 from attack_job import PATIENCE, Ended, Job, attend
-from attack_oracle import TRACEBACK, Rows, compare, events_of_rows, figures, read, refusal, traceback
+from attack_oracle import TRACEBACK, Rows, compare, events_of_rows, figures, outcome_of, read, refusal, traceback
 from attack_plans import ALONE, VARIANTS, Attack, Episode
 from resume_runs import checkpoint
 from test_clock_jumps import SITE
@@ -246,9 +246,7 @@ class _Sequence:
         """Whether a run has ended with 3 for good: that is true where it was to roll back, what was done to it has cost
         the checkpoints to go back to, and it says so. One whose saves fail may end so where its config asks for that.
         """
-        outcome, past = read(self.run / "outcome.json"), {each.family for each in self.past}
-        if not outcome and episode.family == "read-only" and "could not be saved" in " ".join(ended.output.split()):
-            return False  # told where it could be
+        outcome, past = outcome_of(self.run, ended.output), {each.family for each in self.past}
         reason = str(outcome.get("reason", ""))
         if set(ended.codes) != {3} or outcome.get("exit_code") != 3:
             raise Finding(f"exit code: {ended.codes}, and outcome.json says {outcome}: {ended.output[-600:]}")
@@ -314,8 +312,8 @@ class _Sequence:
         ]
 
     def _outcome(self, ended: Ended) -> None:
-        """outcome.json and the exit code agree, and what was saved verifies."""
-        outcome = read(self.run / "outcome.json")
+        """The outcome and the exit code agree, and what was saved verifies."""
+        outcome = outcome_of(self.run, ended.output)
         code = ended.codes[0]
         if code < 0:
             return
