@@ -350,8 +350,12 @@ class _Sequence:
                 saved = {step for step in saved if step <= row["to_step"]}  # set aside from then on, file by file
         newest = max(store.steps(), default=0)
         for step in saved:
-            # Deleted, or set aside, by a process that was killed before it said so.
-            if not store.path(step).exists() and (step < newest or list(store.root.glob(f"*-step-{step:08d}*"))):
+            # Deleted, or set aside, by a process that was killed before it said so, or while it did so file by file.
+            away = list(store.root.glob(f"*-step-{step:08d}*"))
+            if store.path(step).exists():
+                if away and "torn rename" in {each.family for each in self.past}:
+                    continue
+            elif away or step < newest:
                 continue
             if problems := store.verify(step):
                 raise Finding(f"claim: the checkpoint of step {step} was saved, and does not verify: {problems[0]}")
