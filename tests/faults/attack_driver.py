@@ -8,6 +8,7 @@ done is a line in ATTACK_TOLD before it is done.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import runpy
@@ -89,6 +90,7 @@ def main() -> None:
     from harness import stop
 
     stop._PARENT, stop._GRANDPARENT = stop._launchers()  # not those of a process that this one was forked from
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # to tell where it hangs
     stop.end_while_importing()  # as launch/train.py
     due("begin")
     from harness import cli

@@ -137,6 +137,8 @@ class Job:
         orphans = ""
         if hung:
             self.signal_all(signal.SIGCONT)
+            self.signal_all(signal.SIGUSR2)  # the driver's log says where every thread is
+            time.sleep(1.0)
             self.signal_all(signal.SIGKILL)
         if self._launch is not None:
             if self.kind in ALONE:
@@ -186,9 +188,12 @@ def attend(job: Job, episode: Episode, hands: Mapping[str, Any]) -> Ended:
         for each in [each for each in waiting if each.get("due", now + 1) <= now]:
             waiting.remove(each)
             react(each["do"], job, hands, seconds)
+            if each["do"].startswith("continue") and "again" not in each:
+                # One that was stopped before it came to stop itself does so now.
+                waiting += [{**each, "again": True, "due": now + later} for later in (0.5, 2.0, 10.0)]
         time.sleep(0.01)
     ended = job.end(hung=job.running())
-    ended.undone = len(waiting)
+    ended.undone = sum("again" not in each for each in waiting)
     for second in seconds:
         deadline = time.monotonic() + limit
         while second.running() and time.monotonic() < deadline:

@@ -22,6 +22,18 @@ _SPANS = re.compile(r": ([0-9][-0-9, ]*)")
 _OF_PROCESSES = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 
 
+_NOT_WRITTEN = re.compile(r"outcome\.json could not be written.*?; the run ends with (\d+): (.*)")
+_AT = re.compile(r"^outcome +(\w+) at step (\d+)", re.MULTILINE)
+
+
+def outcome_of(run: Path, told: str) -> dict[str, Any]:
+    """outcome.json, or what the screen has in its place where a disk did not take it."""
+    found, at = _NOT_WRITTEN.search(told), _AT.search(told)
+    if not found or not at:
+        return read(run / "outcome.json")
+    return {"exit_code": int(found[1]), "reason": found[2], "status": at[1], "step": int(at[2])}
+
+
 def refusal(told: str) -> str:
     """What a start that refuses says, without what it said before that."""
     return told[told.index("error:") :] if "error:" in told else ""

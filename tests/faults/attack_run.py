@@ -20,7 +20,7 @@ from typing import Any
 from attack_damage import Damage, contents, differ, keep_older, other_command, power_cut, said_of
 from attack_field import PATHS, Field
 from attack_job import PATIENCE, Ended, Job, attend
-from attack_oracle import TRACEBACK, Rows, compare, events_of_rows, figures, read, refusal, traceback
+from attack_oracle import TRACEBACK, Rows, compare, events_of_rows, figures, outcome_of, read, refusal, traceback
 from attack_plans import ALONE, VARIANTS, Attack, Episode
 from resume_runs import checkpoint
 from test_clock_jumps import SITE
@@ -235,6 +235,8 @@ class _Sequence:
         words = r"error|failed|lost|exits with return code"  # the last of DeepSpeed's launcher, whose ranks were killed
         if any(code in (1, 4) for code in ended.codes) and not mute and not re.search(words, told):
             raise Finding(f"no word: exit code {ended.codes}, and nothing was said")
+        if ended.codes[0] >= 0 and "not ended: still running, or killed" in told:
+            raise Finding(f"untrue: it ends with {ended.codes}, and says that it has not ended: {told[-600:]}")
         self._outcome(ended)
         self._claims()
         if any(re.search(r"^step ", line) for line in told.splitlines()):
@@ -244,9 +246,7 @@ class _Sequence:
         """Whether a run has ended with 3 for good: that is true where it was to roll back, what was done to it has cost
         the checkpoints to go back to, and it says so. One whose saves fail may end so where its config asks for that.
         """
-        outcome, past = read(self.run / "outcome.json"), {each.family for each in self.past}
-        if not outcome and episode.family == "read-only" and "could not be saved" in " ".join(ended.output.split()):
-            return False  # told where it could be
+        outcome, past = outcome_of(self.run, ended.output), {each.family for each in self.past}
         reason = str(outcome.get("reason", ""))
         if set(ended.codes) != {3} or outcome.get("exit_code") != 3:
             raise Finding(f"exit code: {ended.codes}, and outcome.json says {outcome}: {ended.output[-600:]}")
@@ -299,6 +299,8 @@ class _Sequence:
             if now.get(name, b"").startswith(self.before.get(name, b""))
         }
         made = {name for name in now if name.startswith("data/") and name not in self.before}  # from its source
+        if "journal.jsonl" in grown and read(self.run / "journal.seal.json"):
+            grown.add("journal.seal.json")
         left = {name for name in self.before if name.startswith("checkpoints/.tmp-") and name not in now}
         if changed := sorted(differ(self.before, now) - grown - made - left):
             raise Finding(f"changed by a refusal: {changed}: {said[:300]}")
@@ -310,8 +312,8 @@ class _Sequence:
         ]
 
     def _outcome(self, ended: Ended) -> None:
-        """outcome.json and the exit code agree, and what was saved verifies."""
-        outcome = read(self.run / "outcome.json")
+        """The outcome and the exit code agree, and what was saved verifies."""
+        outcome = outcome_of(self.run, ended.output)
         code = ended.codes[0]
         if code < 0:
             return
@@ -344,10 +346,16 @@ class _Sequence:
         for row in read_rows(self.run / "journal.jsonl", metrics=False):
             if row["kind"] == "checkpoint" and row["state"] in ("saved", "deleted", "rolled back"):
                 (saved.add if row["state"] == "saved" else saved.discard)(row["step"])
+            elif row["kind"] == "event" and row["code"] == "guard.rollback":
+                saved = {step for step in saved if step <= row["to_step"]}  # set aside from then on, file by file
         newest = max(store.steps(), default=0)
         for step in saved:
-            # Deleted, or set aside, by a process that was killed before it said so.
-            if not store.path(step).exists() and (step < newest or list(store.root.glob(f"*-step-{step:08d}*"))):
+            # Deleted, or set aside, by a process that was killed before it said so, or while it did so file by file.
+            away = list(store.root.glob(f"*-step-{step:08d}*"))
+            if store.path(step).exists():
+                if away and "torn rename" in {each.family for each in self.past}:
+                    continue
+            elif away or step < newest:
                 continue
             if problems := store.verify(step):
                 raise Finding(f"claim: the checkpoint of step {step} was saved, and does not verify: {problems[0]}")
