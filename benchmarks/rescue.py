@@ -22,8 +22,9 @@ CPU thread, on which FP8 without a mechanism ends within 0.1% of bf16:
 Of the first four none made FP8 lose more than bf16 in the grid above. Written after that was seen, a second round:
 
     growth      swiglu's two rows with norm 8 grow by the share VALUE in every step, and what `down` makes of their
-                product falls as much, in its updates too: the function that is trained is the same, the channel is what
-                alignment makes of it over hundreds of billions of tokens. The rows grow by hand, not by training
+                product falls as much, in its updates too: the function that is trained is nearly the same (SiLU becomes
+                ReLU), the channel is what alignment makes of it over hundreds of billions of tokens. The rows grow by
+                hand, not by training
 
 *Exploring* has a budget of six minutes of processor time for each mechanism: seed 100, each value in bf16 and in plain
 FP8, in the order of the grid. Of the values with which bf16 ends under 3.2 nats (of ln 24 = 3.18 for letters without
