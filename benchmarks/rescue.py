@@ -356,7 +356,7 @@ def main() -> None:
     known["machine"] = f"{platform.machine()} CPU, one thread, torch {torch.__version__}"
     if options.draw:
         for name, found in known["mechanisms"].items():
-            print(*(show(name, found["value"], row) for row in found.get("rows", [])), sep="\n")
+            print("".join(show(name, found["value"], row) + "\n" for row in found.get("rows", [])), end="")
         with atomic_file(options.picture) as stream:
             picture(known["mechanisms"]).savefig(stream, format="png", facecolor="white")
         return
