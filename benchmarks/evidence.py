@@ -254,7 +254,7 @@ def _held_out(part: str, record: dict[str, Any], draw: bool) -> dict[str, Any]:
     else:
         record |= {"fault at step": held_out.AT, "steps": [held_out.STEPS, held_out.GPT_STEPS]}
         record["faults"] = held_out.measure() if part == "held-out" else held_out.measure_missed()
-    print(held_out_pictures.table(record["faults"]))
+    print(held_out_pictures.table(record["faults"]), held_out_pictures.summary(record["faults"]), sep="\n\n")
     held_out_pictures.draw(record["faults"], ROOT / "docs" / "images", part)
     return record
 

@@ -195,7 +195,7 @@ class Oracle:
     def step(self, x: Tensor, weight: Tensor, gradient: Tensor) -> float:
         """What the step lost, 0 to 1. x: [rows, in], weight: [out, in], gradient: [rows, out], of all micro-batches."""
         exact = {"input": x.double(), "weight": weight.double(), "grad_output": gradient.double()}
-        rounded = {role: self._round(role, tensor) for role, tensor in exact.items()}
+        rounded = {role: self.rounded(role, tensor) for role, tensor in exact.items()}
         return max(
             _lost(product(exact), product(rounded))
             for product in (
@@ -205,7 +205,8 @@ class Oracle:
             )
         )
 
-    def _round(self, role: str, x: Tensor) -> Tensor:
+    def rounded(self, role: str, x: Tensor) -> Tensor:
+        """x as FP8 has it under the scale of the steps before, float64 of the same shape; its amax is noted."""
         largest, dtype = FORMATS[role]
         scale = largest / max(self.amaxes[role]) if self.amaxes[role] else 1.0
         if amax := float(x.abs().max()):

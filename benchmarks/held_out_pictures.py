@@ -42,6 +42,35 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """Markdown: a line for each family, over all strengths, duties and places."""
+    head = "| fault | runs | harmful | of these seen, after steps (median, latest) | missed | left without harm |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for family in dict.fromkeys(row["family"] for row in rows if row["family"] != "none"):
+        mine = [row for row in rows if row["family"] == family]
+        told = [verdict(row) for row in mine]
+        harmful = [row for row in mine if row["harm"] >= HARMFUL]
+        steps = sorted(row["left"] for row in harmful if row["left"])
+        late = f"{len(steps)} ({steps[len(steps) // 2]}, {steps[-1]})" if steps else "-"
+        counts = f"{told.count('miss') or '-'} | {told.count('needless') or '-'}"
+        lines.append(f"| {family} | {len(mine)} | {len(harmful) or '-'} | {late} | {counts} |")
+    healthy = [row for row in rows if row["family"] == "none"]
+    others = sum(bool(row["others"]) for row in rows)
+    lines.append(
+        f"\n{len(rows)} runs, {len(healthy)} of them without a fault, of which {_left(healthy)} lost a layer; "
+    )
+    lines[-1] += f"another layer left in {others}. Harm without a fault: {_range([row['harm'] for row in healthy])}"
+    return "\n".join(lines)
+
+
+def _left(rows: Sequence[Row]) -> int:
+    return sum(bool(row["left"] or row["others"]) for row in rows)
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}" if values else "-"
+
+
 def picture(rows: Sequence[Row], names: Sequence[str]) -> Figure:
     """Harm over strength for every family named: a line for each duty, filled where the layer left FP8."""
     columns = min(4, len(names))

@@ -2,6 +2,7 @@
 
     python -m benchmarks.rescue --explore              # which value of each mechanism's grid FP8 suffers from most
     python -m benchmarks.rescue --seeds 0 1 2          # the study, with the values that were explored
+    python -m benchmarks.rescue --draw                 # table and docs/images/rescue.png of what was measured
 
 **Plan**, committed before any of it was run. Five mechanisms, each with one knob and a grid of at most four values, in
 a GPT of two blocks of width 64 (133,000 parameters), 300 steps of 1,024 letters of `benchmarks.fallback`'s text on one
@@ -22,8 +23,9 @@ CPU thread, on which FP8 without a mechanism ends within 0.1% of bf16:
 Of the first four none made FP8 lose more than bf16 in the grid above. Written after that was seen, a second round:
 
     growth      swiglu's two rows with norm 8 grow by the share VALUE in every step, and what `down` makes of their
-                product falls as much, in its updates too: the function that is trained is the same, the channel is what
-                alignment makes of it over hundreds of billions of tokens. The rows grow by hand, not by training
+                product falls as much, in its updates too: the function that is trained is nearly the same (SiLU becomes
+                ReLU), the channel is what alignment makes of it over hundreds of billions of tokens. The rows grow by
+                hand, not by training
 
 *Exploring* has a budget of six minutes of processor time for each mechanism: seed 100, each value in bf16 and in plain
 FP8, in the order of the grid. Of the values with which bf16 ends under 3.2 nats (of ln 24 = 3.18 for letters without
@@ -34,7 +36,8 @@ own, which the study then runs in any case.
 Each seed has four runs from the same weights, on the same data in the same order: `bf16`, `plain` (FP8, fallback off),
 `fallback` (the same recipe with the fallback as shipped) and `clean` (fp8_hybrid as shipped without the mechanism).
 Validation loss every ten steps on 256 samples. Steps lost: 300 less the first at which bf16 was as good as the run
-ended. Guilty layers are those that the mechanism puts its outliers into; any other that leaves FP8 is named innocent.
+ended, none if that was as good as bf16's end. Guilty layers are those that the mechanism puts its outliers into; any
+other that leaves FP8 is named innocent.
 `rate`, `logits` and `embedding` have no guilty layer of their own: all that leave are only named.
 """
 
@@ -52,12 +55,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.fallback import prepare
 from harness import Precision
 from harness.core.facts import jsonable
-from harness.core.files import read_json, write_json
+from harness.core.files import atomic_file, read_json, write_json
 from harness.models.gpt import build
 from harness.precision.recipe import Recipe, load_recipe
 
@@ -270,8 +274,10 @@ def study(text: Text, name: str, value: float, seeds: Sequence[int]) -> list[dic
 
 
 def steps_lost(bf16: Mapping[str, Any], run: Mapping[str, Any]) -> int:
-    """How many steps before its end bf16 was as good as the run ended; 0 if it never was better."""
+    """How many steps before its end bf16 was as good as the run ended; 0 if the run ended as well as bf16."""
     values, end = bf16["val"], end_of(run)
+    if end <= end_of(bf16):
+        return 0
     first = next((place for place, loss in enumerate(values) if loss is not None and loss <= end), len(values) - 1)
     return (len(values) - 1 - first) * EVERY if end < math.inf else STEPS
 
@@ -293,10 +299,53 @@ def show(name: str, value: float, row: Mapping[str, Any]) -> str:
     return "  ".join(parts) + f"  left {left}  innocent {innocent(MECHANISMS[name], left['fallback'])}"
 
 
+LOOKS = {
+    "clean": ("#9a9a9a", "-", "FP8 without the mechanism"),
+    "plain": ("#cb181d", "-", "FP8, no fallback"),
+    "fallback": ("#2c7fb8", "-", "FP8 with the fallback"),
+    "bf16": ("#222222", ":", "bf16"),
+}
+
+
+def picture(known: Mapping[str, Any]) -> Figure:
+    """Validation loss over steps, a panel for each mechanism: seeds thin, their mean thick; demotions as ticks."""
+    studied = {name: found for name, found in known.items() if found.get("rows")}
+    columns = min(3, len(studied))
+    lines = -(-len(studied) // columns)
+    figure = Figure(figsize=(3.4 * columns, 2.7 * lines + 0.4), dpi=150, layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes, (name, found) in zip(panels, studied.items(), strict=False):
+        for arm, (colour, line, label) in LOOKS.items():
+            runs = [row["runs"][arm] for row in found["rows"]]
+            steps = range(EVERY, STEPS + 1, EVERY)
+            losses = [[math.nan if loss is None else loss for loss in run["val"]] for run in runs]
+            for each in losses:
+                axes.plot(steps, each, color=colour, linewidth=0.5, alpha=0.4)
+            axes.plot(steps, [sum(at) / len(at) for at in zip(*losses, strict=True)], line, color=colour, label=label)
+            for step in {first for run in runs for first in run["left"].values()} if arm == "fallback" else ():
+                axes.axvline(step, ymax=0.06, color=colour, linewidth=1.0)
+        ends = [end_of(row["runs"][arm]) for row in found["rows"] for arm in ARMS]
+        lowest = min(ends)
+        axes.set_ylim(lowest - 0.05, max(lowest + 0.6, min(max(ends) + 0.3, 5.6)))
+        axes.set_title(f"{name}, {found['value']:g}", fontsize=9, loc="left")
+        axes.grid(color="#e9e9e9", linewidth=0.5)
+        axes.tick_params(labelsize=8)
+    for axes in panels[len(studied) :]:
+        axes.set_visible(False)
+    for axes in panels[::columns]:
+        axes.set_ylabel("validation loss, nats", fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8
+    )
+    return figure
+
+
 def main() -> None:
     """Do what the options say; the results file is written after each mechanism."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--explore", action="store_true")
+    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "rescue.png")
     parser.add_argument("--mechanisms", nargs="+", choices=list(MECHANISMS), default=list(MECHANISMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=OUT)
@@ -305,6 +354,12 @@ def main() -> None:
     known: dict[str, Any] = read_json(options.out) if options.out.exists() else {"mechanisms": {}}
     known |= {"command": "python -m benchmarks.rescue", "steps": STEPS}
     known["machine"] = f"{platform.machine()} CPU, one thread, torch {torch.__version__}"
+    if options.draw:
+        for name, found in known["mechanisms"].items():
+            print("".join(show(name, found["value"], row) + "\n" for row in found.get("rows", [])), end="")
+        with atomic_file(options.picture) as stream:
+            picture(known["mechanisms"]).savefig(stream, format="png", facecolor="white")
+        return
     text = Text.made()
     for name in options.mechanisms:
         if options.explore:
