@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -259,12 +260,18 @@ def _end_is_saved(folder: Path) -> bool:
     return (folder / "checkpoints" / step_name(read_outcome(folder)["step"])).is_dir()
 
 
+_REPLACED = ("config.yaml", "plan.json", "outcome.json")
+
+
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises CheckpointError for a file of the run that cannot be written, such as one in whose place there is a
-    folder.
+    """Raises CheckpointError for a file of the run that cannot be written; for one in whose place there is a folder
+    before any is, as what is refused changes nothing.
     """
     try:
+        for name in _REPLACED:
+            if (folder / name).is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder / name))
         yield
     except OSError as error:
         where = error.filename2 or error.filename or folder

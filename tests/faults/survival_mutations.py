@@ -203,6 +203,13 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         27,
+        "what is refused for a folder in the place of a file replaces no other",
+        "            if (folder / name).is_dir():\n",
+        "            if False:\n",
+        "tests/faults/test_other_files.py -k folder_in",
+    ),
+    Mutation(
+        27,
         "a file of the run that cannot be replaced is named",
         "    except OSError as error:\n        where = error.filename2",
         "    except ZeroDivisionError as error:\n        where = error.filename2",
