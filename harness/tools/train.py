@@ -30,7 +30,7 @@ from harness.build import (
 from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
-from harness.checkpoint.store import Store, lacks_room
+from harness.checkpoint.store import Store, check_unfinished, lacks_room
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
@@ -90,6 +90,7 @@ def train(request: Request) -> int:
             config = adopt_vocab(folder if resuming or source is None else source.parent.parent, config)
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
+            check_unfinished(folder / "checkpoints", load_ledger(folder).returned_to)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
         if is_finished(folder, config.train.steps) and _end_is_saved(folder):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")

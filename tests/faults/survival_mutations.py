@@ -70,6 +70,13 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
+        "a rollback that the run never made is not carried out",
+        "    if target is not None and target not in returned_to:\n",
+        "    if False:\n",
+        "tests/faults/test_deleted_checkpoints.py -k never_made",
+    ),
+    Mutation(
+        4,
         "a checkpoint that is gone is told",
         "                if missing:\n",
         "                if False:\n",
