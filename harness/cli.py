@@ -54,6 +54,11 @@ COMMANDS = {
 }
 
 
+_kept: list[BaseException] = []
+"""What ended the command. Its traceback has every frame, and with them process groups, whose end waits for threads of
+theirs that may wait for Python's lock: a rank that lost another would never end."""
+
+
 def _guarded(action: Callable[[], int], trains: bool = False) -> None:
     """Run a command; errors meant for the user end it with their text and exit code. trains: see `_end`."""
     trains = trains or "RANK" in os.environ
@@ -63,14 +68,17 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
         code = int(error.exit_code)
         end_at_a_signal(code)  # a launcher may end this rank while another speaks
         _tell(error)
+        _kept.append(error)
     except StoppedEarly as signal:
         end_at_a_signal(ExitCode.STOPPED)
-        print(f"{signal}: {NOTHING_YET}", file=sys.stderr)
+        _say(f"{signal}: {NOTHING_YET}")
+        _kept.append(signal)
         code = int(ExitCode.STOPPED)
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         if not trains:
             raise
-        traceback.print_exc()
+        _say(traceback.format_exc().rstrip())
+        _kept.append(error)
         code = 1
     if trains:
         _end(code)
@@ -82,7 +90,13 @@ def _tell(error: HarnessError) -> None:
     rank = os.environ.get("RANK", "0")
     if rank != "0" and not isinstance(error, LostRankError):
         time.sleep(_LEAD_SPEAKS_SECONDS)
-    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+    _say(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}")
+
+
+def _say(text: str) -> None:
+    """On stderr, if it takes a word: the exit code does not hang on that."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _end(code: int) -> NoReturn:

@@ -5,6 +5,7 @@ One run has one writer: a lock on its folder, which the kernel releases with its
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -41,6 +42,7 @@ _BEGINNINGS = (
     "incidents.json",
     "shipper.json",
     "data/corpus.json",
+    "data/source.json",
     "data/target.json",
     _SOURCE,
     _RESERVE,
@@ -477,6 +479,8 @@ class RunLock:
             fix = "wait for it, stop it, or give this run another --name"
             return Problem(f"another process is writing this run: {owner}", where, fix=fix)
         fix = "choose a folder on a writable disk that supports file locks"
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            where, fix = str(self._path), "move away what is there: it is no lock of a run"
         return Problem("the run folder cannot be locked", where, why=error.strerror or str(error), fix=fix)
 
 

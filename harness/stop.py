@@ -160,7 +160,8 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.reason:
             self.reason = signal.Signals(number).name
-            os.write(2, f"\n{self.reason}: saving after this step, then stopping\n".encode())
+            with suppress(OSError):  # a log on a full disk: the save does not hang on the word
+                os.write(2, f"\n{self.reason}: saving after this step, then stopping\n".encode())
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts >= _FORCE_AFTER:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,7 @@ class Telemetry:
         self.lock: RunLock | None = None
         self._last = (0, 0)
         self._counts: dict[str, int] = {}
+        self._ended: Outcome | None = None
         self._ahead: int | None = None
         self._closed = False
 
@@ -299,8 +300,9 @@ class Telemetry:
     def _write_outcome(self, outcome: Outcome) -> None:
         """outcome.json with what the state says of the steps; a folder that does not even take that is told."""
         assert self.folder is not None
+        self._ended = replace(outcome, **self._counts)
         try:
-            write_outcome(self.folder, replace(outcome, **self._counts))
+            write_outcome(self.folder, self._ended)
         except OSError as error:
             text = f"outcome.json could not be written to {self.folder}: {error}"
             self.screen.event(f"{text}; the run ends with {outcome.exit_code:d}: {outcome.reason}")
@@ -371,7 +373,7 @@ class Telemetry:
         from harness.report.summary import summary
 
         delivered = self._ship.drain(self.config.drain_seconds) if self._ship else None
-        self.screen.say(summary(self.folder))
+        self.screen.say(summary(self.folder, asdict(self._ended) if self._ended is not None else None))
         if self.journal.dropped:
             self.screen.event(
                 f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL} to the end; "

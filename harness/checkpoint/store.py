@@ -373,11 +373,13 @@ def lacks_room(folder: Path, bytes_each: int, existing: int) -> list[Problem]:
 
 
 def _write(path: Path) -> None:
-    with path.open("wb") as stream:
-        stream.write(b"\0")
-        stream.flush()
-        os.fsync(stream.fileno())
-    path.unlink()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        os.write(descriptor, b"\0")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
 
 
 def _size(count: int) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.core.errors import DataError, Problem, some
+from harness.data.shards import LEFT_OUT, named_splits, text_beside
 
 MAX_BYTES = 1 << 30
 """Most bytes of text a run takes by itself: all of it is held in memory once, while the snapshot is written."""
@@ -76,7 +77,8 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
         raise DataError(_unreadable(path, error)) from error
     if folder:
         return read_files(str(path), root, walk(root), bad)
-    text = read_files(str(path), root.parent, [root])
+    beside = text_beside(root)
+    text = read_files(str(path), root.parent, [root, *([beside] if beside else [])], "fail" if beside else "auto")
     return Text(text.source, text.documents)
 
 
@@ -212,6 +214,22 @@ def standard_library() -> Text:
             )
         )
     return read_files(f"Python {platform.python_version()} standard library", folder, paths)
+
+
+def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[Document]]:
+    """(the text without a test split, training, validation).
+
+    The names of the files say which they are, if those of all files do (`train.txt` and `val.txt`, a folder `train` and
+    one `test`); else, or if none is validation, see `split_documents`.
+    """
+    said = named_splits([document.name for document in text.documents])
+    others = tuple(Skipped(name, LEFT_OUT[split]) for name, split in said.items() if split in LEFT_OUT)
+    kept = [document for document in text.documents if said.get(document.name) not in LEFT_OUT]
+    text = Text(text.source, tuple(kept), tuple(sorted((*text.skipped, *others), key=lambda skip: skip.name)))
+    val = [document for document in kept if said.get(document.name) == "val"]
+    if val:
+        return text, [document for document in kept if said[document.name] == "train"], val
+    return text, *split_documents(kept, val_fraction)
 
 
 def split_documents(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from harness.tracking.seal import spans
 MAX_NAMED = 8
 
 
-def summary(run_dir: Path) -> RenderableType:
-    """What to print when a run has ended, with crop=False, as commands are not wrapped.
+def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> RenderableType:
+    """What to print when a run has ended, with crop=False, as commands are not wrapped. ended: its outcome, as the disk
+    may have refused outcome.json.
 
     Raises ConfigError if `run_dir` is no run folder.
     """
     history = RunHistory.read(run_dir)
+    if ended is not None:
+        history = replace(history, outcome={**history.outcome, **ended})
     table = Table.grid(padding=(0, 2))
     halted = history.outcome.get("status") == HALTED
     for label, text in [*account(history), *_where(history)]:

@@ -29,10 +29,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
-from attack_plans import FAMILIES, Attack, Episode, draw  # noqa: E402
+from attack_plans import FAMILIES, KINDS, Attack, Episode, draw  # noqa: E402
 
 LEDGER = HERE / "attack_ledger.jsonl"
-RESULTS: tuple[str, ...] = ("same", "refused", "known", "finding")
+RESULTS: tuple[str, ...] = ("same", "refused", "finding")
 
 
 def commit() -> str:
@@ -46,25 +46,14 @@ def commit() -> str:
     return (head.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")
 
 
-def known(attack: Attack, finding: str) -> str:
-    """The open issue that a finding belongs to; empty if it is new."""
-    if not finding.startswith(("history: ", "outcome: ")):
-        return ""
-    touched = json.dumps([asdict(each) for each in attack.episodes])
-    journals = "journal.jsonl" in touched or "power" in touched or "all but checkpoints" in touched
-    if journals and finding.startswith("outcome: "):
-        return "an outcome counts rows of a journal that was cut, deleted or doubled"
-    return ""
-
-
 def main() -> int:
-    """The command line."""
+    """The command line. A line of the ledger may be "known" too: a gap that was open when it was written."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--minutes", type=float, default=20.0)
     words.add_argument("--seed", type=int, help="of the first sequence, the next ones follow [default: one not tried]")
     words.add_argument("--count", type=int, default=0, help="sequences, instead of minutes")
     words.add_argument("--family", action="append", default=[], help="only these")
-    words.add_argument("--kind", default="", help="python, torchrun ranks, deepspeed ranks, torchrun or deepspeed")
+    words.add_argument("--kind", default="", help=", ".join(KINDS))
     words.add_argument("--each", action="store_true", help="one sequence of each family")
     words.add_argument("--open", action="store_true", help="again what the ledger has as found or known, as it was")
     words.add_argument("--ledger", type=Path, default=LEDGER)
@@ -79,15 +68,13 @@ def main() -> int:
 
     os.environ["LD_PRELOAD"] = preload(work, HERE)  # before the warm processes' server starts
     os.environ["OMP_NUM_THREADS"] = "1"
-    from attack_run import Field
+    from attack_field import Field
+    from attack_run import attack_once
 
     began, head, sums = time.monotonic(), commit(), dict.fromkeys(RESULTS, 0)
     with Field(work) as field:
         for attack, name in attacks(given):
-            result = field.attack(attack)
-            reason = known(attack, result.finding) if result.result == "finding" else ""
-            if reason:
-                result.result = "known"
+            result = attack_once(field, attack)
             sums[result.result] += 1
             faults = sum(each.count() for each in attack.episodes) - result.missed
             print(f"seed {attack.seed}  {attack.kind}, {attack.variant}: {', '.join(attack.families)}: {result.result}"
@@ -96,7 +83,12 @@ def main() -> int:
                 tell(attack, result.finding, result.log, work, name["again"])
             if not given.no_ledger:
                 line = {"seed": attack.seed, **name, "commit": head, "kind": attack.kind, "families": attack.families}
-                line |= {"faults": faults, "result": result.result, "finding": reason or result.finding[:300]}
+                line |= {"faults": faults, "result": result.result, "finding": result.finding[:300]}
+                line |= (
+                    {"changes": changes}
+                    if (changes := [each.change for each in attack.episodes if each.change])
+                    else {}
+                )
                 append(given.ledger, line | ({"attack": asdict(attack)} if result.finding else {}))
             if not given.count and not given.each and time.monotonic() - began > 60 * given.minutes:
                 break

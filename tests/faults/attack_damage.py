@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +57,7 @@ class Damage:
             copy = None
         self._saved.append((path, copy))
         inside = path.relative_to(self.run).parts
-        self.names |= {path.name, *inside, *(["changed from"] if path.name == "config.yaml" else [])}
+        self.names |= said_of(inside)
         self.touched |= {inside[0], path.name}
 
     def undo(self) -> None:
@@ -155,6 +155,19 @@ class Damage:
         if path.parent.is_dir():
             _remove(path)
             path.write_bytes(data)
+
+
+def said_of(inside: Sequence[str]) -> set[str]:
+    """What a refusal may call a file or folder of a run; of a file in a checkpoint that checkpoint, of a file in data/
+    the file, the folder or what it holds. The keys of a config are called by their own names."""
+    path = "/".join(inside)
+    found = {f"runs/r/{path}", *({inside[-1]} if "." in inside[-1] else ())}
+    if inside[0] == "checkpoints" and len(inside) > 1 and inside[1].startswith("step-"):
+        found |= {inside[1], f"step {int(inside[1].removeprefix('step-'))}"}
+    if inside[0] == "data":
+        found |= {"runs/r/data", "the data are others"}
+    more = {"config.yaml": "changed from", "plan.json": "the recipe's contents", "journal.jsonl": "the journal"}
+    return found | ({more[inside[-1]]} if inside[-1] in more else set())
 
 
 def forged(data: bytes, name: str, how: str, chance: random.Random) -> bytes:
@@ -263,10 +276,18 @@ def other_command(folder: Path, change: str) -> tuple[list[str], str, Any]:
         return list(arguments), said, nothing
     if change == "huge recipe":
         (folder / "huge.yaml").write_bytes(recipe.read_bytes() + b"# " + b"x" * (100 << 20))
-        return ["--recipe", "huge.yaml"], "huge.yaml", lambda: (folder / "huge.yaml").unlink()
+        return (
+            ["--recipe", "huge.yaml"],
+            r"huge\.yaml: cannot be read: is larger than",
+            lambda: (folder / "huge.yaml").unlink(),
+        )
     if change == "huge config":
         (folder / "huge.yaml").write_bytes(b"a: [" + b"1, " * (30 << 20))
-        return ["--config", "huge.yaml"], "huge.yaml", lambda: (folder / "huge.yaml").unlink()
+        return (
+            ["--config", "huge.yaml"],
+            r"huge\.yaml: cannot be read: is larger than",
+            lambda: (folder / "huge.yaml").unlink(),
+        )
     if change == "recipe contents":
         before = recipe.read_bytes()
         recipe.write_bytes(before.replace(b"margin: 0", b"margin: 1"))

@@ -8,6 +8,7 @@ done is a line in ATTACK_TOLD before it is done.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import runpy
@@ -60,6 +61,10 @@ def act(what: Mapping[str, Any]) -> None:
         case "clock":
             Path("offset.new").write_text(words[0])
             os.replace("offset.new", "offset")
+        case "until":  # the attacker has made a file
+            deadline = time.monotonic() + float(words[1])
+            while not Path(words[0]).exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
         case "wait":  # for whoever reads ATTACK_TOLD
             time.sleep(float(words[0]))
         case _:
@@ -82,9 +87,11 @@ def main() -> None:
         real: Callable[..., Any] = getattr(owner, name)
         setattr(owner, name, lambda *given, **named: (due(place), real(*given, **named))[1])
 
-    from harness.stop import end_while_importing
+    from harness import stop
 
-    end_while_importing()  # as launch/train.py
+    stop._PARENT, stop._GRANDPARENT = stop._launchers()  # not those of a process that this one was forked from
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # to tell where it hangs
+    stop.end_while_importing()  # as launch/train.py
     due("begin")
     from harness import cli
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,26 @@ from harness.tracking.journal import read_rows
 from tests.support.runs import ROOT
 
 TRACEBACK = "Traceback (most recent call last)"
+Row = tuple[int, int, str, str]
+_SPANS = re.compile(r": ([0-9][-0-9, ]*)")
 _OF_PROCESSES = ("run.", "checkpoint.", "flight.", "report.", "journal.")
+
+
+_NOT_WRITTEN = re.compile(r"outcome\.json could not be written.*?; the run ends with (\d+): (.*)")
+_AT = re.compile(r"^outcome +(\w+) at step (\d+)", re.MULTILINE)
+
+
+def outcome_of(run: Path, told: str) -> dict[str, Any]:
+    """outcome.json, or what the screen has in its place where a disk did not take it."""
+    found, at = _NOT_WRITTEN.search(told), _AT.search(told)
+    if not found or not at:
+        return read(run / "outcome.json")
+    return {"exit_code": int(found[1]), "reason": found[2], "status": at[1], "step": int(at[2])}
+
+
+def refusal(told: str) -> str:
+    """What a start that refuses says, without what it said before that."""
+    return told[told.index("error:") :] if "error:" in told else ""
 
 
 def traceback(told: str, kind: str) -> str:
@@ -29,7 +51,26 @@ def traceback(told: str, kind: str) -> str:
     return ""
 
 
-def compare(run: Path, undisturbed: Path, last: int) -> str:
+@dataclass
+class Rows:
+    """What the attacker did to rows of a journal: how many more of each there are, or fewer. lossy: a disk took none
+    for a while, or the journal was deleted while the run wrote it, so that only the run can tell which are gone.
+    """
+
+    altered: Counter[Row] = field(default_factory=Counter)
+    lossy: bool = False
+
+    def change(self, before: Iterable[Row], after: Iterable[Row]) -> None:
+        """By what was done just now."""
+        self.altered.update(after)
+        self.altered.subtract(before)
+
+    @property
+    def touched(self) -> bool:
+        return self.lossy or any(self.altered.values())
+
+
+def compare(run: Path, undisturbed: Path, last: int, rows: Rows | None = None) -> str:
     """What tells a run that is through from one that was left alone; empty if nothing. Bytes first, then history."""
     ours, theirs = checkpoint(run, last), checkpoint(undisturbed, last)
     if not ours.is_dir():
@@ -43,52 +84,74 @@ def compare(run: Path, undisturbed: Path, last: int) -> str:
         wrong.append("state.json")
     if wrong:
         return f"bytes: the last checkpoint has others than an undisturbed run: {', '.join(wrong)}"
-    return compare_history(run, undisturbed, last)
+    return compare_history(run, undisturbed, last, rows or Rows())
 
 
-def compare_history(run: Path, undisturbed: Path, last: int) -> str:
-    """Every row of every step, once, in order, to the last bit; the guard's events with them."""
+def compare_history(run: Path, undisturbed: Path, last: int, altered: Rows) -> str:
+    """Every row of every step, once, in order, to the last bit; the guard's events with them; and the outcome's counts.
+
+    Where the attacker altered rows, the run must have said so (`journal.changed`), step by step where figures are gone
+    or stand twice, and nothing else may differ than what was altered: rows that were lost may have come back.
+    """
     if not (run / "journal.jsonl").exists():
         return "history: there is no journal"
-    ours, theirs = _figures(run), _figures(undisturbed)
+    outcome, expected = read(run / "outcome.json"), read(undisturbed / "outcome.json")
+    if wrong := [
+        key for key in ("status", "step", "applied", "skipped", "val_loss") if outcome.get(key) != expected[key]
+    ]:
+        return f"outcome: {', '.join(f'{key} is {outcome.get(key)}' for key in wrong)}"
+    ours, theirs = figures(run), figures(undisturbed)
     if _rollbacks(run) != _rollbacks(undisturbed):
         # To an older checkpoint, since the one after it was not saved: more steps are done again, to the same end.
         targets = [to for each in (run, undisturbed) for _, to in _rollbacks(each)]
         ours, theirs = ([row for row in rows if not min(targets) < row[0] <= max(targets)] for rows in (ours, theirs))
     if ours == theirs:
-        outcome, expected = read(run / "outcome.json"), read(undisturbed / "outcome.json")
-        wrong = [
-            key for key in ("status", "step", "applied", "skipped", "val_loss") if outcome.get(key) != expected.get(key)
-        ]
-        return f"outcome: {', '.join(f'{key} is {outcome.get(key)}' for key in wrong)}" if wrong else ""
+        return ""
+    told = [event["text"] for event in events_of_rows(run) if event["code"] == "journal.changed"]
     missing = [step for step in range(1, last + 1) if step not in {step for step, *_ in ours}]
-    twice = sorted({row[:3] for row in ours if ours.count(row) > 1})
-    changed = [event["text"] for event in events_of_rows(run) if event["code"] == "journal.changed"]
-    if changed and _named(changed).issuperset(missing):
-        return ""  # rows were lost, or changed, and the run said so, step by step
-    if missing:
+    if missing and not _named(told, "no figures of").issuperset(missing):
         return f"history: {len(missing)} steps have no row: {missing[:20]}; told: {_told_of_rows(run)}"
-    if twice:
-        return f"history: rows stand twice: {[row[0] for row in twice][:10]}"
+    twice = sorted({row[0] for row, count in Counter(ours).items() if count > 1 and row[2] == "metrics"})
+    if twice and not _named(told, "stand twice").issuperset(twice):
+        return f"history: rows stand twice: {twice[:10]}"
     first = next(
         (f"{a} against {b}" for a, b in zip(ours, theirs, strict=False) if a != b),
         f"{len(ours)} rows, not {len(theirs)}",
     )
-    return f"history: {first[:500]}"
+    if not (told and altered.touched):
+        return f"history: {first[:500]}"
+    return _not_altered(Counter(ours), Counter(theirs), altered, min(missing, default=last))
 
 
-def _figures(run: Path) -> list[tuple[int, int, str, str]]:
+def _not_altered(ours: Counter[Row], theirs: Counter[Row], altered: Rows, gone: int) -> str:
+    """The first difference that the attacker did not make. gone: the first step without a row, at which a disk that
+    took none began, or one step earlier.
+    """
+    for row in sorted({*ours, *theirs}):
+        more, made = ours[row] - theirs[row], altered.altered[row]
+        lost = altered.lossy and row[0] >= gone - 1
+        if more > max(made, 0):
+            return f"history: nobody altered it, and it is there {ours[row]} times, not {theirs[row]}: {row}"[:500]
+        if more < min(made, 0) and not lost:
+            return f"history: nobody altered it, and it is gone: {row}"[:500]
+    return ""
+
+
+def figures(run: Path) -> list[Row]:
     """The rows of figures in order, then the events: what a step is switched to is told before the step before it is
     judged, or after it where the run stops there.
     """
-    figures, events = [], []
+    metrics_rows: list[Row] = []
+    events: list[Row] = []
+    if not (run / "journal.jsonl").is_file():
+        return []
     for row in read_rows(run / "journal.jsonl"):
         if row["kind"] == "metrics":
             metrics = {name: value for name, value in row["metrics"].items() if name not in OF_THE_PROCESS}
-            figures.append((row["step"], row["attempt"], "metrics", repr(sorted(metrics.items()))))
+            metrics_rows.append((row["step"], row["attempt"], "metrics", repr(sorted(metrics.items()))))
         elif row["kind"] == "event" and not row["code"].startswith(_OF_PROCESSES):
             events.append((row["step"], row["attempt"], row["code"], ""))
-    return figures + sorted(events, key=lambda event: event[:2])
+    return metrics_rows + sorted(events, key=lambda event: event[:2])
 
 
 def events_of_rows(run: Path) -> list[dict[str, Any]]:
@@ -101,10 +164,10 @@ def _told_of_rows(run: Path) -> list[str]:
     return [f"{row['code']} at step {row['step']}" for row in events_of_rows(run)]
 
 
-def _named(texts: list[str]) -> set[int]:
-    """The steps without figures that `journal.changed` names."""
-    spans = [span for text in texts for span in re.findall(r"no figures of \d+ steps: ([-0-9, ]+)", text)]
-    pairs = [each.strip().split("-") for span in spans for each in span.split(",") if each.strip()]
+def _named(texts: list[str], what: str) -> set[int]:
+    """The steps that `journal.changed` names, as having no figures or as standing twice."""
+    found = [span for text in texts for clause in text.split(";") if what in clause for span in _SPANS.findall(clause)]
+    pairs = [each.strip().split("-") for span in found for each in span.split(",") if each.strip()]
     return {step for first, *last in pairs for step in range(int(first), int(last[0] if last else first) + 1)}
 
 
@@ -117,11 +180,12 @@ def _rollbacks(run: Path) -> list[tuple[int, int]]:
 
 def _state(folder: Path, elsewhere: bool) -> dict[str, Any]:
     """state.json without how long older checkpoints have waited, and the keys of the config that may change; nor, where
-    a rollback went elsewhere, the hash of where."""
+    a rollback went elsewhere, the hash of where, and how many skips there were in all: some of them a second time."""
     content = read(folder / "state.json")
     content.pop("waiting", None)
     if elsewhere:
         content.pop("sealed", None)
+        (content.get("budgets") or {}).pop("skips", None)
     bound = content.get("bound") or {}
     config = bound.get("config") or {}
     for key in ("checkpoint", "tracking"):

@@ -12,14 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("python", "torchrun ranks", "deepspeed ranks", "torchrun", "deepspeed")
-"""One process; two that take themselves for a launcher's ranks (warm: nine tenths of the cost of a launcher is its
-imports); two under the launcher itself."""
-SHARES = {"python": 74, "torchrun ranks": 14, "deepspeed ranks": 5, "torchrun": 5, "deepspeed": 2}
+KINDS = ("python", "new python", "torchrun ranks", "deepspeed ranks", "torchrun", "deepspeed")
+"""One process, forked from one that has imported everything, or a new interpreter; two that take themselves for a
+launcher's ranks (forked too: nine tenths of the cost of a launcher is its imports); two under the launcher itself."""
+SHARES = {"python": 65, "new python": 8, "torchrun ranks": 12, "deepspeed ranks": 6, "torchrun": 5, "deepspeed": 4}
+ALONE = ("python", "new python")
 VARIANTS: Mapping[str, int] = {"plain": 24, "rolled": 30, "remembered": 30, "switched": 32}
 """Runs, and their steps: one without anything; with a step that is skipped and a rollback over two windows, to a
 checkpoint or to a snapshot in memory; with layers that leave FP8."""
 
+START_SECONDS = {"new python": 4.0, "torchrun": 6.0, "deepspeed": 8.0}
+"""Within which a start that imports everything has begun to train."""
 SIGNALS = (("SIGTERM",), ("SIGINT",), ("SIGUSR1",), ("SIGHUP",), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGTERM"),
            ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGINT", "SIGHUP"))  # fmt: skip
 STAGES = ("begin", "join_worker", "build_plan", "build_data", "open_store", "open_telemetry", "build_run", "save")
@@ -64,7 +67,7 @@ class Attack:
 
     @property
     def ranks(self) -> int:
-        return 1 if self.kind == "python" else 2
+        return 1 if self.kind in ALONE else 2
 
     @property
     def families(self) -> list[str]:
@@ -82,7 +85,7 @@ class Scene:
 
     @property
     def ranks(self) -> int:
-        return 1 if self.kind == "python" else 2
+        return 1 if self.kind in ALONE else 2
 
     def step(self) -> int:
         return self.chance.randint(self.first, self.last)
@@ -102,7 +105,7 @@ def kill(scene: Scene) -> Episode:
     """SIGKILL: after a step, at the n-th file call after it, or at a random moment."""
     how, at = scene.chance.choice(("step", "call", "call", "call", "moment", "stage")), scene.step()
     if how == "moment":
-        after = round(scene.chance.uniform(0.05, 0.9 if scene.kind != "deepspeed" else 8.0), 3)
+        after = round(scene.chance.uniform(0.05, START_SECONDS.get(scene.kind, 0.9)), 3)
         return Episode("kill", reactions=[{"when": "started", "after": after, "do": "kill all"}], may=[-9, 1, 75])
     if how in ("step", "stage"):
         place = at if how == "step" else scene.chance.choice(STAGES)
@@ -134,9 +137,22 @@ def freeze(scene: Scene) -> Episode:
 
 
 def disk(scene: Scene) -> Episode:
-    """No room for bytes or names, or nothing can be changed, from a step on; then room, a request to stop, a kill."""
+    """No room for bytes from a step on; then room, a request to stop, a kill."""
+    return _disk(scene, "disk", scene.chance.choice(("0", str(scene.chance.choice((1, 100, 5000, 200_000))))))
+
+
+def no_names(scene: Scene) -> Episode:
+    """Room for bytes, and none for a name (a disk without inodes), from a step on."""
+    return _disk(scene, "no inodes", "names")
+
+
+def read_only(scene: Scene) -> Episode:
+    """Nothing can be changed from a step on, nor what is open: a file system that was remounted after an error."""
+    return _disk(scene, "read-only", "readonly")
+
+
+def _disk(scene: Scene, family: str, state: str) -> Episode:
     chance, at = scene.chance, scene.step()
-    state = chance.choice(("0", str(chance.choice((1, 100, 5000, 200_000))), "names", "readonly"))
     policy = chance.choice(("pause", "pause", "continue", "halt"))
     arguments = [f"checkpoint.on_failure={policy}", "checkpoint.max_failures=2", "checkpoint.retry_seconds=0.2"]
     if chance.random() < 0.2:
@@ -146,7 +162,7 @@ def disk(scene: Scene) -> Episode:
     )
     reactions = [{"when": when, "after": round(chance.uniform(0.0, 1.0), 2), "do": do},
                  {"when": "paused", "after": 4.0, "do": "room"}]  # fmt: skip
-    return Episode("disk", events=[{"at": at, "do": ["disk", state]}], reactions=reactions, arguments=arguments,
+    return Episode(family, events=[{"at": at, "do": ["disk", state]}], reactions=reactions, arguments=arguments,
                    may=[-9, 1, 3, 75])  # fmt: skip
 
 
@@ -234,6 +250,18 @@ def writers(scene: Scene) -> Episode:
                    may=[-9, 1, 75])  # fmt: skip
 
 
+def suspend(scene: Scene) -> Episode:
+    """Every process, launcher included, stands still at once, as on a machine that is put to sleep; when it goes on,
+    the wall clock is another. Some sleep for longer than the ranks would wait for each other.
+    """
+    at, jump = scene.step(), scene.chance.choice((-3600, -5, 60, 28_800, 31_536_000))
+    seconds = 12.0 if scene.chance.random() < 0.15 else round(scene.chance.uniform(0.2, 2.0), 2)
+    reactions = [{"when": "fired", "after": 0.0, "do": f"suspend {jump}"},
+                 {"when": "fired", "after": seconds, "do": "continue all"}]  # fmt: skip
+    return Episode("suspend", events=[{"at": at, "do": ["wait", "0.2"]}, *scene.end(at)], reactions=reactions,
+                   may=[-9, 75, 1])  # fmt: skip
+
+
 def clock(scene: Scene) -> Episode:
     """The wall clock is set, between starts and within."""
     events = [{"at": at, "do": ["clock", str(scene.chance.choice((-3600, 3600, 31_536_000, -31_536_000, 0, 7)))]}
@@ -260,6 +288,14 @@ def tracking(scene: Scene) -> Episode:
                    reactions=reactions, may=[-9, 75, 1])  # fmt: skip
 
 
+def server(scene: Scene) -> Episode:
+    """MLflow's server itself is killed and started again, with other credentials until a while later."""
+    at = scene.step()
+    return Episode("server", events=[{"at": at, "do": ["wait", "0.1"]}, {"at": at, "do": ["until", "server-up", "240"]},
+                                     *scene.end(at)],
+                   reactions=[{"when": "fired", "after": 0.0, "do": "restart server"}], may=[-9, 75, 1])  # fmt: skip
+
+
 def start(scene: Scene) -> Episode:
     """A run to begin with."""
     return Episode("start", events=scene.end(), may=[-9, 75, 1])
@@ -269,7 +305,9 @@ FAMILIES: Mapping[str, tuple[int, Callable[[Scene], Episode]]] = {
     "kill": (20, kill),
     "signals": (10, signals),
     "freeze": (3, freeze),
-    "disk": (12, disk),
+    "disk": (8, disk),
+    "no inodes": (4, no_names),
+    "read-only": (4, read_only),
     "full at start": (4, full_at_start),
     "failing call": (10, failing_call),
     "torn rename": (8, torn_rename),
@@ -281,8 +319,10 @@ FAMILIES: Mapping[str, tuple[int, Callable[[Scene], Episode]]] = {
     "live": (5, live),
     "writers": (3, writers),
     "clock": (4, clock),
+    "suspend": (4, suspend),
     "ranks": (8, ranks),
     "tracking": (1, tracking),
+    "server": (1, server),
 }
 
 
@@ -292,8 +332,8 @@ AT_REST = ("files", "lost", "forged", "changed")
 def fits(name: str, kind: str) -> bool:
     """Whether a family makes sense there."""
     if name == "ranks":
-        return kind != "python"
-    return kind == "python" if name in ("tracking", "writers", "clock") else True
+        return kind not in ALONE
+    return kind in ALONE if name in ("tracking", "server", "writers", "clock") else True
 
 
 def draw(seed: int, only: Sequence[str] = (), kind: str = "") -> Attack:
@@ -303,7 +343,9 @@ def draw(seed: int, only: Sequence[str] = (), kind: str = "") -> Attack:
     variant = chance.choices(tuple(VARIANTS), (4, 2, 1, 1))[0]
     kind = kind or drawn
     if only and not any(fits(name, kind) for name in only):
-        kind = "torchrun ranks" if kind == "python" else "python"
+        kind = "torchrun ranks" if kind in ALONE else "python"
+    if variant == "switched" and kind.startswith("deepspeed"):
+        variant = "rolled"  # whose optimizer undoes what the model does to its own weights: nothing outgrows its scale
     names = [name for name in (only or FAMILIES) if fits(name, kind)]
     count = chance.choices((1, 2, 3, 4), (3, 4, 3, 2))[0] if kind not in ("torchrun", "deepspeed") else 2
     drawn_names = chance.choices(names, [FAMILIES[each][0] for each in names], k=count)

@@ -7,44 +7,39 @@ that is put back the run goes on. Nothing ends in a traceback, or not at all.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-import signal
 import sqlite3
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attack_damage import Damage, contents, differ, keep_older, other_command, power_cut
-from attack_job import PATIENCE, Ended, Job
-from attack_oracle import TRACEBACK, compare, compare_history, events_of_rows, read, traceback
-from attack_plans import VARIANTS, Attack, Episode
-from resume_models import write_text
-from resume_runs import BATCH, arguments, checkpoint, codes
+from attack_damage import Damage, contents, differ, keep_older, other_command, power_cut, said_of
+from attack_field import PATHS, Field
+from attack_job import PATIENCE, Ended, Job, attend
+from attack_oracle import TRACEBACK, Rows, compare, events_of_rows, figures, outcome_of, read, refusal, traceback
+from attack_plans import ALONE, VARIANTS, Attack, Episode
+from resume_runs import checkpoint
 from test_clock_jumps import SITE
-from tracking_server import Proxy, real_server
+from tracking_server import Proxy
 from tracking_trainer import check_delivered
 
 from harness.checkpoint.store import Store
 from harness.tracking.journal import delivered, read_rows
-from tests.support.runs import ROOT, TEXT, harness
+from tests.support.runs import harness
 
-# Windows whose loss is NaN, forwards in which FP8 tensors outgrow their scales, steps between snapshots in memory, and
-# what must come of it.
-PATHS = {
-    "plain": ((), (), 0, ""),
-    "rolled": ((9, 20, 21), (), 0, "guard.rollback"),
-    "remembered": ((9, 20, 21), (), 5, "guard.rollback"),
-    "switched": ((9,), (16, 24), 0, "precision.demote"),
-}
-COMMON = ("--name", "r", "--recipe", "recipe.yaml", "data.path=text", "train.eval_every=10", "tracking.report=false",
-          "engine.timeout_seconds=10", "tracking.drain_seconds=1")  # fmt: skip
 NO_ROOM = re.compile(
     r"No space left|Read-only file system|room for|cannot be written|cannot be locked|cannot be opened"
 )
+DISKS = {"disk", "no inodes", "read-only", "full at start"}
+TRACKED = {"tracking", "server"}
+MET_SECONDS = 60.0
+"""Within which whoever delivers to a server that is gone asks it again, on a busy machine."""
+# After which a checkpoint, or the mark of a good one, may be missing: those of a disk that took none, or were cut off.
+COSTS_CHECKPOINTS = {*DISKS, "failing call", "torn rename", "power cut"}
 
 
 class Finding(Exception):
@@ -68,92 +63,34 @@ class Result:
     log: list[str] = field(default_factory=list)
 
 
-class Field:
-    """Where sequences are carried out: a folder for each, and the undisturbed runs that they are compared with."""
-
-    def __init__(self, work: Path) -> None:
-        self.work = work
-        self._undisturbed: dict[tuple[str, str, bool], Path] = {}
-        self._stack = ExitStack()
-        self._server: tuple[Path, int] | None = None
-
-    def __enter__(self) -> Field:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def command(self, folder: Path, variant: str, tracked: bool) -> tuple[str, ...]:
-        """Text, recipe and arguments of a run in `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        steps, text = VARIANTS[variant], folder / "text"
-        if not text.exists():
-            shutil.copytree(TEXT, text) if variant == "plain" else write_text(text, steps * BATCH + 60)
-            shutil.copy(ROOT / "recipes" / "fp8_hybrid.yaml", folder / "recipe.yaml")
-        fixed = ("--config", "tiny", *COMMON, f"tracking.mlflow={str(tracked).lower()}", f"train.steps={steps}")
-        if variant == "plain":
-            return (*fixed, "checkpoint.every=5")
-        bad, outlier, snapshots, _ = PATHS[variant]
-        own = arguments(text, "recipe.yaml", steps, bad=bad, outlier=outlier)
-        given = ("--name", "r", "--recipe", "recipe.yaml")
-        kept = [each for each in own if not each.startswith("data.path=") and each not in given]
-        guard = ("guard.max_consecutive_skips=2", "checkpoint.healthy_steps=3", f"guard.snapshot_every={snapshots}")
-        return (*fixed, *kept, *guard, "checkpoint.every=4")
-
-    def undisturbed(self, variant: str, kind: str, tracked: bool) -> Path:
-        """The run folder of one that nothing happened to."""
-        kind = kind.removesuffix(" ranks")
-        key = (variant, kind, tracked)
-        if key not in self._undisturbed:
-            folder = self.work / f"undisturbed-{variant}-{kind}{'-tracked' * tracked}"
-            shutil.rmtree(folder, ignore_errors=True)
-            command = self.command(folder, variant, tracked=False)
-            ended = attend(
-                Job(folder, kind if kind == "python" else f"{kind} ranks", command, []), Episode("none"), self, {}
-            )
-            assert ended.codes in ([0], [0, 0]), ended.output
-            assert PATHS[variant][-1] in {*codes(folder / "runs" / "r"), ""}, ended.output
-            assert not compare_history(folder / "runs" / "r", folder / "runs" / "r", VARIANTS[variant])
-            self._undisturbed[key] = folder / "runs" / "r"
-        return self._undisturbed[key]
-
-    def server(self) -> tuple[Path, int]:
-        """A real MLflow server, for all sequences that want one: folder of its database, and port."""
-        if self._server is None:
-            folder = self.work / "server"
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier attack in the same place
-            folder.mkdir()
-            self._server = folder, self._stack.enter_context(real_server(folder))
-        return self._server
-
-    def attack(self, attack: Attack) -> Result:
-        """Carry the sequence out in a folder of its own, which goes if all is well."""
-        folder = self.work / f"seed-{attack.seed}"
+def attack_once(field: Field, attack: Attack) -> Result:
+    """Carry the sequence out in a folder of its own, which goes if all is well."""
+    folder = field.work / f"seed-{attack.seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.monotonic()
+    sequence = _Sequence(field, attack, folder)
+    try:
+        sequence.carry_out()
+        result = Result("refused" if sequence.refused else "same")
+    except Over:
+        sequence.refused += 1
+        result = Result("refused")
+    except Finding as finding:
+        result = Result("finding", str(finding))
+    finally:
+        sequence.close()
+    result.starts, result.refused, result.log = sequence.starts, sequence.refused, sequence.log
+    result.missed, result.seconds = sequence.missed, time.monotonic() - began
+    if result.result != "finding":
         shutil.rmtree(folder, ignore_errors=True)
-        began = time.monotonic()
-        sequence = _Sequence(self, attack, folder)
-        try:
-            sequence.carry_out()
-            result = Result("refused" if sequence.refused else "same")
-        except Over:
-            sequence.refused += 1
-            result = Result("refused")
-        except Finding as finding:
-            result = Result("finding", str(finding))
-        finally:
-            sequence.close()
-        result.starts, result.refused, result.log = sequence.starts, sequence.refused, sequence.log
-        result.missed, result.seconds = sequence.missed, time.monotonic() - began
-        if result.result != "finding":
-            shutil.rmtree(folder, ignore_errors=True)
-        return result
+    return result
 
 
 class _Sequence:
     def __init__(self, where: Field, attack: Attack, folder: Path) -> None:
         self.field, self.attack, self.folder = where, attack, folder
         self.run = folder / "runs" / "r"
-        self.tracked = "tracking" in attack.families
+        self.tracked = bool(TRACKED & {*attack.families})
         self.undisturbed = where.undisturbed(attack.variant, attack.kind, self.tracked)
         self.command = where.command(folder, attack.variant, self.tracked)
         (folder / "clock.py").write_text(SITE.format(offset=str(folder / "offset")))
@@ -162,17 +99,21 @@ class _Sequence:
         self.log: list[str] = []
         self.past: list[Episode] = []
         self.before: dict[str, bytes] = {}
+        self.rows = Rows()
+        self.restarts: list[threading.Thread] = []
         self.proxy: Proxy | None = None
         self.variables: dict[str, str] = {}
         if self.tracked:
-            self.database, port = where.server()
-            self.proxy = Proxy(folder / "proxy", port)
+            self.server = where.server()
+            self.proxy = Proxy(folder / "proxy", self.server.port)
             self.variables = {"MLFLOW_TRACKING_URI": self.proxy.uri, "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
 
     def close(self) -> None:
         if self.proxy is not None:
             self.proxy.close()
-            with sqlite3.connect(self.database / "mlflow.db", timeout=60) as database:
+            for each in self.restarts:
+                each.join()
+            with sqlite3.connect(self.server.folder / "mlflow.db", timeout=60) as database:
                 database.execute("update runs set name = ? where name = 'r'", (f"r-{self.attack.seed}",))
 
     @property
@@ -182,10 +123,12 @@ class _Sequence:
     def carry_out(self) -> None:
         for episode in self.attack.episodes:
             self.past.append(episode)
+            was = figures(self.run)
             for each in episode.damage:
                 done = self.run.exists() and not self._through() and self.damage.apply(each)
                 self.missed += not done
                 self.log.append(f"{'damaged' if done else 'nothing to damage'}: {each}")
+            self.rows.change(was, figures(self.run))
             if episode.change:
                 self._changed(episode)
                 continue
@@ -193,7 +136,9 @@ class _Sequence:
             self._judge(episode, ended)
             for each in episode.after:
                 if self.run.exists() and ended.fired and not self._through():
+                    was = figures(self.run)
                     self.missed += not power_cut(self.damage, each["seconds"], each["seed"])
+                    self.rows.change(was, figures(self.run))
             if self.run.exists():
                 keep_older(self.run, self.folder / "older")
         self._calm()
@@ -201,18 +146,24 @@ class _Sequence:
     def start(self, episode: Episode) -> Ended:
         """One start, its faults included; the disk is well again after it."""
         self.starts += 1
-        (self.folder / "size").unlink(missing_ok=True)
-        self.before = contents(self.run) if self.damage.pending() else {}
+        for name in ("size", "size.refused"):
+            (self.folder / name).unlink(missing_ok=True)
+        self.before = contents(self.run)
         events = self._later(episode.events)
         job = Job(self.folder, self.attack.kind, (*self.command, *episode.arguments), events, **self.variables)
-        ended = attend(job, episode, self.field, {"proxy": self.proxy, "again": self._again})
+        ended = attend(job, episode, {"proxy": self.proxy, "again": self._again, "restart": self._restart_server})
+        for each in self.restarts:
+            each.join()
         (self.folder / "size").unlink(missing_ok=True)
-        self.missed += bool(episode.events) and not ended.fired
+        self.missed += (bool(episode.events) and not ended.fired) + ended.undone
+        self.missed += episode.family in DISKS and not (self.folder / "size.refused").exists()
         log = self.folder / f"start-{self.starts}.log"
         log.write_text(ended.output)
         self.log.append(
             f"start {self.starts} ({episode.family}): {ended.codes} after {ended.seconds:.1f} s; {ended.fired}"
         )
+        gone = any(json.loads(each)["do"] == ["gone", "journal.jsonl"] for each in ended.fired)
+        self.rows.lossy |= gone or episode.family in COSTS_CHECKPOINTS - {"power cut"}
         if ended.hung:
             raise Finding(f"hang: start {self.starts} did not end in {PATIENCE[self.attack.kind]:.0f} s")
         if ended.orphans:
@@ -238,14 +189,40 @@ class _Sequence:
     def _again(self) -> Job:
         return Job(self.folder, self.attack.kind, self.command, [], "-second", **self.variables)
 
+    def _restart_server(self, up: Path) -> None:
+        """MLflow's server is killed while the run delivers to it, and started again; for a while it denies access, as
+        one with other credentials does. Each lasts until it was met. `up` tells that it is over.
+        """
+        assert self.proxy is not None
+        proxy, server = self.proxy, self.server
+        up.unlink(missing_ok=True)
+
+        def met(fault: str) -> None:
+            before, deadline = proxy.hits[fault], time.monotonic() + MET_SECONDS
+            while proxy.hits[fault] == before and time.monotonic() < deadline:
+                time.sleep(0.05)
+            self.missed += proxy.hits[fault] == before
+
+        def restart() -> None:
+            server.kill()
+            met("dead")
+            proxy.switch("denied")
+            server.start()
+            met("denied")
+            proxy.switch("")
+            up.touch()
+
+        self.restarts.append(threading.Thread(target=restart))
+        self.restarts[-1].start()
+
     def _judge(self, episode: Episode, ended: Ended) -> None:
         """Whether this end is a true one."""
         told = ended.output
         if found := traceback(told, self.attack.kind):
             raise Finding(f"traceback: {found}")
         self._second(ended)
-        if 3 in ended.codes and 3 not in episode.may and self._lacks_targets():
-            raise Over  # of the budget, by name: nothing to roll back to is left
+        if 3 in ended.codes and self._halted(episode, ended):
+            raise Over
         if 2 in ended.codes:  # of rank 0 alone, where it alone reads the file
             self._refused(episode, told)
             return
@@ -255,18 +232,32 @@ class _Sequence:
         mute = any(
             each["do"][-1] == "full" for each in episode.events
         )  # which takes no word of it, on the screen either
-        if any(code in (1, 4) for code in ended.codes) and not mute and not re.search(r"error|failed|lost", told):
+        words = r"error|failed|lost|exits with return code"  # the last of DeepSpeed's launcher, whose ranks were killed
+        if any(code in (1, 4) for code in ended.codes) and not mute and not re.search(words, told):
             raise Finding(f"no word: exit code {ended.codes}, and nothing was said")
+        if ended.codes[0] >= 0 and "not ended: still running, or killed" in told:
+            raise Finding(f"untrue: it ends with {ended.codes}, and says that it has not ended: {told[-600:]}")
         self._outcome(ended)
         self._claims()
         if any(re.search(r"^step ", line) for line in told.splitlines()):
             self.damage.forget()
 
-    def _lacks_targets(self) -> bool:
-        """Whether something before has cost checkpoints, or the marks of good ones, so that a rollback finds none."""
-        return bool(
-            {*self.attack.families} - {"start", "kill", "signals", "freeze", "clock", "changed", "writers", "tracking"}
-        )
+    def _halted(self, episode: Episode, ended: Ended) -> bool:
+        """Whether a run has ended with 3 for good: that is true where it was to roll back, what was done to it has cost
+        the checkpoints to go back to, and it says so. One whose saves fail may end so where its config asks for that.
+        """
+        outcome, past = outcome_of(self.run, ended.output), {each.family for each in self.past}
+        reason = str(outcome.get("reason", ""))
+        if set(ended.codes) != {3} or outcome.get("exit_code") != 3:
+            raise Finding(f"exit code: {ended.codes}, and outcome.json says {outcome}: {ended.output[-600:]}")
+        if "checkpoint.on_failure=halt" in episode.arguments and re.search(r"could not be saved|saved in", reason):
+            return False
+        rolls = PATHS[self.attack.variant][-1] == "guard.rollback"
+        cost = "checkpoints" in {*self.damage.touched, *self._gone()} or COSTS_CHECKPOINTS & past
+        if not (rolls and cost and "no checkpoint is good yet" in reason):
+            raise Finding(f"exit code: 3, and nothing that was done explains it: {reason}: {ended.output[-600:]}")
+        self._claims()
+        return True
 
     def _second(self, ended: Ended) -> None:
         """A second start of a run that goes on is refused, unless the lock was taken away from the first."""
@@ -278,30 +269,41 @@ class _Sequence:
                 raise Finding(f"exit code: {other.codes} of a second writer: {other.output[-600:]}")
 
     def _refused(self, episode: Episode, told: str) -> None:
-        """A refusal names what was touched, and how to mend it; then it is put back."""
-        if "error" not in told or "fix:" not in told:
+        """A refusal names what was touched, and how to mend it, and changes nothing; then it is put back."""
+        said = refusal(told)
+        if not said or "fix:" not in said:
             raise Finding(f"no word: exit code 2 without an error and its fix: {told[-600:]}")
-        never = "not one of its checkpoints is whole" in told  # a first one of which the disk has kept a part
-        if any(name in told for name in self._gone()) or (
+        self._unchanged(said)
+        if episode.family in DISKS and NO_ROOM.search(said):
+            return  # before it came to look at anything
+        never = "not one of its checkpoints is whole" in said  # a first one of which the disk has kept a part
+        if any(name in said for gone in self._gone() for name in said_of([gone])) or (
             never and {"torn rename", "power cut"} & {*self.attack.families}
         ):
             raise Over
-        if self.damage.pending():
-            if not any(name in told for name in self.damage.names):
-                raise Finding(f"refused for another reason than {sorted(self.damage.names)}: {told[-600:]}")
-            now = contents(self.run)
-            grown = {
-                name
-                for name in ("journal.jsonl", "fp8_telemetry.bin")
-                if now.get(name, b"").startswith(self.before.get(name, b""))
-            }
-            made = {name for name in now if name.startswith("data/") and name not in self.before}  # from its source
-            if changed := sorted(differ(self.before, now) - grown - made):
-                raise Finding(f"changed by a refusal: {changed}: {told[-300:]}")
-            self.damage.undo()
-            self.refused += 1
-        elif not (episode.family in ("disk", "full at start") and NO_ROOM.search(told)):
+        if not self.damage.pending():
             raise Finding(f"refused without a reason: {told[-600:]}")
+        if not any(name in said for name in self.damage.names):
+            raise Finding(f"refused for another reason than {sorted(self.damage.names)}: {told[-600:]}")
+        was = figures(self.run)
+        self.damage.undo()
+        self.rows.change(was, figures(self.run))
+        self.refused += 1
+
+    def _unchanged(self, said: str) -> None:
+        """Since this start began, but for what it wrote of its own, and what an unfinished save had left."""
+        now = contents(self.run)
+        grown = {
+            name
+            for name in ("journal.jsonl", "fp8_telemetry.bin")
+            if now.get(name, b"").startswith(self.before.get(name, b""))
+        }
+        made = {name for name in now if name.startswith("data/") and name not in self.before}  # from its source
+        if "journal.jsonl" in grown and read(self.run / "journal.seal.json"):
+            grown.add("journal.seal.json")
+        left = {name for name in self.before if name.startswith("checkpoints/.tmp-") and name not in now}
+        if changed := sorted(differ(self.before, now) - grown - made - left):
+            raise Finding(f"changed by a refusal: {changed}: {said[:300]}")
 
     def _gone(self) -> list[str]:
         """What was deleted while the run went on, up to now."""
@@ -310,8 +312,8 @@ class _Sequence:
         ]
 
     def _outcome(self, ended: Ended) -> None:
-        """outcome.json and the exit code agree, and what was saved verifies."""
-        outcome = read(self.run / "outcome.json")
+        """The outcome and the exit code agree, and what was saved verifies."""
+        outcome = outcome_of(self.run, ended.output)
         code = ended.codes[0]
         if code < 0:
             return
@@ -344,10 +346,16 @@ class _Sequence:
         for row in read_rows(self.run / "journal.jsonl", metrics=False):
             if row["kind"] == "checkpoint" and row["state"] in ("saved", "deleted", "rolled back"):
                 (saved.add if row["state"] == "saved" else saved.discard)(row["step"])
+            elif row["kind"] == "event" and row["code"] == "guard.rollback":
+                saved = {step for step in saved if step <= row["to_step"]}  # set aside from then on, file by file
         newest = max(store.steps(), default=0)
         for step in saved:
-            # Deleted, or set aside, by a process that was killed before it said so.
-            if not store.path(step).exists() and (step < newest or list(store.root.glob(f"*-step-{step:08d}*"))):
+            # Deleted, or set aside, by a process that was killed before it said so, or while it did so file by file.
+            away = list(store.root.glob(f"*-step-{step:08d}*"))
+            if store.path(step).exists():
+                if away and "torn rename" in {each.family for each in self.past}:
+                    continue
+            elif away or step < newest:
                 continue
             if problems := store.verify(step):
                 raise Finding(f"claim: the checkpoint of step {step} was saved, and does not verify: {problems[0]}")
@@ -361,9 +369,9 @@ class _Sequence:
         arguments, said, mend = other_command(self.folder, episode.change)
         self.starts += 1
         goes_on = episode.change == "text"  # the run has its own copy
-        kind = self.attack.kind if goes_on else "python"
+        kind = self.attack.kind if goes_on or self.attack.kind in ALONE else "python"
         job = Job(self.folder, kind, (*self.command, *arguments), [], **self.variables)
-        ended = attend(job, episode, self.field, {})
+        ended = attend(job, episode, {})
         mend()
         (self.folder / f"start-{self.starts}.log").write_text(ended.output)
         self.log.append(f"start {self.starts} ({episode.change}): {ended.codes} after {ended.seconds:.1f} s")
@@ -389,10 +397,10 @@ class _Sequence:
                 break
         else:
             raise Finding(f"does not go on: {self.log[-1]}")
-        if found := compare(self.run, self.undisturbed, self.steps):
+        if found := compare(self.run, self.undisturbed, self.steps, self.rows):
             raise Finding(found)
         told = [each for each in events_of_rows(self.run) if each["code"] == "journal.changed"]
-        if told and "journal.jsonl" not in {*self.damage.touched, *self._gone()} and not self._lacks_targets():
+        if told and "journal.jsonl" not in self.damage.touched and not self.rows.lossy:
             raise Finding(f"false alarm: nobody touched the journal, and the run says: {told[0]['text'][:300]}")
         if self.tracked:
             self._delivered()
@@ -411,66 +419,8 @@ class _Sequence:
             done = harness(self.folder, "sync", "runs/r", **self.variables)
             if done.returncode:
                 raise Finding(f"tracking: sync ends with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
-        database = self.database / "mlflow.db"
+        database = self.server.folder / "mlflow.db"
         try:
             check_delivered(self.run, database)
         except (AssertionError, ValueError) as error:
             raise Finding(f"tracking: {str(error)[:600]}") from error
-
-
-def attend(job: Job, episode: Episode, where: Field, hands: Mapping[str, Any]) -> Ended:
-    """See the start to its end, doing what the episode has the attacker do."""
-    waiting = [dict(each) for each in episode.reactions]
-    seconds: list[Job] = []
-    limit = PATIENCE[job.kind]
-    while job.running() and job.age() < limit:
-        now = time.monotonic()
-        for each in waiting:
-            if "due" not in each and _happened(each["when"], job):
-                each["due"] = now + each["after"]
-                if each.get("stop"):
-                    job.signal_all(signal.SIGSTOP)
-        for each in [each for each in waiting if each.get("due", now + 1) <= now]:
-            waiting.remove(each)
-            react(each["do"], job, hands, seconds)
-        time.sleep(0.01)
-    ended = job.end(hung=job.running())
-    for second in seconds:
-        deadline = time.monotonic() + limit
-        while second.running() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        other = second.end(hung=second.running())
-        ended.hung |= other.hung
-        ended.others.append(other)
-    if hands.get("proxy") is not None:
-        hands["proxy"].switch("")
-    return ended
-
-
-def _happened(when: str, job: Job) -> bool:
-    if when == "started":
-        return True
-    return bool(job.fired()) if when == "fired" else "checkpoint.paused" in job.output()
-
-
-def react(do: str, job: Job, hands: Mapping[str, Any], seconds: list[Job]) -> None:
-    """One thing that the attacker does from outside."""
-    match do.split():
-        case ["kill", "all"]:
-            job.signal_all(signal.SIGKILL)
-        case ["continue", *_]:
-            job.signal_all(signal.SIGCONT)
-        case ["room"]:
-            (job.folder / "size").unlink(missing_ok=True)
-        case ["stop", *_]:
-            job.ask(signal.SIGTERM)
-        case ["interrupt", *_]:
-            job.ask(signal.SIGINT)
-        case ["kill", "launcher"]:
-            job.kill_launcher()
-        case ["second"]:
-            seconds.append(hands["again"]())
-        case ["server", fault]:
-            hands["proxy"].switch(fault)
-        case _:
-            raise ValueError(do)

@@ -182,6 +182,13 @@ DATA: tuple[Mutation, ...] = (
     ),
     Mutation(
         24,
+        "what is in the place of a lock is named",
+        "if error.errno in (errno.ELOOP, errno.EISDIR):",
+        "if False:",
+        "tests/unit/checkpoint/test_lock.py -k in_its_place",
+    ),
+    Mutation(
+        24,
         "a lock is not taken through a link",
         "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW",
         "os.O_RDWR | os.O_CREAT",

@@ -111,6 +111,27 @@ PROCESS: tuple[Mutation, ...] = (
         "tests/faults/test_signals.py::test_signals_to_the_launcher_or_one_rank_stop_all[torchrun-2]",
     ),
     Mutation(
+        20,
+        "a rank does not take down what its error holds on to",
+        "        _tell(error)\n        _kept.append(error)\n",
+        "        _tell(error)\n",
+        "tests/unit/test_rank_end.py -k holds_on_to",
+    ),
+    Mutation(
+        6,
+        "a screen that takes no word costs no save",
+        "            with suppress(OSError):  # a log on a full disk: the save does not hang on the word\n",
+        "            if True:\n",
+        "tests/faults/test_no_room.py -k costs_no_save",
+    ),
+    Mutation(
+        6,
+        "a screen that takes no word changes no exit code",
+        "    with suppress(OSError, ValueError):\n        print(text, file=sys.stderr, flush=True)\n",
+        "    print(text, file=sys.stderr, flush=True)\n",
+        "tests/faults/test_no_room.py -k no_exit_code",
+    ),
+    Mutation(
         7,
         "one writer of a run",
         "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",

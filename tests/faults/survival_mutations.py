@@ -160,6 +160,20 @@ SURVIVAL: tuple[Mutation, ...] = (
         "tests/dist/test_different_folders.py",
     ),
     Mutation(
+        3,
+        "what is said at the end does not hang on a file that the disk refused",
+        "if ended is not None:",
+        "if False:",
+        "tests/faults/test_no_room.py -k last_words",
+    ),
+    Mutation(
+        5,
+        "a look at a disk leaves nothing there",
+        "        os.close(descriptor)\n        os.unlink(path)\n",
+        "        os.close(descriptor)\n    os.unlink(path)\n",
+        "tests/unit/checkpoint/test_preflight.py -k left_as_it_was",
+    ),
+    Mutation(
         27,
         "a checkpoint knows the ledger it was saved beside",
         'if not ledger.follows(*meta.get("sealed", (0, ""))):',

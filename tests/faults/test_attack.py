@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attack_damage import contents, other_command
+from attack_field import Field
 from attack_job import Ended
-from attack_oracle import compare, traceback
+from attack_oracle import Rows, compare, figures, traceback
 from attack_plans import FAMILIES, KINDS, Episode, draw, fits
-from attack_run import Field, Finding, _Sequence
+from attack_run import Finding, _Sequence
 from reliability_page import enemy, merged
 
 from harness.checkpoint.store import Store
+from harness.tracking.journal import encode
 from tests.support.runs import ROOT, train
 
 pytestmark = [pytest.mark.faults(1, 3, 4, 6, 27)]
@@ -42,6 +46,7 @@ def test_a_seed_says_everything() -> None:
         assert FAMILIES[name][1].__doc__, name
 
 
+@pytest.mark.slow
 def test_sequences_end_well_and_are_written_down(tmp_path: Path) -> None:
     done = attack(tmp_path, "--seed=5", "--count=2", "--family=kill", "--family=disk", "--kind=python", "--no-page")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,6 +55,40 @@ def test_sequences_end_well_and_are_written_down(tmp_path: Path) -> None:
     assert all(line["result"] in ("same", "refused") and line["faults"] for line in lines)
     assert "2 sequences: 2 same" in done.stdout
     assert not list(tmp_path.glob("seed-*")), "what went well leaves nothing"
+
+
+def recorded(folder: Path, *words: str) -> dict[str, Any]:
+    """The ledger's line of one sequence in one process, which went well."""
+    done = attack(folder, "--count=1", "--kind=python", "--no-page", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [json.loads(line) for line in (folder / "ledger").read_text().splitlines()]
+    return line
+
+
+# What is counted has fired: a disk has refused something, a server was found gone and denied access.
+@pytest.mark.parametrize(
+    ("family", "faults"),
+    [("suspend", 4), ("no inodes", 2), ("read-only", 2),
+     pytest.param("server", 4, marks=(pytest.mark.slow, pytest.mark.attack))],
+)  # fmt: skip
+def test_a_family_fires(tmp_path: Path, family: str, faults: int) -> None:
+    line = recorded(tmp_path, "--seed=7000", f"--family={family}")
+    assert line["families"] == [family]
+    assert line["faults"] == faults
+
+
+def test_a_huge_recipe_is_refused_for_its_size(tmp_path: Path) -> None:
+    drawn = {seed: draw(seed, ["changed"], "python") for seed in range(300)}
+    seed = next(seed for seed, each in drawn.items() if [one.change for one in each.episodes[1:]] == ["huge recipe"])
+    line = recorded(tmp_path, f"--seed={seed}", "--family=changed")
+    assert (line["changes"], line["faults"]) == (["huge recipe"], 1 + len(drawn[seed].episodes[0].events))
+    (tmp_path / "recipe.yaml").write_text("")
+    arguments, said, mend = other_command(tmp_path, "huge recipe")
+    assert not re.search(said, "recipe: changed from 'recipe.yaml' to 'huge.yaml'"), (
+        "its size is what it is refused for"
+    )
+    assert (tmp_path / arguments[-1]).stat().st_size > 100 << 20
+    mend()
 
 
 @pytest.mark.slow
@@ -128,8 +167,46 @@ def test_a_wrong_end_is_seen(whole: Path, tmp_path: Path, plant: Callable[[Path]
     assert said in compare(run, whole, 24)
 
 
-def judge(whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[str, Any], may: list[int]) -> None:
-    """What the oracle makes of one end of a run."""
+CHANGED = {"kind": "event", "step": 24, "attempt": 1, "time": 1.0, "code": "journal.changed"}
+
+
+def tell(run: Path, text: str) -> None:
+    with (run / "journal.jsonl").open("ab") as file:
+        file.write(encode({**CHANGED, "text": text}))
+
+
+@pytest.mark.parametrize(
+    ("plant", "text", "said"),
+    [
+        (lost_step, "cut; no figures of 1 steps: 17", ""),
+        (lost_step, "cut; no figures of 1 steps: 16", "history: 1 steps have no row: [17]"),
+        (doubled_step, "figures of 1 steps stand twice: 17", ""),
+        (doubled_step, "every step has its figures", "history: rows stand twice: [17]"),
+        (other_loss, "others now; every step has its figures", ""),
+    ],
+)  # fmt: skip
+def test_rows_that_were_altered_must_be_told_and_no_others(
+    whole: Path, tmp_path: Path, plant: Callable[[Path], None], text: str, said: str
+) -> None:
+    run, rows = tmp_path / "r", Rows()
+    shutil.copytree(whole, run)
+    before = figures(run)
+    plant(run)
+    rows.change(before, figures(run))
+    assert compare(run, whole, 24, rows), "nobody has told"
+    tell(run, text)
+    found = compare(run, whole, 24, rows)
+    assert said in found if said else found == ""
+    if not said:
+        assert compare(run, whole, 24, Rows()), "nobody altered anything"
+        other_loss(run) if plant is not other_loss else lost_step(run)
+        assert "history: " in compare(run, whole, 24, rows), "more than was altered"
+
+
+def judge(
+    whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[str, Any], may: list[int], lost: str = ""
+) -> None:
+    """What the oracle makes of one end of a run. lost: of what was deleted before it."""
     field = Field(folder)
     field._undisturbed["plain", "python", False] = whole
     sequence = _Sequence(field, draw(0, ["kill"], "python"), folder / "one")
@@ -137,6 +214,9 @@ def judge(whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[
     shutil.copytree(whole, sequence.run)
     if outcome:
         (sequence.run / "outcome.json").write_text(json.dumps(outcome))
+    if lost:
+        sequence.damage.apply({"what": lost, "how": "delete", "seed": 0})
+    sequence.before = contents(sequence.run)
     sequence._judge(Episode("kill", may=may), Ended(codes, told, 1.0))
 
 
@@ -158,6 +238,8 @@ def test_true_ends_are_taken(whole: Path, tmp_path: Path) -> None:
         ([1], "", {}, [1], "no word"), ([-15], "", {}, [75], "exit code: -15"),
         ([2], "error: a\n    fix: b", {}, [], "refused without a reason"),
         ([1], "failed", {"reason": "steps 11 to 30 are lost"}, [1], "claim: steps 11 to 30 are lost"),
+        ([3], "", {"exit_code": 3, "reason": "no checkpoint is good yet"}, [3], "exit code: 3, and nothing that was"),
+        ([3], "", {}, [3], "exit code: .3., and outcome.json says"),
     ],
 )  # fmt: skip
 def test_an_end_that_is_not_true_is_seen(
@@ -165,6 +247,23 @@ def test_an_end_that_is_not_true_is_seen(
 ) -> None:
     with pytest.raises(Finding, match=said.replace("(", r"\(")):
         judge(whole, tmp_path, codes, told, outcome, may)
+
+
+@pytest.mark.parametrize(
+    ("lost", "told", "said"),
+    [
+        ("good.json", "error: runs/r/checkpoints/good.json: is damaged\n    fix: b", ""),
+        ("good.json", "data good.json\nerror: runs/r/plan.json: is damaged\n    fix: b", "refused for another reason"),
+        ("checkpoint", "error: runs/r/checkpoints: something\n    fix: b", "refused for another reason"),
+        ("checkpoint", "error: runs/r/checkpoints: step-00000024 is damaged\n    fix: b", ""),
+    ],
+)
+def test_a_refusal_names_what_was_touched(whole: Path, tmp_path: Path, lost: str, told: str, said: str) -> None:
+    if not said:
+        judge(whole, tmp_path, [2], told, {}, [], lost)
+        return
+    with pytest.raises(Finding, match=said):
+        judge(whole, tmp_path, [2], told, {}, [], lost)
 
 
 def test_a_launchers_own_traceback_is_no_finding() -> None:

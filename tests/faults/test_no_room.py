@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from harness.checkpoint.store import Store
 from tests.support import warm
-from tests.support.runs import command, environment, metrics, train
+from tests.support.runs import command, environment, metrics, train, wait_for_step
 
 pytestmark = pytest.mark.faults(5)
 
@@ -66,3 +67,51 @@ def test_a_last_save_that_fails_once_is_tried_again(tmp_path: Path) -> None:
     outcome = json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())
     assert outcome["status"] == "stopped"
     assert Store(tmp_path / "runs" / "r" / "checkpoints", readonly=True).verify(outcome["step"]) == []
+
+
+PLANTING = """
+from pathlib import Path
+import torch
+from harness.models.gpt import build
+class Planting(torch.nn.Module):
+    vocab_size = 256
+    def __init__(self):
+        super().__init__()
+        self.gpt = build(dim=32, layers=1, heads=2, ffn=64)
+    def forward(self, inputs, targets):
+        if Path("runs/r/journal.jsonl").exists() and torch.is_grad_enabled():
+            Path("runs/r/outcome.json").mkdir(exist_ok=True)
+        return self.gpt(inputs, targets)
+"""
+
+
+def test_the_last_words_are_true_where_outcome_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "planting.py").write_text(PLANTING)
+    done = train(tmp_path, "--name", "r", "train.steps=3", "model.target=planting:Planting", PYTHONPATH=str(tmp_path))
+    assert "outcome.json could not be written" in done.stdout
+    assert "done at step 3" in done.stdout
+    assert "still running" not in done.stdout
+
+
+def to_full_disk(folder: Path, *arguments: str, wait_for: int = 0, number: int = 0) -> int:
+    """The exit code of a run whose screen is a log on a full disk; after so many steps it gets signal `number`."""
+    with Path("/dev/full").open("wb") as full:
+        log = full.fileno()
+        process = warm.start(command("--name", "r", *arguments)[1:], folder, environment(), log, log)
+        if wait_for:
+            wait_for_step(folder / "runs" / "r", wait_for, process)
+            process.send_signal(number)
+        return process.wait(warm.PATIENCE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_screen_that_takes_no_word_costs_no_save(tmp_path: Path, number: int) -> None:
+    assert to_full_disk(tmp_path, "train.steps=100000", wait_for=3, number=number) == 75
+    outcome = json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())
+    assert outcome["status"] == "stopped"
+    assert Store(tmp_path / "runs" / "r" / "checkpoints", readonly=True).verify(outcome["step"]) == []
+
+
+def test_a_screen_that_takes_no_word_changes_no_exit_code(tmp_path: Path) -> None:
+    assert to_full_disk(tmp_path, "train.stepz=1") == 2
+    assert to_full_disk(tmp_path, "train.steps=2") == 0

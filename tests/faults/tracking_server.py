@@ -55,7 +55,7 @@ class Proxy:
     "refuse" (nothing listens), "error" (500 to every request), "denied" (401 to every request), "hang" (accepts and
     never answers), "swallow" (the server does what it is asked, but whoever asks it to write never hears so), "no_name"
     (see NO_NAMES).
-    hits: how often each fault met a connection; nobody can count those that were refused.
+    hits: how often each fault met a connection; nobody can count those that were refused. "dead": found no upstream.
     """
 
     def __init__(self, folder: Path, upstream: int = 0) -> None:
@@ -147,7 +147,12 @@ class Proxy:
             client.close()
 
     def _relay(self, client: socket.socket, fault: str) -> None:
-        with socket.create_connection(("127.0.0.1", self._upstream)) as server:
+        try:
+            server = socket.create_connection(("127.0.0.1", self._upstream))
+        except ConnectionRefusedError:
+            self.hits["dead"] += 1
+            return
+        with server:
             writes = False
             while True:
                 for ready in select.select([client, server], [], [])[0]:
@@ -180,23 +185,44 @@ def held(database: Path) -> Iterator[None]:
         holder.communicate(timeout=300)
 
 
+class RealServer:
+    """An `mlflow server` on `<folder>/mlflow.db`, whose port stays the same when it is killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Until it answers."""
+        command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1"]
+        store = f"sqlite:///{self.folder / 'mlflow.db'}"
+        command += ["--backend-store-uri", store, "--default-artifact-root", str(self.folder)]
+        with (self.folder / "server.log").open("ab") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
+        self._process = server
+        wait_for(lambda: _healthy(self.port, server), 120)
+
+    def kill(self) -> None:
+        """SIGKILL to it and its workers."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, 9)
+            self._process.wait()
+            self._process = None
+
+
 @contextlib.contextmanager
 def real_server(folder: Path) -> Iterator[int]:
     """The port of an `mlflow server` on `<folder>/mlflow.db`, ended when the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--default-artifact-root", str(folder)]
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+    server = RealServer(folder)
     try:
-        wait_for(lambda: _healthy(port, server), 120)
-        yield port
+        server.start()
+        yield server.port
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, 9)
-        server.wait()
+        server.kill()
 
 
 def _healthy(port: int, server: subprocess.Popen[bytes]) -> bool:

@@ -77,9 +77,17 @@ def train_ranks(
 
 
 def start_ranks(
-    folder: Path, ranks: int, line: Sequence[str], kind: str = "torchrun", **extra: str
+    folder: Path,
+    ranks: int,
+    line: Sequence[str],
+    kind: str = "torchrun",
+    modules: tuple[str, ...] = (),
+    **extra: str,
 ) -> list[warm.Process]:
-    """Start `python *line` as so many ranks of a launcher that is not there, and return at once; see `rank_logs`."""
+    """Start `python *line` as so many ranks of a launcher that is not there, and return at once; see `rank_logs`.
+
+    modules: as `warm.start`.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -90,7 +98,8 @@ def start_ranks(
         for rank, log in enumerate(rank_logs(folder, ranks)):
             with log.open("wb") as file:
                 variables = environment(**job, RANK=str(rank), LOCAL_RANK=str(rank))
-                processes.append(warm.start(line, folder, variables, file.fileno(), file.fileno()))
+                told = file.fileno()
+                processes.append(warm.start(line, folder, variables, told, told, modules=modules))
     except BaseException:
         for each in processes:
             each.kill()

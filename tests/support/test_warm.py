@@ -97,3 +97,12 @@ def test_files_have_the_limit_and_threads_cannot_be_chosen(tmp_path: Path) -> No
     assert warm.run(["-c", code], tmp_path, environment()).returncode == 0
     with pytest.raises(ValueError, match="OMP_NUM_THREADS=2"):
         warm.run(["-c", code], tmp_path, environment(OMP_NUM_THREADS="2"))
+
+
+def test_modules_can_be_there_already(tmp_path: Path) -> None:
+    code = "import sys; print('harness.cli' in sys.modules, 'harness.tools' in sys.modules)"
+    with (tmp_path / "log").open("wb") as log:
+        told = log.fileno()
+        assert warm.start(["-c", code], tmp_path, environment(), told, told, modules=("harness.cli",)).wait(300) == 0
+    assert (tmp_path / "log").read_text() == "True False\n"
+    assert warm.run(["-c", code], tmp_path, environment()).stdout == "False False\n", "no other process has them"

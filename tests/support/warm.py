@@ -1,10 +1,10 @@
 """Run Python programs in forked processes: real ones, to signal, kill and wait for, without seconds of imports each.
 
-One server for each process that runs tests has imported torch and other people's libraries, and computed nothing, so
+A server for each process that runs tests has imported torch and other people's libraries, and computed nothing, so
 that a fork of it is as good as a new interpreter (`tests/support/test_warm.py` compares them). Not for launchers, for
 what is found by a process's own command line or first environment, nor for what an import costs or leaves out.
 
-As a program (`python warm.py FD`): the server.
+As a program (`python warm.py FD MODULE...`): the server.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Process:
 
 
 class _Server:
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": THREADS, "DS_ACCELERATOR": "cpu"}
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -108,8 +108,8 @@ class _Server:
 
 
 @functools.cache
-def _server() -> _Server:
-    server = _Server()
+def _server(modules: tuple[str, ...]) -> _Server:
+    server = _Server(modules)
     atexit.register(server.stop)
     return server
 
@@ -121,17 +121,19 @@ def start(
     stdout: int,
     stderr: int,
     file_limit: int | None = None,
+    modules: tuple[str, ...] = (),
 ) -> Process:
     """Start `python *program` in `folder`, in a session of its own, and return at once.
 
     program: a script, `-m` with a module, or `-c` with code; then its arguments. environment: all of it. stdout,
     stderr: descriptors, which stay the caller's. file_limit: the most bytes that a file may have (RLIMIT_FSIZE).
-    No signal is ignored in it, although the tests may run under nohup or with &.
+    No signal is ignored in it, although the tests may run under nohup or with &. modules: imported already, where what
+    an import does or leaves is not what is tested; each such choice has a server of its own.
     """
     if environment.get("OMP_NUM_THREADS") != THREADS:
         raise ValueError(f"a warm process has {THREADS} thread: OMP_NUM_THREADS={environment.get('OMP_NUM_THREADS')}")
     request = {"program": list(map(str, program)), "folder": str(folder), "environment": dict(environment)}
-    return _server().start(request | {"file_limit": file_limit}, stdout, stderr)
+    return _server(modules).start(request | {"file_limit": file_limit}, stdout, stderr)
 
 
 def run(
@@ -200,9 +202,9 @@ def _execute(program: Sequence[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
-def _serve(link: socket.socket) -> Sequence[str]:
+def _serve(link: socket.socket, modules: Sequence[str]) -> Sequence[str]:
     """Fork for every request until the tests are gone. Returns, in the child, what it is to execute."""
-    for module in _WARM:
+    for module in (*_WARM, *modules):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
@@ -235,5 +237,5 @@ def _serve(link: socket.socket) -> Sequence[str]:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as _link:
-        _program = _serve(_link)
+        _program = _serve(_link, sys.argv[2:])
     _execute(_program)

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import atexit, os, sys
 from harness import cli
-from harness.core.errors import MachineError, Problem
+from harness.core.errors import LostRankError, MachineError, Problem
+from harness.stop import StoppedEarly
 class Remains:
     def __del__(self, abort=os.abort):
         abort()
@@ -24,8 +25,14 @@ sys.remains = Remains()
 atexit.register(print, "exit functions ran")
 def action():
     print("work done")
+    held = Remains()  # which the error's traceback keeps
+    sys.held = held if sys.argv[1].isdecimal() else None
     if sys.argv[1] == "refuse":
         raise MachineError(Problem("no such card", "machine"))
+    if sys.argv[1] == "lose":
+        raise LostRankError(Problem("lost rank 0", "rank 1"))
+    if sys.argv[1] == "stop":
+        raise StoppedEarly("SIGTERM")
     if sys.argv[1] == "raise":
         raise RuntimeError("no such luck")
     return int(sys.argv[1])
@@ -50,6 +57,12 @@ def test_a_rank_that_crashes_says_why() -> None:
     done = end("raise", RANK="1")
     assert done.returncode == 1
     assert "RuntimeError: no such luck" in done.stderr
+
+
+@pytest.mark.parametrize(("how", "code"), [("lose", 1), ("refuse", 4), ("stop", 75), ("raise", 1)])
+def test_what_an_error_holds_on_to_is_not_taken_down(how: str, code: int) -> None:
+    done = end(how, RANK="1")
+    assert done.returncode == code, done.stderr
 
 
 def test_the_remains_abort_a_process_that_is_finalised() -> None:

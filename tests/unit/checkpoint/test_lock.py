@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -64,3 +65,12 @@ def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be locked"):
         RunLock(tmp_path / "run").acquire()
+
+
+@pytest.mark.parametrize("planted", ["link", "folder"])
+def test_what_is_in_its_place_is_named(tmp_path: Path, planted: str) -> None:
+    place = tmp_path / "lock"
+    place.symlink_to(tmp_path / "elsewhere") if planted == "link" else place.mkdir()
+    with pytest.raises(CheckpointError, match=re.escape(str(place))) as caught:
+        RunLock(tmp_path).acquire()
+    assert "move away what is there" in str(caught.value)

@@ -44,6 +44,17 @@ def test_a_folder_that_takes_no_files_is_named(tmp_path: Path, kind: str) -> Non
     assert problem.why
 
 
+def test_a_disk_that_takes_no_byte_is_left_as_it_was(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        (problem,) = lacks_room(tmp_path, 1000, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written" in problem.what
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_limit_on_the_size_of_files_is_named_together_with_the_disk(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
