@@ -42,6 +42,7 @@ from harness.core.protocols import Meta, TensorDict, Tensors
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
 _ROLLBACK = "rollback.json"
+_KEEP_ALL = "delete this file to keep every checkpoint"
 # Seconds: the coarsest clocks that file systems keep of changes. What changed so lately could change again unseen.
 _CLOCK = 2.0
 
@@ -274,17 +275,9 @@ class Store:
         sync_folder(folder)
 
     def _finish_rollback(self) -> None:
-        intent = self.root / _ROLLBACK
-        try:
-            target = read_json(intent)["to"]
-            if type(target) is not int or target < 0:
-                raise ValueError("names no step")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fix = "delete this file to keep every checkpoint"
-            raise CheckpointError(
-                Problem("an unfinished rollback cannot be read", str(intent), str(error), fix)
-            ) from error
-        self.discard_after(target)
+        target = unfinished_rollback(self.root)
+        if target is not None:
+            self.discard_after(target)
 
     def _check_writer(self) -> None:
         if self._readonly:
@@ -303,6 +296,33 @@ class Store:
         while os.path.lexists(target := self.root / f"{prefix}-{source.name}-{number}"):
             number += 1
         source.rename(target)
+
+
+def unfinished_rollback(root: Path) -> int | None:
+    """The step that a writer was going back to when it was killed: whoever opens the store next sets the later ones
+    aside. None if there is nothing to finish. Raises CheckpointError.
+    """
+    intent = root / _ROLLBACK
+    try:
+        target = read_json(intent)["to"]
+        if type(target) is not int or target < 0:
+            raise ValueError("names no step")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = "an unfinished rollback cannot be read"
+        raise CheckpointError(Problem(what, str(intent), str(error), fix=_KEEP_ALL)) from error
+    return target
+
+
+def check_unfinished(root: Path, returned_to: Sequence[int]) -> None:
+    """Refuse an unfinished rollback that is none of this run's, before it is carried out: the run would go back, or
+    start over. returned_to: the steps that the run's ledger says it has gone back to. Raises CheckpointError.
+    """
+    target = unfinished_rollback(root)
+    if target is not None and target not in returned_to:
+        what = f"tells of a rollback to step {target}, of which incidents.json knows nothing"
+        raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
 
 
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.core.config import RunConfig, TrainConfig
+from harness.core.errors import some
+
+_NAMED = 5
 
 
 def warmup_doubt(train: TrainConfig) -> str:
@@ -40,7 +43,7 @@ def warmup_doubt(train: TrainConfig) -> str:
 
 
 def _after(train: TrainConfig) -> str:
-    return "time at it" if train.schedule == "constant" else f"{train.schedule} after it"
+    return "time at it" if train.schedule == "constant" else f"decay ({train.schedule}) after it"
 
 
 def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
@@ -78,6 +81,11 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
         for part in facts.get("mixture", ())
         if part["share"] * batch > part["train_samples"]
     ]
+    if copies := facts.get("repeated"):
+        told.append(
+            f"{len(copies):,} of the files to validate on have the content of one to train on "
+            f"({some(copies, _NAMED)}): their loss is no validation; take the copies out"
+        )
     used = facts.get("val_used", facts.get("val_samples"))
     if used is not None and used < config.data.val_samples:
         told.append(f"validation has {used:,} samples, data.val_samples asks for {config.data.val_samples:,}")

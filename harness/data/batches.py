@@ -204,6 +204,8 @@ class TokenBatches:
             "sha256": info["sha256"],
             "skipped": _readable(info["skipped"]),
         }
+        if info.get("repeated"):
+            facts["repeated"] = list(info["repeated"])
         if self.masked and (longest := self._splits["train"].longest()) is not None:
             facts["longest_document"] = longest
         if "ids" in info:

@@ -31,7 +31,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.errors import DataError, MachineError, Problem
+from harness.core.errors import DataError, MachineError, Problem, some
 from harness.core.files import MAX_LARGE, read_json, read_mapping, write_json
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
@@ -50,7 +50,7 @@ _TASKS = 128
 _INLINE = 4 << 20
 _BATCH_BYTES, _BATCH_PIECES = 1 << 20, 1024
 _PLAN = "prepare.json"
-_NAMED = 20
+_NAMED, _CHANGED = 20, 5
 _TOLD_SECONDS = 0.2
 
 
@@ -189,6 +189,8 @@ def _begin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     if out.is_dir() and any(out.iterdir()) and there != _as_json(plan):
         changed = sorted(key for key in plan if there.get(key) != _as_json(plan[key]))
         why = f"of an earlier preparation, with another {', '.join(changed)}" if there else "it is not empty"
+        if there and "files" in changed and (files := _changed_files(there, plan)):
+            why = f"of an earlier preparation, since when these have changed: {some(files, _CHANGED)}"
         raise DataError(
             Problem("holds something else", f"--out {out}", why, "give an empty folder, or delete this one")
         )
@@ -205,6 +207,13 @@ def _begin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
         if beside.is_file():
             shutil.copyfile(beside, out / "tokenizer_config.json")
     return None
+
+
+def _changed_files(there: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
+    """Names of files that are new, gone or touched since the plan of `there`."""
+    before, now = ({str(each) for each in made.get("files", ())} for made in (there, _as_json(plan)))
+    every = [*there.get("files", ()), *_as_json(plan)["files"]]
+    return sorted({Path(str(each[0])).name for each in every if str(each) in before ^ now})
 
 
 def _marker(out: Path, task: int) -> Path:

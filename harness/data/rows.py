@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal, Protocol, cast
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, read_bounded
 from harness.data.shards import LEFT_OUT, is_validation, named_splits, text_beside, validation_beside, without_tests
-from harness.data.text import BadFiles, walk
+from harness.data.text import FIX_FILE, UTF16, BadFiles, walk
 
 Split = Literal["train", "val", ""]
 """Of a part; empty: its documents are still to be divided."""
@@ -246,7 +246,7 @@ class PlainText:
             if fault:
                 left_out.append((file.relative_to(path).as_posix() if path.is_dir() else file.name, fault))
                 if bad == "fail" or not path.is_dir():
-                    problems.append(Problem(f"no text: {fault}", f"data.path: {file}", fix=_FIX_TEXT))
+                    problems.append(Problem(f"no text: {fault}", f"data.path: {file}", fix=FIX_FILE))
                 continue
             parts += _ranges(file, size, split)
         return listed(parts, left_out, problems, path)
@@ -284,7 +284,6 @@ _KINDS = {list: "list", str: "text", type(None): "null"}
 _KEYS, _LONG = 8, 300
 _FIX_ROW = "set data.text_key to the key that has the text, or data.bad=skip to pass over such rows"
 FIX_COPY = "copy the file again, or write it again"
-_FIX_TEXT = "give a UTF-8 text file or a folder of them; convert others with: iconv -t utf-8"
 
 
 def _row(row: Any, key: str, where: str) -> Piece:
@@ -313,6 +312,8 @@ def piece_of(value: Any, key: str, where: str) -> Piece:
 
 
 def _no_text(content: bytes, whole: bool) -> str:
+    if content.startswith(UTF16):
+        return "UTF-16, not UTF-8"
     if b"\0" in content:
         return "binary: it has NUL bytes"
     try:

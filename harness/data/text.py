@@ -29,7 +29,11 @@ BadFiles = Literal["auto", "skip", "fail"]
 _CHUNK = 1 << 20
 _NAMED = 20
 _INSIDE = "link within the folder"
-_FIX_FILE = "give a UTF-8 text file or a folder of them; convert others with: iconv -t utf-8"
+FIX_FILE = (
+    "give a UTF-8 text file or a folder of them; convert others: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1)"
+)
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+"""How text in UTF-16 begins, and nothing in UTF-8 does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "
             content = error.problems[0].what
         if isinstance(content, str):
             if bad == "fail" and content != _INSIDE:
-                problems.append(Problem(f"no text: {content}", _where(path), fix=f"{_FIX_FILE}; or set data.bad=skip"))
+                problems.append(Problem(f"no text: {content}", _where(path), fix=f"{FIX_FILE}; or set data.bad=skip"))
             skipped.append(Skipped(name, content))
             continue
         total += len(content)
@@ -156,6 +160,8 @@ def _read_file(path: Path, root: Path) -> bytes | str:
 def _not_text(content: bytes) -> str:
     if not content:
         return "empty"
+    if content.startswith(UTF16):
+        return "UTF-16, not UTF-8"
     if b"\0" in content:
         return "binary: it has NUL bytes"
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -188,9 +194,9 @@ def _too_large(source: str) -> Problem:
 
 def _nothing_left(source: str, skipped: list[Skipped]) -> Problem:
     if len(skipped) == 1:
-        return Problem("has no text to train on", _where(source), why=str(skipped[0]), fix=_FIX_FILE)
+        return Problem("has no text to train on", _where(source), why=str(skipped[0]), fix=FIX_FILE)
     why = f"skipped {some(skipped, _NAMED)}" if skipped else "it has no visible files"
-    return Problem("has no text to train on", _where(source), why=why, fix=_FIX_FILE)
+    return Problem("has no text to train on", _where(source), why=why, fix=FIX_FILE)
 
 
 def standard_library() -> Text:
@@ -230,6 +236,13 @@ def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[
     if val:
         return text, [document for document in kept if said[document.name] == "train"], val
     return text, *split_documents(kept, val_fraction)
+
+
+def repeated(train: Sequence[Document], val: Sequence[Document]) -> list[str]:
+    """Names of validation files whose content is that of a training file, too: copies that lie in the same folder."""
+    sizes = {len(document.content) for document in val}
+    known = {document.content for document in train if len(document.content) in sizes}
+    return [document.name for document in val if document.content in known]
 
 
 def split_documents(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:

@@ -43,7 +43,7 @@ from harness.data.source import (
     save_origin,
     stamps,
 )
-from harness.data.text import MAX_BYTES, Document, Text, divide, read_text, standard_library
+from harness.data.text import MAX_BYTES, Document, Text, divide, read_text, repeated, standard_library
 from harness.data.tokenizer import load_encoder, tokenizer_file
 
 _CHUNK = 1 << 22
@@ -342,6 +342,8 @@ def _write(folder: Path, text: Text, train: Sequence[Document], val: Sequence[Do
         for split, documents in (("train", train), ("val", val))
         for document in documents
     ]
+    if copies := repeated(train, val):
+        info["repeated"] = copies
     info["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in text.skipped]
     info["sha256"] = overall.hexdigest()
     info["unigram_bits_per_byte"] = unigram_entropy(counts)

@@ -242,7 +242,7 @@ class Precision:
             raise misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
         if not ready.window.backwards:
             ready.agree()
-            ready.window.check_zeroed()
+            ready.window.check_zeroed(ready.model.parameters())
         elif all(parameter.grad is None for parameter in ready.model.parameters()):
             what = f"the gradients of {ready.window.backwards} backward() since the last step are gone"
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"

@@ -340,7 +340,10 @@ def _watch_backward() -> None:
         if len(reached) > 1:
             what = f"the loss reaches {len(reached)} prepared models"
             why = "whose window it belongs to, and whose loss scale it needs, is not to be seen"
-            fix = "requires_grad_(False) on what does not train now, or precision.backward(loss) of the one that does"
+            fix = (
+                "requires_grad_(False) on what does not train now (a GAN's discriminator in the generator's step),"
+                " or precision.backward(loss) of the one that does"
+            )
             raise MisuseError(Problem(what, "backward()", why, fix))
         options = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False)) | kwargs
         given = options.pop("grad_variables", None)

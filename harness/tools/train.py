@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from harness.build import (
 from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
-from harness.checkpoint.store import Store, lacks_room
+from harness.checkpoint.store import Store, check_unfinished, lacks_room
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
@@ -91,6 +92,7 @@ def train(request: Request) -> int:
             config = adopt_vocab(folder if resuming or source is None else source.parent.parent, config)
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
+            check_unfinished(folder / "checkpoints", load_ledger(folder).returned_to)
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
         if is_finished(folder, config.train.steps) and _end_is_saved(folder):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
@@ -270,12 +272,18 @@ def _end_is_saved(folder: Path) -> bool:
     return (folder / "checkpoints" / step_name(read_outcome(folder)["step"])).is_dir()
 
 
+_REPLACED = ("config.yaml", "plan.json", "outcome.json")
+
+
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises CheckpointError for a file of the run that cannot be written, such as one in whose place there is a
-    folder.
+    """Raises CheckpointError for a file of the run that cannot be written; for one in whose place there is a folder
+    before any is, as what is refused changes nothing.
     """
     try:
+        for name in _REPLACED:
+            if (folder / name).is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder / name))
         yield
     except OSError as error:
         where = error.filename2 or error.filename or folder

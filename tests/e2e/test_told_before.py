@@ -49,6 +49,19 @@ def test_a_batch_larger_than_a_data_set_is_told(tmp_path: Path) -> None:
     assert "a step takes 8 samples (train.global_batch) and there are 5" in done.stdout
 
 
+def test_copies_of_training_files_in_the_validation_are_told(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / "text" / str(number)).mkdir(parents=True)
+        (tmp_path / "text" / str(number) / "a.txt").write_text("the same words again and again\n" * 10)
+    fixed = ["data.path=text", "data.context=16", "train.steps=2"]
+    done = train(tmp_path, "--name", "r", *fixed)
+    assert done.returncode == 0, done.stdout
+    assert "3 of the files to validate on have the content of one to train on" in done.stdout
+    for number in range(30):
+        (tmp_path / "text" / str(number) / "a.txt").write_text(f"the words of {number} again and again\n" * 10)
+    assert "the content of one to train on" not in train(tmp_path, "--name", "s", *fixed).stdout
+
+
 def test_documents_shorter_than_the_context_are_told(tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": f"short {number}"}) + "\n" for number in range(300))
     (tmp_path / "docs.jsonl").write_text(rows)

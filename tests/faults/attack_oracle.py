@@ -23,7 +23,7 @@ _OF_PROCESSES = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 
 
 _NOT_WRITTEN = re.compile(r"outcome\.json could not be written.*?; the run ends with (\d+): (.*)")
-_AT = re.compile(r"^outcome +(\w+) at step (\d+)", re.MULTILINE)
+_AT = re.compile(r"^outcome +(\w+)(?: at step (\d+))?", re.MULTILINE)
 
 
 def outcome_of(run: Path, told: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def outcome_of(run: Path, told: str) -> dict[str, Any]:
     found, at = _NOT_WRITTEN.search(told), _AT.search(told)
     if not found or not at:
         return read(run / "outcome.json")
-    return {"exit_code": int(found[1]), "reason": found[2], "status": at[1], "step": int(at[2])}
+    return {"exit_code": int(found[1]), "reason": found[2], "status": at[1], "step": int(at[2] or 0)}
 
 
 def refusal(told: str) -> str:

@@ -42,6 +42,13 @@ LOOP = (
     ),
     Mutation(
         8,
+        "a layer that was compiled alone does not go past FP8",
+        "    _refuse_compiled(plan, model)\n",
+        "",
+        "tests/unit/precision/test_api_misuse.py -k compiled_alone",
+    ),
+    Mutation(
+        8,
         "what a wrapped model gives out is in float32",
         "return widened(result)",
         "return result",

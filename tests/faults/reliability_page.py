@@ -27,7 +27,9 @@ NEXT = "## The fault matrix\n"
 ABOUT = f"""`make attack` draws sequences of faults from a seed and carries them out against small runs. A sequence ends
 well if the run went through with an undisturbed run's bytes and its whole history; where it refused, by a message that
 names what was touched and, once that was put back, in the same way. Every end before that has a true exit code and no
-traceback. `{LEDGER.relative_to(ROOT)}` has a line for each.
+traceback. Where rows of the journal were altered, the run says which steps have none or two, and nothing else may
+differ. `{LEDGER.relative_to(ROOT)}` has a line for each. Most runs are forked from a process that has imported
+everything; a sixth ("new python", torchrun, deepspeed) start as a user's do.
 """
 sys.path.insert(0, str(ROOT))
 
@@ -93,12 +95,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def enemy(lines: Sequence[Mapping[str, Any]]) -> str:
     """What `make attack` has found so far, by family. lines: of its ledger, oldest first."""
     told = [ENEMY, ABOUT]
+    everything, lines = lines, [line for line in lines if line["result"] != "void"]
     kinds: dict[str, int] = defaultdict(int)
     for line in lines:
         kinds[line["kind"]] += 1
     faults, commits = sum(line["faults"] for line in lines), len({line["commit"] for line in lines})
     shares = ", ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items(), key=lambda each: -each[1]))
-    told += [f"{len(lines):,} sequences of {faults:,} faults, at {commits} commits: {shares}.\n"]
+    told += [
+        f"{len(lines):,} sequences of {faults:,} faults, at {commits} commits: {shares}; not counted: "
+        f"{len(everything) - len(lines)} in which the attack itself was wrong.\n"
+    ]
     told += ["| family | sequences | as undisturbed | refused, then so | known gap | found | since the last |"]
     told += ["|---|---|---|---|---|---|---|"]
     families = sorted({family for line in lines for family in line["families"]} - {"start"})

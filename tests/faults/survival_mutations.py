@@ -70,6 +70,13 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
+        "a rollback that the run never made is not carried out",
+        "    if target is not None and target not in returned_to:\n",
+        "    if False:\n",
+        "tests/faults/test_deleted_checkpoints.py -k never_made",
+    ),
+    Mutation(
+        4,
         "a checkpoint that is gone is told",
         "                if missing:\n",
         "                if False:\n",
@@ -200,6 +207,13 @@ SURVIVAL: tuple[Mutation, ...] = (
         "if refused := [each for each in problems if each.where not in accepted]:",
         "if refused := []:",
         "tests/faults/test_other_files.py -k held_to",
+    ),
+    Mutation(
+        27,
+        "what is refused for a folder in the place of a file replaces no other",
+        "            if (folder / name).is_dir():\n",
+        "            if False:\n",
+        "tests/faults/test_other_files.py -k folder_in",
     ),
     Mutation(
         27,

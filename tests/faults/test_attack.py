@@ -297,9 +297,8 @@ def test_the_page_tells_the_sums_of_the_ledger() -> None:
         "families": ["start", "kill"],
         "faults": 2,
     }
-    told = enemy(
-        [{**line, "result": "finding", "finding": "bytes: x"}, {**line, "commit": "b", "result": "same", "finding": ""}]
-    )
-    assert "2 sequences of 4 faults, at 2 commits" in told
+    ends = [("a", "finding", "bytes: x"), ("b", "same", ""), ("b", "void", "the attack was wrong")]
+    told = enemy([{**line, "commit": commit, "result": result, "finding": text} for commit, result, text in ends])
+    assert "2 sequences of 4 faults, at 2 commits: python 2; not counted: 1 in which" in told
     assert "| kill | 2 | 1 | 0 | 0 | 1 | 1 (at most 95.0% fail, 95%) |" in told
     assert "| bytes: x | `--seed=1` | a | well at b |" in told

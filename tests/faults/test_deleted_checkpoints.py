@@ -125,3 +125,17 @@ def test_a_run_that_was_killed_before_its_first_save_starts_over_and_says_so(tmp
     done = train(tmp_path, "--name", "r", "checkpoint.every=0", "train.steps=100000", "train.max_minutes=0.01")
     assert done.returncode == 75, done.stdout
     assert "no checkpoint was saved before the run ended: it starts over" in done.stdout
+
+
+@pytest.mark.parametrize("to", [0, 5])
+def test_a_rollback_that_the_run_never_made_is_not_carried_out(tmp_path: Path, to: int) -> None:
+    checkpoints = tmp_path / "runs" / "r" / "checkpoints"
+    assert train(tmp_path, *RUN, "train.steps=12").returncode == 0
+    there = sorted(path.name for path in checkpoints.iterdir())
+    (checkpoints / "rollback.json").write_text(json.dumps({"to": to}))
+    refused = train(tmp_path, *RUN, "train.steps=14")
+    assert refused.returncode == 2, refused.stdout
+    assert "checkpoints/rollback.json" in refused.stdout
+    assert sorted(path.name for path in checkpoints.iterdir() if path.name != "rollback.json") == there, "untouched"
+    (checkpoints / "rollback.json").unlink()
+    assert "resumed at step 12" in train(tmp_path, *RUN, "train.steps=14").stdout

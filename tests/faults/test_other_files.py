@@ -131,10 +131,14 @@ def test_a_folder_in_the_place_of_a_file_is_named(rolled_back: Path, tmp_path: P
     place = folder / "runs" / "r" / name
     place.unlink()
     place.mkdir()
+    replaced = [place.with_name(each) for each in ("config.yaml", "plan.json", "outcome.json") if each != name]
+    others = [each for each in replaced if each.exists()]
+    before = [each.read_bytes() for each in others]
     code, told = run(folder, RESUMED)
     assert code == CheckpointError.exit_code, told
     assert f"runs/r/{name}" in told
     assert "Traceback" not in told
+    assert [each.read_bytes() for each in others] == before, "a refusal changes nothing"
     place.rmdir()
     shutil.copy(rolled_back / "runs" / "r" / name, place)
     assert run(folder, RESUMED)[0] == 0

@@ -121,6 +121,15 @@ def test_a_new_run_on_a_stale_preparation_is_told(tmp_path: Path) -> None:
     assert told(tmp_path / "ready", tmp_path / "third") == "", "prepared data may have been copied to another machine"
 
 
+def test_preparing_again_names_what_changed(tmp_path: Path) -> None:
+    path = rows(tmp_path / "source")
+    prepare_dataset(Preparation(str(path), "JSONL"), tmp_path / "ready")
+    (path / "1.jsonl").write_text(json.dumps({"text": "another"}) + "\n")
+    (path / "new.jsonl").write_text(json.dumps({"text": "another"}) + "\n")
+    with pytest.raises(DataError, match=r"these have changed: 1\.jsonl, new\.jsonl"):
+        prepare_dataset(Preparation(str(path), "JSONL"), tmp_path / "ready")
+
+
 def test_a_source_that_changes_while_it_is_prepared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = rows(tmp_path / "source")
     wanted = Preparation(str(path), "JSONL")

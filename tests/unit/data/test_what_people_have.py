@@ -109,6 +109,16 @@ def test_a_packed_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
         prepare(config(tmp_path / "cut.jsonl.gz"), tmp_path / "run")
 
 
+def test_the_command_for_utf_16_works(tmp_path: Path) -> None:
+    (tmp_path / "OLD").write_bytes("".join(LINES).encode("utf-16"))
+    with pytest.raises(DataError, match="UTF-16, not UTF-8") as caught:
+        prepare(config(tmp_path / "OLD"), tmp_path / "run")
+    command = re.search(r"iconv [^(]*", caught.value.problems[0].fix)
+    assert command is not None
+    subprocess.run(command[0], shell=True, check=True, cwd=tmp_path)
+    assert texts(tmp_path / "NEW", tmp_path / "run") == EXPECTED
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".bin"])
 def test_a_test_split_is_never_trained_on(tmp_path: Path, suffix: str) -> None:
     names = {"train-0": "train", "validation-0": "val", "test-0": "TEST"}
