@@ -46,6 +46,8 @@ _TOKENIZER = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+# Without a class transformers takes that of the model's kind, and Qwen2's and others split text in a way of their own.
+_AS_IT_IS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 _SHOWN = 8
 _FROM = 'from_pretrained("THIS FOLDER")'
 _LOADS = f"transformers.AutoModelForCausalLM.{_FROM}"
@@ -270,6 +272,8 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
         write(made)
         for number, path in enumerate(tokenizer):
             shutil.copyfile(path, made / (path.name if number else _TOKENIZER[0]))
+        if tokenizer and not (made / _TOKENIZER[1]).exists():
+            (made / _TOKENIZER[1]).write_text(_AS_IT_IS, encoding="utf-8")
         card_file = made / "README.md"
         card_file.write_text(card, encoding="utf-8")
         for path in made.iterdir():

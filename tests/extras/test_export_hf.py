@@ -158,3 +158,22 @@ def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None
     assert "gone or changed" in told.output
     assert not (tmp_path / "other" / "tokenizer.json").exists()
     assert "gone or changed" in (tmp_path / "other" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_tokenizer_that_came_alone_is_read_as_it_is(qk_norm: bool, tmp_path: Path) -> None:
+    """For lack of a class transformers takes that of the model's kind, and some of these split text in their own way."""
+    made: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    text = "the year 2024, and 20245:\n\n  def it's():  pass\n"
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([text] * 9, tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text(text * 400)
+    given = [f"data.path={tmp_path / 'text.txt'}", f"data.tokenizer={tmp_path / 'tokenizer.json'}", "data.context=16"]
+    done = train(tmp_path, "--name", "r", *given, "train.steps=1", f"model.args.qk_norm={str(qk_norm).lower()}")
+    assert done.returncode == 0, done.stdout
+    read = transformers.AutoTokenizer.from_pretrained(export(tmp_path / "runs" / "r", tmp_path / "out"))
+    assert read(text).input_ids == made.encode(text).ids
+    assert read.decode(read(text).input_ids) == text

@@ -7,6 +7,13 @@ from mutation import Mutation
 MODELS: tuple[Mutation, ...] = (
     Mutation(
         23,
+        "a tokenizer that came alone is not read by the rules of the model's kind",
+        "if tokenizer and not (made / _TOKENIZER[1]).exists():",
+        "if False:",
+        "tests/extras/test_export_hf.py -k came_alone",
+    ),
+    Mutation(
+        23,
         "attention stays within a document",
         "(document[:, :, None] == document[:, None, :]) & (place[:, None] >= place)",
         "(place[:, None] >= place).expand(len(document), -1, -1)",
