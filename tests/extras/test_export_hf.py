@@ -162,7 +162,7 @@ def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_a_tokenizer_that_came_alone_is_read_as_it_is(qk_norm: bool, tmp_path: Path) -> None:
-    """For lack of a class transformers takes that of the model's kind, and some of these split text in their own way."""
+    """For lack of a class transformers takes that of the model's kind, some of which split text in their own way."""
     made: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
