@@ -289,12 +289,39 @@ def _tell(out: Path, before: int, total: int, seconds: float) -> None:
     print(f"{lines} of {total} runs, {seconds:.0f} s, {rate:.0f} runs a minute", file=sys.stderr, flush=True)
 
 
+def prices(corpora: Path) -> None:
+    """Print what a run of each size takes on one CPU thread: processor time of three steps and of 64 samples of
+    validation, and the seconds that a whole run makes of them, which is a prediction."""
+    torch.set_num_threads(1)
+    data = cost_corpora.read(corpora, "python")
+
+    def seconds(size: Size, variant: str) -> float:
+        corpus = Corpus.cut(data, size)
+        begun = time.process_time()
+        train(VARIANTS[variant], size, corpus, [0], torch.device("cpu"))
+        return time.process_time() - begun
+
+    seconds(SIZES["toy"], "fp8")  # what is compiled is compiled
+    for name in ("1.4M", "3M", "10M"):
+        for variant in ("bf16", "fp8"):
+            size = SIZES[name]
+            short = replace(size, steps=2, warmup=1, validation=64)
+            base = seconds(short, variant)
+            step = (seconds(replace(short, steps=5), variant) - base) / 3
+            sample = (seconds(replace(short, validation=128), variant) - base) / 64
+            run_of_it = step * size.steps + sample * size.validation
+            print(f"{name:<5} {variant:<5} {step:.3f} s a step, {sample:.4f} s a sample, {run_of_it:.0f} s a run")
+
+
 def main() -> None:
     """Do what the options say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true", help="print what is run")
     parser.add_argument("--make-corpora", type=Path, metavar="FOLDER", help="write both corpora, checked, and stop")
     parser.add_argument("--report", type=Path, nargs="+", metavar="FOLDER", help="tables of what was run, and stop")
+    parser.add_argument(
+        "--prices", action="store_true", help="time a few steps of each size on one CPU thread, and stop"
+    )
     parser.add_argument("--results", type=Path, help="folder for --report's JSON and pictures; default: the project's")
     parser.add_argument("--stage", choices=list(STAGES), default="screen")
     parser.add_argument("--recipes", nargs="+", default=[], help="for stage confirm, which the screen's report names")
@@ -313,6 +340,8 @@ def main() -> None:
             from benchmarks import cost_report  # matplotlib
 
             cost_report.report(options.report, options.results)
+        elif options.prices and options.corpora:
+            prices(options.corpora)
         elif options.corpora is None or options.out is None:
             parser.error("a run needs --corpora and --out")
         else:

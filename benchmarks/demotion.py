@@ -113,14 +113,14 @@ def picture(results: Sequence[Mapping[str, Any]]) -> Figure:
     unused = [run["underflow"][len(part) - 1 :] for run, part in zip(fallback, used, strict=True)]
     _lines(below, unused, colour, "--", "the same, measured but not used")
 
-    steps = sorted({_demotion(run) for run in fallback} - {math.inf})
-    for step in steps:
+    steps = sorted(_demotion(run) for run in fallback if _demotion(run) < math.inf)
+    for step in set(steps):
         for axes in (above, below):
             axes.axvline(step, color=colour, linestyle="--", linewidth=1.0)
     if steps:
         above.annotate(
-            f"step {steps[0]}: {CASE.layer}\nleaves FP8 for BF16",
-            (steps[0], 0.82),
+            f"step {_listed(sorted(set(steps)))}: {CASE.layer}\nleaves FP8 for BF16",
+            (steps[-1], 0.82),
             xytext=(8, 0),
             xycoords=above.get_xaxis_transform(),
             textcoords="offset points",
@@ -154,17 +154,28 @@ def _demotion(run: Mapping[str, Any]) -> float:
     return min((switch["step"] for switch in run["switches"] if CASE.layer in switch["demote"]), default=math.inf)
 
 
+def _listed(steps: Sequence[float]) -> str:
+    *others, last = (f"{step:g}" for step in steps)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def _until(points: Sequence[tuple[int, float]], step: float) -> list[tuple[int, float]]:
     return [point for point in points if point[0] <= step]
 
 
 def _lines(axes: Axes, runs: Sequence[Sequence[tuple[int, float]]], colour: str, line: str, name: str) -> None:
-    """Every run's values thin, and the mean over the runs, at the steps that all of them have, thick."""
-    values = [dict(run) for run in runs]
-    for each in values:
-        axes.plot(list(each), list(each.values()), color=colour, linewidth=0.6, alpha=0.35)
-    steps = sorted(set.intersection(*map(set, values)))
-    means = [np.mean([each[step] for each in values]) for step in steps]
+    """Every run's values thin, and the mean over the runs thick, where all of them have values.
+
+    Seeds draw the steps that are sampled: between its samples a run's value is on the line between them.
+    """
+    known = [np.array(run, dtype=np.float64).T for run in runs if run]
+    for steps, values in known:
+        axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
+    if not known:
+        return
+    first, last = max(steps[0] for steps, _ in known), min(steps[-1] for steps, _ in known)
+    steps = np.arange(first, last + 1)
+    means = np.mean([np.interp(steps, each[0], each[1]) for each in known], axis=0)
     axes.plot(steps, means, line, color=colour, linewidth=1.8, label=name)
 
 

@@ -1,11 +1,15 @@
 """What the fallback sees of a fault, and how soon; and whether healthy runs keep their layers.
 
     python -m benchmarks.evidence faults
+    python -m benchmarks.evidence held-out    # and missed
     python -m benchmarks.evidence healthy --work /tmp/healthy --other /usr/share/common-licenses
 
 *faults*: a family of faults in one layer of a small network, at several strengths (powers of two) and duty cycles,
 under `fp8_hybrid` as shipped: after how many steps of the fault the layer first ran in BF16, and which others did. One
 network and seed: the figures are of what a fault does to a tensor, not of chances.
+
+*held-out*: families that no limit was chosen on, and the harm that each fault does; *missed*: the same of those of the
+first that are not seen: `benchmarks.held_out`.
 
 *healthy*: short runs of the config `tiny` over learning rates, warm-ups and sizes, on the standard library's source and
 on a folder of other text, each beside a twin in bf16: switches of the one, and what the guard said of the other. A
@@ -29,7 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks.intervals import binomial_upper
 from harness import Precision
-from harness.core.files import write_json
+from harness.core.files import read_json, write_json
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tracking.journal import read_rows
 
@@ -87,7 +91,7 @@ FAMILIES: dict[str, tuple[str, Change, tuple[int, ...]]] = {
 """Slot, what becomes of its tensor, and the strengths."""
 
 
-class _Backward(torch.autograd.Function):
+class ChangedGradient(torch.autograd.Function):
     """The identity, whose gradient is changed."""
 
     @staticmethod
@@ -130,7 +134,7 @@ def first_out(role: str, change: Change, bits: int, period: int) -> dict[str, in
 
     def leave(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
         # Only the layer's own tensors know of the fault: its output, and what goes back, are those without it.
-        changed = _Backward.apply(out, apply) if role == "grad_output" else out
+        changed = ChangedGradient.apply(out, apply) if role == "grad_output" else out
         return nn.functional.linear(clean[0], healthy, bias) + (changed - out.detach())
 
     faulty.register_forward_pre_hook(enter)
@@ -208,21 +212,24 @@ def _events(work: Path, recipe: str, seed: int, given: list[str]) -> list[dict[s
 
 
 def main() -> None:
-    """Run one half and write its results file."""
+    """Run one part and write its results file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("half", choices=["faults", "healthy"])
+    parser.add_argument("part", choices=["faults", "held-out", "missed", "healthy"])
     parser.add_argument("--work", type=Path, help="where healthy runs are, or will be")
     parser.add_argument("--other", type=Path, help="a folder of text")
+    parser.add_argument("--draw", action="store_true", help="of held-out and missed: what was measured before")
     parser.add_argument("--first-seed", type=int, default=300)
     given = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, Any] = {
-        "command": f"python -m benchmarks.evidence {given.half}",
+        "command": f"python -m benchmarks.evidence {given.part}",
         "machine": f"{platform.machine()} CPU, one thread, torch {torch.__version__}",
         "policy": policy().fallback.model_dump(),
     }
-    if given.half == "faults":
+    if given.part == "faults":
         record |= {"fault at step": AT, "steps": STEPS, "families": faults()}
+    elif given.part in ("held-out", "missed"):
+        record = _held_out(given.part, record, given.draw)
     else:
         given.work.mkdir(parents=True, exist_ok=True)
         rows = healthy(given.work, given.other.resolve(), given.first_seed)
@@ -231,7 +238,25 @@ def main() -> None:
         upper = binomial_upper(loud, len(well))
         print(f"{loud} of {len(well)} healthy runs with a demotion (95% upper bound {upper:.0%}); {len(rows)} runs")
         record |= {"runs": rows, "healthy": len(well), "with a demotion": loud, "upper bound": upper}
-    write_json(RESULTS / f"evidence_{given.half}_cpu.json", record)
+    write_json(_results(given.part), record)
+
+
+def _results(part: str) -> Path:
+    return RESULTS / f"evidence_{part.replace('-', '_')}_cpu.json"
+
+
+def _held_out(part: str, record: dict[str, Any], draw: bool) -> dict[str, Any]:
+    """Measure, unless `draw`; print the table and draw."""
+    from benchmarks import held_out, held_out_pictures
+
+    if draw:
+        record = read_json(_results(part))
+    else:
+        record |= {"fault at step": held_out.AT, "steps": [held_out.STEPS, held_out.GPT_STEPS]}
+        record["faults"] = held_out.measure() if part == "held-out" else held_out.measure_missed()
+    print(held_out_pictures.table(record["faults"]), held_out_pictures.summary(record["faults"]), sep="\n\n")
+    held_out_pictures.draw(record["faults"], ROOT / "docs" / "images", part)
+    return record
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.facts import SlotStats, StepFacts
 from harness.tracking.journal import read_rows
+from harness.tracking.slot_file import FIGURES, SlotSteps
 
 FIELDS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db")
 """The statistics of a slot, in the order of SlotStats."""
@@ -73,7 +74,13 @@ class Trace:
 
 
 def read_trace(journal: Path) -> Trace:
-    """The trace in a run's journal. Raises DataError unless it holds each of its steps once, with the same slots."""
+    """The trace of a run, of the slot file beside its journal, or of the journal alone, as runs of before had it.
+
+    Raises DataError unless it holds each of its steps once, with the same slots.
+    """
+    stored = SlotSteps.of(journal.parent)
+    if stored is not None:
+        return _stored(journal, stored)
     steps: list[int] = []
     metrics: list[dict[str, float]] = []
     slots: tuple[str, ...] = ()
@@ -94,9 +101,24 @@ def read_trace(journal: Path) -> Trace:
                 for field in FIELDS
             ]
             return Trace(slots, np.array(values, dtype=np.float32), switches)
+    raise _incomplete(journal, steps)
+
+
+def _stored(journal: Path, stored: SlotSteps) -> Trace:
+    rows = list(stored.read())
+    steps = [step for step, _, _ in rows]
+    slots = stored.names
+    if steps != list(range(1, len(steps) + 1)) or any(names != slots for _, names, _ in rows):
+        raise _incomplete(journal, steps)
+    switches = sum(row.get("code") == "precision.switched" for row in read_rows(journal))
+    fields = [FIGURES.index(field) for field in FIELDS]
+    return Trace(slots, np.stack([values[fields] for _, _, values in rows], axis=1), switches)
+
+
+def _incomplete(journal: Path, steps: Sequence[int]) -> DataError:
     why = f"{len(steps)} steps with FP8 statistics, up to step {max(steps, default=0)}"
     fix = "train it in one piece with tracking.fp8_every=1"
-    raise DataError(Problem("does not hold the statistics of every step once", str(journal), why, fix))
+    return DataError(Problem("does not hold the statistics of every step once", str(journal), why, fix))
 
 
 def _slots_in(metrics: Mapping[str, float]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -179,15 +180,24 @@ def build_data(
     return parts[0] if data[0].is_snapshot else Prefetched(parts[0], watch)
 
 
+_LOOKED_AT = 8
+"""Micro-batches of the first window that are searched for labels of -100."""
+
+
 def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -> tuple[Task, str]:
     """The model's loss, tried on one sample of the data before anything is converted, and what to tell of its unit.
 
-    Raises ConfigError as `Task.try_on`.
+    Raises ConfigError as `Task.try_on`, and where labels of -100 in the first micro-batches would be trained on.
     """
     task = Task(model, config.model.target, data.unit)
     # As one of as many ranks as there are micro-batches: no more than that one is read.
     ranks = config.train.global_batch // config.train.micro_batch
-    return task, task.try_on(model, data.micro_batches(data.window(0), 0, ranks)[0], autocast_dtype(plan))
+    first = (data.micro_batches(data.window(0), rank, ranks)[0] for rank in range(min(ranks, _LOOKED_AT)))
+    half = autocast_dtype(plan)
+    batch = next(first)
+    if data.masked:
+        task.try_masks(model, chain([batch], first), half)
+    return task, task.try_on(model, batch, half)
 
 
 def build_run(

@@ -42,6 +42,7 @@ _BEGINNINGS = (
     "incidents.json",
     "shipper.json",
     "data/corpus.json",
+    "data/source.json",
     "data/target.json",
     _SOURCE,
     _RESERVE,

@@ -59,6 +59,18 @@ check_python() {
     "$python has no venv or ensurepip module" "on Debian and Ubuntu: apt install python3-venv"
 }
 
+# The folder is emptied before the environment is made in it.
+check_place() {
+  if [ -L "$venv" ]; then
+    die "$venv is a link to $(readlink "$venv"), and what lies there would be deleted" \
+      "remove the link, or name another folder: make setup VENV=.venv-mine"
+  fi
+  if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ ! -e "$venv/setup.log" ] && [ -n "$(ls -A "$venv")" ]; then
+    die "$venv is no virtual environment, and what lies there would be deleted" \
+      "name a new folder, or delete this one first: make setup VENV=.venv-mine"
+  fi
+}
+
 make_venv() {
   local options=(--clear)
   [ -z "$system" ] || options+=(--system-site-packages)
@@ -130,6 +142,7 @@ EOF
 case $what in
 run)
   check_python
+  check_place
   [ "$torch" != system ] || system=$(system_torch)
   log=$(mktemp) # the environment's folder is emptied first
   need "environment in $venv ($("$python" -V 2>&1))" make_venv

@@ -204,6 +204,10 @@ class TokenBatches:
             "sha256": info["sha256"],
             "skipped": _readable(info["skipped"]),
         }
+        if info.get("repeated"):
+            facts["repeated"] = list(info["repeated"])
+        if self.masked and (longest := self._splits["train"].longest()) is not None:
+            facts["longest_document"] = longest
         if "ids" in info:
             facts |= {"unigram_nats": info["unigram_nats"], "tokenizer": info["tokenizer"]}
             return facts | (
@@ -267,6 +271,12 @@ class _Split:
             why = "the files have no index of their documents, and no token id is known to end one"
             fix = "set data.separator to that id, give data.tokenizer, or set data.packing=none"
             raise DataError(Problem("documents cannot be told apart", f"data.path: {info['source']}", why, fix))
+
+    def longest(self) -> int | None:
+        """Tokens of the longest document, of packed data; None if only their separator tells where they begin."""
+        if self._separator is not None:
+            return None
+        return int(np.diff(self._starts, append=len(self.tokens)).max(initial=0))
 
     def read(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
         """As `corpus.Tokens.read`."""

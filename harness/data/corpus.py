@@ -388,6 +388,10 @@ def _implausible(shard: Shard, seen: _Seen, vocabulary: Vocabulary | None) -> li
     if shard.dtype == "uint16" and shard.offset == 0 and shard.index is None and _looks_wider(shard):
         why = "every second number is 0 or nearly so, as the upper halves of uint32 ids are"
         return [Problem("does not look like uint16", where, why, "set data.dtype=uint32")]
+    if shard.dtype == "uint16" and shard.offset == 0 and shard.index is None and _looks_like_float(shard):
+        why = "every second number is as the upper half of a float32 is, and the others are anything"
+        fix = "token ids are whole numbers; for anything else: data.target (docs/datasets.md)"
+        return [Problem("does not look like token ids", where, why, fix)]
     if shard.dtype == "uint32" and shard.offset == 0 and shard.index is None and _looks_like_int64(shard):
         why = "every second number is 0, as the upper halves of int64 ids are"
         return [Problem("does not look like uint32", where, why, "write it again: ids.astype(numpy.uint32)")]
@@ -406,6 +410,16 @@ def _looks_wider(shard: Shard) -> bool:
     if len(ids) < 64:
         return False
     return bool(upper.max() <= 0x3F and lower.max() > 4 * max(int(upper.max()), 1) and np.median(upper) <= 1)
+
+
+def _looks_like_float(shard: Shard) -> bool:
+    """Magnitudes from 2^-14 to 2^16 in all upper halves (sign and exponent), and lower halves spread over all ids."""
+    ids = np.fromfile(shard.path, dtype="<u2", count=1 << 16)
+    upper, lower = ids[1::2] & 0x7F80, ids[: len(ids) // 2 * 2 : 2]
+    if len(ids) < 64:
+        return False
+    inside = ((upper >= 113 << 7) & (upper < 143 << 7)).mean()
+    return bool(inside > 0.98 and np.histogram(lower, 16, (0, 1 << 16))[0].min() > len(lower) / 64)
 
 
 def _looks_like_int64(shard: Shard) -> bool:

@@ -26,21 +26,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.errors import DataError, MachineError, Problem
+from harness.core.errors import DataError, MachineError, Problem, some
 from harness.core.files import MAX_LARGE, read_json, read_mapping, write_json
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
 from harness.data.registry import DOCUMENTS, PREPARED
 from harness.data.rows import Part, Piece
+from harness.data.source import origin_of_files
 from harness.data.text import BadFiles
 from harness.data.tokenizer import Encoder, load_encoder, tokenizer_file
 from harness.data.writer import ShardWriter, smallest_dtype
 
+_T = TypeVar("_T")
 FORMAT = 1
 TASK_BYTES = 16 << 20
 """Least bytes of a task's source."""
@@ -48,7 +50,7 @@ _TASKS = 128
 _INLINE = 4 << 20
 _BATCH_BYTES, _BATCH_PIECES = 1 << 20, 1024
 _PLAN = "prepare.json"
-_NAMED = 20
+_NAMED, _CHANGED = 20, 5
 _TOLD_SECONDS = 0.2
 
 
@@ -187,6 +189,8 @@ def _begin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     if out.is_dir() and any(out.iterdir()) and there != _as_json(plan):
         changed = sorted(key for key in plan if there.get(key) != _as_json(plan[key]))
         why = f"of an earlier preparation, with another {', '.join(changed)}" if there else "it is not empty"
+        if there and "files" in changed and (files := _changed_files(there, plan)):
+            why = f"of an earlier preparation, since when these have changed: {some(files, _CHANGED)}"
         raise DataError(
             Problem("holds something else", f"--out {out}", why, "give an empty folder, or delete this one")
         )
@@ -203,6 +207,13 @@ def _begin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
         if beside.is_file():
             shutil.copyfile(beside, out / "tokenizer_config.json")
     return None
+
+
+def _changed_files(there: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
+    """Names of files that are new, gone or touched since the plan of `there`."""
+    before, now = ({str(each) for each in made.get("files", ())} for made in (there, _as_json(plan)))
+    every = [*there.get("files", ()), *_as_json(plan)["files"]]
+    return sorted({Path(str(each[0])).name for each in every if str(each) in before ^ now})
 
 
 def _marker(out: Path, task: int) -> Path:
@@ -228,8 +239,9 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         skipped.update(each["skipped"])
         counts = add_counts(counts, np.load(_counts(out, task)))
     if not any(shard["split"] == "train" for shard in shards):
-        why = "; ".join(f"{count} x {reason}" for reason, count in skipped.items())
+        why = "; ".join(f"{count} x {reason}" for reason, count in skipped.items()) or "it has no rows"
         raise DataError(Problem("has nothing to train on", f"data.path: {plan['source']}", why))
+    origin = _origin(out, plan)
     left_out = [{"name": name, "reason": reason} for name, reason in plan["left_out"]]
     left_out += [{"name": f"{count} rows", "reason": reason} for reason, count in sorted(skipped.items())]
     info: dict[str, Any] = {
@@ -244,6 +256,7 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "documents": sum(shard["documents"] for shard in shards),
         "unigram_nats": entropy(counts),
         "skipped": left_out,
+        "origin": origin,
         "shards": [{**shard, **_stamped(out / shard["name"])} for shard in shards],
     }
     hashes = [[shard["name"], shard["blocks"], shard["index_sha256"]] for shard in shards]
@@ -253,6 +266,20 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         _marker(out, task).unlink(missing_ok=True)
         _counts(out, task).unlink(missing_ok=True)
     return info
+
+
+def _origin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What the source is, once all of it was read. Raises DataError if a file is not what it was before that."""
+    files = {Path(path): Stamp(*stamp) for path, *stamp in plan["files"]}
+    source, tokenizer = DOCUMENTS[plan["kind"]], plan["tokenizer"]
+    suffixes = None if plan["kind"] == "text" else source.suffixes
+    known = [tokenizer, plan["vocabulary"]["tokenizer"]] if tokenizer else None
+    made = origin_of_files(Path(plan["source"]), suffixes, plan["kind"] != "Arrow", files, known)
+    changed = [path for path, stamp in files.items() if Stamp.of(path) != stamp]
+    if changed:
+        fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
+        raise DataError([Problem("changed while it was prepared", f"data.path: {path}", fix=fix) for path in changed])
+    return made
 
 
 def _stamped(path: Path) -> dict[str, int]:
@@ -286,7 +313,7 @@ class _Work:
         problems: list[Problem] = []
         last = ""
         text_bytes = 0
-        for batch, size in self._batches(plan["tasks"][task], task, skipped, problems):
+        for batch, size in self._or_abandon(shards, self._batches(plan["tasks"][task], task, skipped, problems)):
             made = self.encoder.encode([piece.text for piece, _ in batch])
             text_bytes += size
             flat: list[npt.NDArray[Any]] = []
@@ -319,6 +346,15 @@ class _Work:
         write_json(_marker(self.out, task), made)
         advance(sum(part[3] for part in plan["tasks"][task]) - text_bytes)  # the source has more than its texts
         return []
+
+    def _or_abandon(self, shards: Mapping[str, ShardWriter], batches: Iterator[_T]) -> Iterator[_T]:
+        """`batches`; the shards are given up if reading the source fails."""
+        try:
+            yield from batches
+        except (OSError, DataError):
+            for shard in shards.values():
+                shard.abandon()
+            raise
 
     def _batches(
         self, parts: Sequence[Sequence[Any]], task: int, skipped: Counter[str], problems: list[Problem]

@@ -1,4 +1,4 @@
-"""Documents out of JSONL, Parquet, Arrow and text, part by part: what is tokenized, and by several processes at once.
+"""Documents out of JSONL and text, part by part: what is tokenized, and by several processes at once.
 
 A part is a range of one file that can be read alone, in bounded memory, and always gives the same documents.
 """
@@ -6,17 +6,18 @@ A part is a range of one file that can be read alone, in bounded memory, and alw
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol, cast
 
-from harness.core.errors import DataError, Problem
-from harness.core.files import MAX_LARGE, read_mapping
-from harness.core.target import import_extra
-from harness.data.shards import is_validation, validation_beside
-from harness.data.text import BadFiles, walk
+from harness.core.errors import DataError, Problem, some
+from harness.core.files import MAX_LARGE, read_bounded
+from harness.data.shards import LEFT_OUT, is_validation, named_splits, text_beside, validation_beside, without_tests
+from harness.data.text import FIX_FILE, UTF16, BadFiles, walk
 
 Split = Literal["train", "val", ""]
 """Of a part; empty: its documents are still to be divided."""
@@ -25,9 +26,10 @@ PIECE = 1 << 20
 """Bytes of a text that are tokenized at once: longer ones are cut after a line."""
 MAX_ROW = 256 << 20
 """Bytes of a row of JSONL."""
+ARRAY = ".json"
 _RANGE = 8 << 20
-_BATCH = 1024
-_NAMED = 20
+_GROWS = 4  # what gzip makes smaller, about
+NAMED = 20
 _LOOKED_AT = 1 << 16
 
 
@@ -54,12 +56,13 @@ class Listed:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """text: a document, or a piece of one. ends: whether the document ends with it. where: how a message names it.
-    fault: why it cannot be used, empty if it can."""
+    fault: why it cannot be used, empty if it can. hint: what to say of the first that cannot."""
 
     text: str | bytes
     where: str
     ends: bool = True
     fault: str = ""
+    hint: str = ""
 
 
 class DocumentSource(Protocol):
@@ -82,15 +85,17 @@ class DocumentSource(Protocol):
         ...
 
 
-def _files(path: Path, suffixes: Sequence[str]) -> list[tuple[Path, Split]]:
-    """Files below `path` with their splits: names say which are validation; one file alone may have it beside it."""
+def files_below(path: Path, suffixes: Sequence[str]) -> tuple[list[tuple[Path, Split]], list[tuple[str, str]]]:
+    """Files below `path` with their splits, and what is left out: names say which are validation, and which a test;
+    one file alone may have its validation beside it."""
     if path.is_dir():
-        found = [each for each in walk(path) if each.suffix.lower() in suffixes and each.is_file()]
-        val = [each for each in found if is_validation(each.relative_to(path).as_posix())]
+        every = [each for each in walk(path) if each.name.lower().endswith(tuple(suffixes)) and each.is_file()]
+        found, left_out = without_tests([each.relative_to(path).as_posix() for each in every])
+        val = {name for name in found if is_validation(name)}
         known: Split = "train" if val and len(val) < len(found) else ""
-        return [(each, "val" if known and each in val else known) for each in found]
+        return [(path / name, "val" if known and name in val else known) for name in found], left_out
     beside = validation_beside(path)
-    return [(path, "train"), (beside, "val")] if beside else [(path, "")]
+    return ([(path, "train"), (beside, "val")] if beside else [(path, "")]), []
 
 
 def _ranges(path: Path, size: int, split: Split) -> list[Part]:
@@ -125,142 +130,92 @@ def _cut(stream: BinaryIO, place: int, size: int) -> int:
 
 
 class JsonLines:
-    """A JSON object a line, its text under a key."""
+    """A JSON object a line, its text under a key; or, in a file called .json, one array of such objects."""
 
     kind = "JSONL"
-    suffixes = (".jsonl", ".ndjson")
+    suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
     def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
-        """Ranges of bytes. The first row of every file must have the key."""
+        """Ranges of bytes; of what is compressed, or an array, whole files. The first row of every file must have the
+        key."""
         parts: list[Part] = []
         problems: list[Problem] = []
-        empty: list[tuple[str, str]] = []
-        for file, split in _files(path, self.suffixes):
+        files, empty = files_below(path, self.suffixes)
+        if not files:  # beside others a .json describes them
+            files, empty = files_below(path, (ARRAY,))
+        for file, split in files:
             size = file.stat().st_size
             if not size:
                 empty.append((file.name, "empty"))
                 continue
-            ranges = _ranges(file, size, split)
-            first = next(self.read(ranges[0], key), None)
+            grows = _GROWS if _is_packed(file) else 1
+            whole = grows > 1 or file.name.lower().endswith(ARRAY)
+            ranges = [Part(str(file), 0, size, grows * size, split)] if whole else _ranges(file, size, split)
+            try:
+                first = next(self.read(ranges[0], key), None)
+            except DataError as error:
+                problems += error.problems
+                continue
             if first is not None and first.fault and bad != "skip":
-                problems.append(Problem(first.fault, f"data.path: {first.where}", fix=_FIX_ROW))
+                problems.append(Problem(first.fault, f"data.path: {first.where}", first.hint, _FIX_ROW))
             parts += ranges
-        return _listed(parts, empty, problems, path)
+        return listed(parts, empty, problems, path)
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
-        """The rows whose lines begin in the part."""
-        with open(part.path, "rb") as stream:
-            _first_line(stream, part.begin)
-            while (place := stream.tell()) < part.end and (line := stream.readline(MAX_ROW)):
-                where = f"{part.path}, byte {place}"
-                if len(line) == MAX_ROW and not line.endswith(b"\n"):
-                    _skip_line(stream)
-                    yield Piece("", where, fault=f"is longer than {MAX_ROW} bytes")
-                    continue
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    yield Piece("", where, fault=f"is no JSON: {error}"[:200])
-                    continue
-                yield _row(row.get(key) if isinstance(row, dict) else None, key, where)
-
-
-class Parquet:
-    """A column of Parquet files."""
-
-    kind = "Parquet"
-    suffixes = (".parquet",)
-
-    def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
-        """Row groups. Every file must have the column, with text in it."""
-        library = import_extra("pyarrow.parquet", "hf", "data.path")
-        parts: list[Part] = []
-        problems: list[Problem] = []
-        for file, split in _files(path, self.suffixes):
-            try:
-                with library.ParquetFile(file) as opened:
-                    problem = _column(opened.schema_arrow, key, file)
-                    if problem:
-                        problems.append(problem)
-                        continue
-                    groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
-                    parts += [
-                        Part(str(file), number, number + 1, group.total_byte_size, split)
-                        for number, group in enumerate(groups)
-                    ]
-            except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-                problems.append(Problem("cannot be read as Parquet", f"data.path: {file}", str(error)[:300], _FIX_COPY))
-        return _listed(parts, [], problems, path)
-
-    def read(self, part: Part, key: str) -> Iterator[Piece]:
-        """The rows of a row group."""
-        library = import_extra("pyarrow.parquet", "hf", "data.path")
+        """The rows whose lines begin in the part. Raises DataError for what cannot be decompressed."""
+        if part.path.lower().endswith(ARRAY) and not _is_lines(part.path):
+            yield from _array(part.path, key)
+            return
+        packed = _is_packed(Path(part.path))
+        end = 1 << 62 if packed else part.end
         try:
-            with library.ParquetFile(part.path) as opened:
-                groups = list(range(part.begin, part.end))
-                row = 0
-                for batch in opened.iter_batches(batch_size=_BATCH, row_groups=groups, columns=[key]):
-                    for value in batch.column(0).to_pylist():
-                        yield _row(value, key, f"{part.path}, row group {part.begin}, row {row}")
-                        row += 1
-        except ValueError as error:
-            raise DataError(Problem("cannot be read", part.path, str(error)[:300], _FIX_COPY)) from error
+            with gzip.open(part.path) if packed else open(part.path, "rb") as stream:
+                yield from self._lines(cast("BinaryIO", stream), part, end, key)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            problem = Problem("cannot be decompressed", f"data.path: {part.path}", str(error)[:300], FIX_COPY)
+            raise DataError(problem) from error
 
-
-class ArrowFolder:
-    """What `save_to_disk` of the datasets library writes: a folder with state.json, or one of them for each split."""
-
-    kind = "Arrow"
-    suffixes = (".arrow",)
-
-    def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
-        """Whole files. Every file must have the column, with text in it."""
-        library = import_extra("pyarrow", "hf", "data.path")
-        ipc = import_extra("pyarrow.ipc", "hf", "data.path")
-        parts: list[Part] = []
-        problems: list[Problem] = []
-        for file, split in self._listed(path):
+    def _lines(self, stream: BinaryIO, part: Part, end: int, key: str) -> Iterator[Piece]:
+        _first_line(stream, part.begin)
+        while (place := stream.tell()) < end and (line := stream.readline(MAX_ROW)):
+            where = f"{part.path}, byte {place}"
+            if len(line) == MAX_ROW and not line.endswith(b"\n"):
+                _skip_line(stream)
+                yield Piece("", where, fault=f"is longer than {MAX_ROW} bytes")
+                continue
+            if not line.strip():
+                continue
             try:
-                with library.OSFile(str(file)) as source, ipc.open_stream(source) as stream:
-                    problem = _column(stream.schema, key, file)
-                if problem:
-                    problems.append(problem)
-                    continue
-                parts.append(Part(str(file), 0, 0, file.stat().st_size, split))
-            except (OSError, ValueError) as error:
-                problems.append(Problem("cannot be read as Arrow", f"data.path: {file}", str(error)[:300], _FIX_COPY))
-        return _listed(parts, self._other_splits(path), problems, path)
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield Piece("", where, fault=f"is no JSON: {error}"[:200])
+                continue
+            yield _row(row, key, where)
 
-    def read(self, part: Part, key: str) -> Iterator[Piece]:
-        """The rows of a file."""
-        library = import_extra("pyarrow", "hf", "data.path")
-        ipc = import_extra("pyarrow.ipc", "hf", "data.path")
-        row = 0
+
+def _is_packed(path: Path) -> bool:
+    return path.name.lower().endswith(".gz")
+
+
+def _is_lines(path: str) -> bool:
+    """Whether a file called .json is JSON lines all the same: its first line is an object."""
+    with open(path, "rb") as stream:
         try:
-            with library.OSFile(part.path) as source, ipc.open_stream(source) as stream:
-                for batch in stream:
-                    for value in batch.column(key).to_pylist():
-                        yield _row(value, key, f"{part.path}, row {row}")
-                        row += 1
-        except ValueError as error:
-            raise DataError(Problem("cannot be read", part.path, str(error)[:300], _FIX_COPY)) from error
+            return isinstance(json.loads(stream.readline(MAX_ROW)), dict) and bool(stream.read(1))
+        except (RecursionError, ValueError):
+            return False
 
-    def _listed(self, path: Path) -> list[tuple[Path, Split]]:
-        splits = _split_names(path)
-        if splits is None:
-            return [(file, "") for file in _arrow_files(path)]
-        val = next((name for name in splits if is_validation(name)), None)
-        train = "train" if "train" in splits else next((name for name in splits if name != val), None)
-        known: Split = "train" if val else ""
-        named: list[tuple[str | None, Split]] = [(train, known), (val, "val")]
-        return [(file, split) for name, split in named if name for file in _arrow_files(path / name)]
 
-    def _other_splits(self, path: Path) -> list[tuple[str, str]]:
-        used = {Path(file).parent.name for file, _ in self._listed(path)}
-        names = [name for name in _split_names(path) or [] if name not in used]
-        return [(name, "a split that is neither train nor validation") for name in names]
+def _array(path: str, key: str) -> Iterator[Piece]:
+    """The rows of an array, or the only one of an object. All of it is in memory at once."""
+    try:
+        rows = json.loads(read_bounded(Path(path), MAX_LARGE))
+    except (ValueError, RecursionError) as error:
+        fix = " (an array this large: write it as JSON lines)" if "is larger" in str(error) else ""
+        yield Piece("", path, fault=f"is no JSON: {error}{fix}"[:200])
+        return
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        yield _row(row, key, f"{path}, row {number}")
 
 
 class PlainText:
@@ -271,10 +226,9 @@ class PlainText:
 
     def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
         """Ranges of bytes of every file that begins as text does."""
-        files: list[tuple[Path, Split]] = [(each, "") for each in walk(path)] if path.is_dir() else [(path, "")]
+        files, left_out = self._divided(path)
         parts: list[Part] = []
         problems: list[Problem] = []
-        left_out: list[tuple[str, str]] = []
         for file, split in files:
             try:
                 if file.is_symlink() or not file.is_file():
@@ -292,10 +246,22 @@ class PlainText:
             if fault:
                 left_out.append((file.relative_to(path).as_posix() if path.is_dir() else file.name, fault))
                 if bad == "fail" or not path.is_dir():
-                    problems.append(Problem(f"no text: {fault}", f"data.path: {file}", fix=_FIX_TEXT))
+                    problems.append(Problem(f"no text: {fault}", f"data.path: {file}", fix=FIX_FILE))
                 continue
             parts += _ranges(file, size, split)
-        return _listed(parts, left_out, problems, path)
+        return listed(parts, left_out, problems, path)
+
+    def _divided(self, path: Path) -> tuple[list[tuple[Path, Split]], list[tuple[str, str]]]:
+        """Files with their splits, and those of a test split."""
+        if not path.is_dir():
+            beside = text_beside(path)
+            return ([(path, "train"), (beside, "val")] if beside else [(path, "")]), []
+        found = {each.relative_to(path).as_posix(): each for each in walk(path)}
+        said = named_splits(list(found))
+        left_out = [(name, LEFT_OUT[said[name]]) for name in found if said.get(name) in LEFT_OUT]
+        known = "val" in said.values()
+        kept = [name for name in found if said.get(name) not in LEFT_OUT]
+        return [(found[name], ("val" if said[name] == "val" else "train") if known else "") for name in kept], left_out
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
         """Pieces of about PIECE bytes, cut after a line where lines are short."""
@@ -310,15 +276,33 @@ class PlainText:
                 place = after
 
 
+TOKENS_FIX = (
+    "token ids are read from a .bin: numpy.concatenate(ROWS).astype('uint16').tofile('train.bin'), uint32 and "
+    "data.dtype=uint32 for ids over 65535, each row with its end-of-text id; then data.path=train.bin"
+)
+_KINDS = {list: "list", str: "text", type(None): "null"}
+_KEYS, _LONG = 8, 300
 _FIX_ROW = "set data.text_key to the key that has the text, or data.bad=skip to pass over such rows"
-_FIX_COPY = "copy the file again, or write it again"
-_FIX_TEXT = "give a UTF-8 text file or a folder of them; convert others with: iconv -t utf-8"
+FIX_COPY = "copy the file again, or write it again"
 
 
-def _row(value: Any, key: str, where: str) -> Piece:
+def _row(row: Any, key: str, where: str) -> Piece:
+    """A row of JSON. key: `meta.text` is what lies under text in meta, where the row has no key of that name."""
+    value = row
+    for part in [key] if isinstance(row, dict) and key in row else key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is not None:
+        return piece_of(value, key, where)
+    if not isinstance(row, dict):
+        return Piece("", where, fault=f"the row is a {_KINDS.get(type(row), 'number')}, not an object with keys")
+    return Piece("", where, fault=f'"{key}" is missing', hint=f"the row has {some([*row], _KEYS) or 'no keys'}"[:_LONG])
+
+
+def piece_of(value: Any, key: str, where: str) -> Piece:
     if not isinstance(value, str):
         what = "is missing" if value is None else f"is a {type(value).__name__}, not text"
-        return Piece("", where, fault=f'"{key}" {what}')
+        ids = isinstance(value, list) and all(isinstance(each, int) for each in value)
+        return Piece("", where, fault=f'"{key}" {what}', hint=TOKENS_FIX if ids else "")
     if not value.isascii():
         try:
             value.encode()
@@ -328,6 +312,8 @@ def _row(value: Any, key: str, where: str) -> Piece:
 
 
 def _no_text(content: bytes, whole: bool) -> str:
+    if content.startswith(UTF16):
+        return "UTF-16, not UTF-8"
     if b"\0" in content:
         return "binary: it has NUL bytes"
     try:
@@ -337,43 +323,12 @@ def _no_text(content: bytes, whole: bool) -> str:
     return ""
 
 
-def _column(schema: Any, key: str, file: Path) -> Problem | None:
-    names: list[str] = list(schema.names)
-    if key not in names:
-        why = f"its columns: {', '.join(names[:_NAMED]) or 'none'}"
-        return Problem(f'has no column "{key}"', f"data.path: {file}", why, "set data.text_key to the one with text")
-    kind = str(schema.field(key).type)
-    if "string" not in kind:
-        fix = "set data.text_key to a column of text"
-        return Problem(f'column "{key}" has {kind}, not text', f"data.path: {file}", fix=fix)
-    return None
-
-
-def _split_names(path: Path) -> list[str] | None:
-    """Of a folder with several splits; None for a single one."""
-    names = read_mapping(path / "dataset_dict.json").get("splits")
-    return [str(name) for name in names] if isinstance(names, list) else None
-
-
-def _arrow_files(path: Path) -> list[Path]:
-    """The files that state.json names. Raises DataError if it names none that are there."""
-    state = read_mapping(path / "state.json", MAX_LARGE)
-    named = state.get("_data_files")
-    names = [entry.get("filename") for entry in named if isinstance(entry, dict)] if isinstance(named, list) else []
-    files = [path / name for name in names if isinstance(name, str) and "/" not in name]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files or state.get("_indices_files"):
-        why = f"missing: {', '.join(missing[:_NAMED])}" if missing else "its state.json names no files that can be read"
-        raise DataError(Problem("is no whole data set", f"data.path: {path}", why, "write it again with save_to_disk"))
-    return files
-
-
-def _listed(parts: list[Part], left_out: list[tuple[str, str]], problems: list[Problem], path: Path) -> Listed:
-    if len(problems) > _NAMED:
-        problems = [*problems[:_NAMED], Problem(f"{len(problems) - _NAMED} more like these", str(path))]
+def listed(parts: list[Part], left_out: list[tuple[str, str]], problems: list[Problem], path: Path) -> Listed:
+    if len(problems) > NAMED:
+        problems = [*problems[:NAMED], Problem(f"{len(problems) - NAMED} more like these", str(path))]
     if problems:
         raise DataError(problems)
     if not parts:
-        why = "; ".join(f"{name} ({reason})" for name, reason in left_out[:_NAMED])
+        why = "; ".join(f"{name} ({reason})" for name, reason in left_out[:NAMED]) or "it has no rows"
         raise DataError(Problem("has nothing to train on", f"data.path: {path}", why))
     return Listed(tuple(parts), tuple(left_out))

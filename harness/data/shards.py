@@ -25,12 +25,26 @@ from harness.data.blocks import Stamp
 
 HEADER_BYTES = 1024
 _MAGICS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+# How files begin that are called .bin and have no ids.
+_OTHERS = {
+    b"\x93NUMPY": "a NumPy array (.npy)",
+    b"PK\x03\x04": "a zip archive (torch.save writes such)",
+    b"\x1f\x8b\x08": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"GGUF": "weights of a model (GGUF)",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+}
+_PRINTED = bytes(range(32, 127)) + b"\t\n\r"
+_LOOKED_AT, _LETTERS = 4096, 64
 _INDEX_MAGIC = b"MMIDIDX\0\0"
 _INDEX_HEAD = struct.Struct("<QBQQ")
 _INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 DTYPES = (*_INDEX_DTYPES.values(), "uint32")
 """Of token ids."""
 _VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
+_TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
+_BESIDE = re.compile(r"(^|/)(README|LICENSE|COPYING)[^/]*$|\.(md|rst|json|ya?ml|sha256)$", re.IGNORECASE)
 _TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 
 
@@ -59,13 +73,16 @@ def read_shard(path: Path, dtype: str) -> Shard:
     try:
         size = Stamp.of(path).size
         with path.open("rb") as stream:
-            head = stream.read(12)
+            head = stream.read(_LOOKED_AT)
         index = path.with_suffix(".idx")
         if index.exists():
             return _megatron(path, size, index)
-        magic, version, count = struct.unpack("<iii", head.ljust(12, b"\0"))
+        magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
         if magic in _MAGICS and size >= HEADER_BYTES and _MAGICS[magic][0] == version:
             return _headed(path, size, _MAGICS[magic][1], count)
+        if what := _no_ids(head, dtype):
+            fix = "give what it is by its own name, or the file of ids that was meant"
+            raise DataError(_problem(path, f"is {what}, not token ids", f"it begins with {head[:8]!r}", fix))
         return _headerless(path, size, dtype)
     except OSError as error:
         raise DataError(_problem(path, f"cannot be read: {error.strerror}")) from error
@@ -73,6 +90,15 @@ def read_shard(path: Path, dtype: str) -> Shard:
         if isinstance(error, DataError):
             raise
         raise DataError(_problem(path, str(error))) from error
+
+
+def _no_ids(head: bytes, dtype: str) -> str:
+    """What a file without a header begins like, if that is no token ids: those have zeros, or bytes of all values."""
+    known = next((name for start, name in _OTHERS.items() if head.startswith(start)), "")
+    if known:
+        return known
+    plain = len(head) >= _LETTERS and not head.translate(None, _PRINTED)
+    return "text" if plain and dtype != "uint8" else ""
 
 
 def _headerless(path: Path, size: int, dtype: str) -> Shard:
@@ -164,6 +190,46 @@ def write_index(path: Path, dtype: str, lengths: Sequence[int]) -> bytes:
 def is_validation(name: str) -> bool:
     """Whether a file's name has val, valid or validation as a word of its own."""
     return _VALIDATION.search(name) is not None and _TRAINING.search(name) is None
+
+
+def is_test(name: str) -> bool:
+    """Whether a file's name has test as a word of its own, and is neither training nor validation."""
+    return _TEST.search(name) is not None and _TRAINING.search(name) is None and _VALIDATION.search(name) is None
+
+
+def without_tests(names: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Files of one folder, without those that are a test split, if there are others; and these, with the reason."""
+    kept = [name for name in names if not is_test(name)]
+    return (kept, [(name, TEST_SPLIT) for name in names if is_test(name)]) if kept else (list(names), [])
+
+
+TEST_SPLIT = "a test split: neither trained nor validated on"
+LEFT_OUT = {"test": TEST_SPLIT, "beside": "beside files that are called train, val or test"}
+"""Of `named_splits`: what is not trained on, and why."""
+
+
+def named_splits(names: Sequence[str]) -> dict[str, str]:
+    """train, val, test or beside (a README) for each file of text, if the names of all of them say which it is, and
+    there is train and another; else empty. Folders of text may have anything in them: a file that is called
+    validation.py is no split of its own."""
+    said = {name: _word(name) for name in names}
+    splits = {*said.values()} - {"beside"}
+    return said if "" not in splits and "train" in splits and len(splits) > 1 else {}
+
+
+def _word(name: str) -> str:
+    if _TRAINING.search(name):
+        return "train"
+    if is_validation(name):
+        return "val"
+    if is_test(name):
+        return "test"
+    return "beside" if _BESIDE.search(name) else ""
+
+
+def text_beside(path: Path) -> Path | None:
+    """The validation split of a single file of text that is called train; None if there is none."""
+    return validation_beside(path) if _TRAINING.search(path.name) else None
 
 
 def validation_beside(path: Path) -> Path | None:

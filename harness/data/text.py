@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.core.errors import DataError, Problem, some
+from harness.data.shards import LEFT_OUT, named_splits, text_beside
 
 MAX_BYTES = 1 << 30
 """Most bytes of text a run takes by itself: all of it is held in memory once, while the snapshot is written."""
@@ -28,7 +29,11 @@ BadFiles = Literal["auto", "skip", "fail"]
 _CHUNK = 1 << 20
 _NAMED = 20
 _INSIDE = "link within the folder"
-_FIX_FILE = "give a UTF-8 text file or a folder of them; convert others with: iconv -t utf-8"
+FIX_FILE = (
+    "give a UTF-8 text file or a folder of them; convert others: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1)"
+)
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+"""How text in UTF-16 begins, and nothing in UTF-8 does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,8 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
         raise DataError(_unreadable(path, error)) from error
     if folder:
         return read_files(str(path), root, walk(root), bad)
-    text = read_files(str(path), root.parent, [root])
+    beside = text_beside(root)
+    text = read_files(str(path), root.parent, [root, *([beside] if beside else [])], "fail" if beside else "auto")
     return Text(text.source, text.documents)
 
 
@@ -97,7 +103,7 @@ def read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "
             content = error.problems[0].what
         if isinstance(content, str):
             if bad == "fail" and content != _INSIDE:
-                problems.append(Problem(f"no text: {content}", _where(path), fix=f"{_FIX_FILE}; or set data.bad=skip"))
+                problems.append(Problem(f"no text: {content}", _where(path), fix=f"{FIX_FILE}; or set data.bad=skip"))
             skipped.append(Skipped(name, content))
             continue
         total += len(content)
@@ -154,6 +160,8 @@ def _read_file(path: Path, root: Path) -> bytes | str:
 def _not_text(content: bytes) -> str:
     if not content:
         return "empty"
+    if content.startswith(UTF16):
+        return "UTF-16, not UTF-8"
     if b"\0" in content:
         return "binary: it has NUL bytes"
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -186,9 +194,9 @@ def _too_large(source: str) -> Problem:
 
 def _nothing_left(source: str, skipped: list[Skipped]) -> Problem:
     if len(skipped) == 1:
-        return Problem("has no text to train on", _where(source), why=str(skipped[0]), fix=_FIX_FILE)
+        return Problem("has no text to train on", _where(source), why=str(skipped[0]), fix=FIX_FILE)
     why = f"skipped {some(skipped, _NAMED)}" if skipped else "it has no visible files"
-    return Problem("has no text to train on", _where(source), why=why, fix=_FIX_FILE)
+    return Problem("has no text to train on", _where(source), why=why, fix=FIX_FILE)
 
 
 def standard_library() -> Text:
@@ -212,6 +220,29 @@ def standard_library() -> Text:
             )
         )
     return read_files(f"Python {platform.python_version()} standard library", folder, paths)
+
+
+def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[Document]]:
+    """(the text without a test split, training, validation).
+
+    The names of the files say which they are, if those of all files do (`train.txt` and `val.txt`, a folder `train` and
+    one `test`); else, or if none is validation, see `split_documents`.
+    """
+    said = named_splits([document.name for document in text.documents])
+    others = tuple(Skipped(name, LEFT_OUT[split]) for name, split in said.items() if split in LEFT_OUT)
+    kept = [document for document in text.documents if said.get(document.name) not in LEFT_OUT]
+    text = Text(text.source, tuple(kept), tuple(sorted((*text.skipped, *others), key=lambda skip: skip.name)))
+    val = [document for document in kept if said.get(document.name) == "val"]
+    if val:
+        return text, [document for document in kept if said[document.name] == "train"], val
+    return text, *split_documents(kept, val_fraction)
+
+
+def repeated(train: Sequence[Document], val: Sequence[Document]) -> list[str]:
+    """Names of validation files whose content is that of a training file, too: copies that lie in the same folder."""
+    sizes = {len(document.content) for document in val}
+    known = {document.content for document in train if len(document.content) in sizes}
+    return [document.name for document in val if document.content in known]
 
 
 def split_documents(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:

@@ -25,13 +25,25 @@ import numpy.typing as npt
 
 from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
-from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, too_many
+from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, too_many
 from harness.data import corpus, registry
+from harness.data.advice import no_such
 from harness.data.corpus import Tokens
 from harness.data.prepare import Preparation, prepare_dataset
 from harness.data.prepared import open_prepared
-from harness.data.shards import Shards, is_validation, read_files, read_shard, validation_beside
-from harness.data.text import MAX_BYTES, Document, Text, read_text, split_documents, standard_library
+from harness.data.shards import Shards, is_validation, read_files, read_shard, validation_beside, without_tests
+from harness.data.source import (
+    COPY,
+    PREPARED,
+    RECORD,
+    TOKENS,
+    look_around,
+    origin_of_files,
+    origin_of_text,
+    save_origin,
+    stamps,
+)
+from harness.data.text import MAX_BYTES, Document, Text, divide, read_text, repeated, standard_library
 from harness.data.tokenizer import load_encoder, tokenizer_file
 
 _CHUNK = 1 << 22
@@ -191,30 +203,41 @@ def prepare_in(
 
 def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
     """Write corpus.json, after what it describes. Raises OSError, DataError, ConfigError."""
+    (folder / RECORD).unlink(missing_ok=True)
     path = _home(config.path) if config.path else None
     if path and not path.exists() and (whole := path.with_name(f"{path.name}.bin")).is_file():
         path = whole  # as Megatron names its pairs of files
+    if config.path and path and not os.path.lexists(path):
+        raise DataError(no_such(config.path, path))
     kind = config.format if config.format != "auto" else registry.look(path) if path else "text"
     if kind == "text" and not config.tokenizer:
+        before = stamps(look_around(path, None)) if path else {}
         text = read_text(path, config.bad) if path else standard_library()
-        train, val = split_documents(text.documents, config.val_fraction)
+        text, train, val = divide(text, config.val_fraction)
         _check_length(text.source, _size(train), _size(val), config, global_batch)
+        if path:
+            save_origin(folder, origin_of_text(path, before, text.documents), COPY)
         _write(folder, text, train, val)
         return
     if path is None:
         fix = "give your own: data.path=<file or folder>"
         raise DataError(Problem("a tokenizer needs a text of yours", "data.tokenizer", fix=fix))
-    if not path.exists():
-        raise DataError(Problem("no such file or folder", f"data.path: {path}", fix="check the path"))
     if kind == "tokens":
         info = _token_files(config, path, folder)
+        if config.tokenizer:
+            known = [str(tokenizer_file(Path(config.tokenizer)).resolve()), info["tokenizer"]]
+            save_origin(folder, origin_of_files(path, None, False, {}, known), TOKENS)
     elif kind == "prepared":
         info = open_prepared(path, folder, _hold_out(config), config.tokenizer)
+        if origin := read_mapping(path / registry.PREPARED, MAX_LARGE).get("origin"):
+            save_origin(folder, origin, PREPARED, path)
     else:
         wanted = Preparation(
             str(path), kind, config.text_key, config.bad, config.tokenizer, val_fraction=config.val_fraction
         )
-        prepare_dataset(wanted, folder / "tokens", most=_TOKENIZED if config.tokenizer else MAX_BYTES, anew=True)
+        most = _TOKENIZED if config.tokenizer else MAX_BYTES
+        if origin := prepare_dataset(wanted, folder / "tokens", most=most, anew=True).get("origin"):
+            save_origin(folder, origin, TOKENS)
         info = open_prepared(folder / "tokens", folder, _hold_out(config), None)
     tokenizer = config.tokenizer or (str(path) if kind == "prepared" and (path / "tokenizer.json").is_file() else None)
     if tokenizer:
@@ -228,12 +251,17 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
     separator = config.separator if config.separator is not None else vocabulary.separator if vocabulary else None
     left_out: list[tuple[str, str]] = []
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix.lower() == ".bin" and not each.is_symlink())
-        val = [each for each in files if is_validation(each.name)]
-        train = [each for each in files if each not in val]
-        ours = {each.with_suffix(".idx") for each in files}
-        others = [each for each in sorted(path.iterdir()) if each not in files and each not in ours]
-        left_out = [(each.name, "not a .bin") for each in others if not each.name.startswith(".")]
+        every = sorted(each for each in path.iterdir() if each.suffix.lower() == ".bin")
+        real_last = sorted(every, key=lambda each: (each.is_symlink(), each.name), reverse=True)
+        first = {each.resolve(): each for each in real_last}
+        links = [each for each in every if first[each.resolve()] != each]
+        files, left_out = without_tests([each.name for each in every if each not in links])
+        left_out += [(each.name, "a link to another file of the folder") for each in links]
+        val = [path / name for name in files if is_validation(name)]
+        train = [path / name for name in files if path / name not in val]
+        ours = {*every, *(each.with_suffix(".idx") for each in every)}
+        others = [each for each in sorted(path.iterdir()) if each not in ours]
+        left_out += [(each.name, "not a .bin") for each in others if not each.name.startswith(".")]
     else:
         path = path.with_suffix(".bin") if path.suffix.lower() == ".idx" else path
         beside = validation_beside(path)
@@ -314,6 +342,8 @@ def _write(folder: Path, text: Text, train: Sequence[Document], val: Sequence[Do
         for split, documents in (("train", train), ("val", val))
         for document in documents
     ]
+    if copies := repeated(train, val):
+        info["repeated"] = copies
     info["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in text.skipped]
     info["sha256"] = overall.hexdigest()
     info["unigram_bits_per_byte"] = unigram_entropy(counts)

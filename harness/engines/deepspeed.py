@@ -23,7 +23,7 @@ from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, MachineError, Problem
 from harness.core.health import grad_norm
 from harness.core.protocols import Meta, Stateful, TensorDict
-from harness.core.update import DynamicLossScale, init_optimizer_state
+from harness.core.update import DynamicLossScale, WindowBuffers, init_optimizer_state
 from harness.engines.deepspeed_build import build_kernel
 from harness.engines.deepspeed_config import (
     Precision,
@@ -42,6 +42,7 @@ from harness.engines.torch_engine import (
     require_same,
     require_same_meta,
     require_same_optimizer,
+    shares_buffers,
 )
 
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -159,6 +160,12 @@ class ZeroOptimizerPart:
 _SECTIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 
 
+def _take_buffers(model: nn.Module, _: object) -> None:
+    """Take rank 0's buffers, before a forward of any kind."""
+    for buffer in model.buffers():
+        torch.distributed.broadcast(buffer, 0)
+
+
 class DeepSpeedEngine(ProcessGroup):
     """Engine for the deepspeed launcher (see `core.protocols.Engine`).
 
@@ -269,6 +276,9 @@ class DeepSpeedEngine(ProcessGroup):
         self._optimizer = optimizer
         self.lr_factor = 1.0
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
+        self._buffers = WindowBuffers(model)
+        if self.world_size > 1 and shares_buffers(model):
+            model.register_forward_pre_hook(_take_buffers)  # DDP does, DeepSpeed does not
         if self._sharded:
             optimizer.state.clear()  # ZeRO keeps the state of its own flat partitions
         try:
@@ -295,6 +305,7 @@ class DeepSpeedEngine(ProcessGroup):
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch; ZeRO 0 and 1 exchange gradients in the last one only."""
+        self._buffers.begin()
         self._engine.set_gradient_accumulation_boundary(last)
         with lost_rank_named():
             yield
@@ -334,6 +345,7 @@ class DeepSpeedEngine(ProcessGroup):
             self._clip(norm, clip)
             self._engine.step()
         applied = torch.full_like(skip, float(not bad))
+        self._buffers.settle(applied)
         self._applied += applied
         return {"applied": applied, "lr": lr, "applied_steps": self._applied.clone()}
 

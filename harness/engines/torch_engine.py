@@ -369,11 +369,12 @@ class TorchEngine(ProcessGroup):
         self._ddp: DistributedDataParallel | None = None
         self._checked = False
         if self.world_size > 1:
+            buffers: dict[str, Any] = {_SYNC_BUFFERS: shares_buffers(model)}
             self._ddp = DistributedDataParallel(
                 model,
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                **_buffers_argument(model),
+                **buffers,
             )
         self.module: nn.Module = model if self._ddp is None else self._ddp
 
@@ -425,15 +426,14 @@ class TorchEngine(ProcessGroup):
         leave()
 
 
-def _buffers_argument(model: nn.Module) -> dict[str, Any]:
-    """Forward takes rank 0's buffers only if it may write into some that a checkpoint holds, such as BatchNorm's.
+def shares_buffers(model: nn.Module) -> bool:
+    """Whether forward must take rank 0's buffers: it may write into some that a checkpoint holds, such as BatchNorm's.
 
     Each rank would go on from its own otherwise: a checkpoint has rank 0's alone, and a resume could not be exact.
     Other models are spared the exchange.
     """
     saved = model.state_dict().keys()
-    kept = any(name in saved and buffer.is_floating_point() for name, buffer in model.named_buffers())
-    return {_SYNC_BUFFERS: kept}
+    return any(name in saved and buffer.is_floating_point() for name, buffer in model.named_buffers())
 
 
 def _require_gradients(model: nn.Module) -> None:

@@ -51,6 +51,7 @@ class TrainerPrecision(TrainerBase):
         super().__init__()
         self.harness = precision
         self._module: nn.Module | None = None
+        self._redirected = False
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Lightning calls it with the model on its device, and wrapped if it trains under DDP."""
@@ -59,13 +60,16 @@ class TrainerPrecision(TrainerBase):
             what = f"the strategy made {type(bare).__name__} of the model"
             raise MisuseError(Problem(what, "TrainerPrecision", fix='strategy="auto" or "ddp"'))
         _prepare(self.harness, bare)
-        self._module = bare
+        self._module, self._redirected = bare, bare is not model
         wrapped = [each if isinstance(each, WrappedOptimizer) else self.harness.wrap(each) for each in optimizers]
         return model, wrapped, lr_schedulers
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Of training, validation, test and prediction steps."""
-        return self.harness.context() if getattr(self._module, "automatic_optimization", False) else nullcontext()
+        if getattr(self._module, "automatic_optimization", False):
+            return self.harness.context()
+        # Under DDP the step is called through the module's own forward.
+        return self.harness.passing_over(self._module) if self._module and self._redirected else nullcontext()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """The closure first. A `training_step` that returns None skips its batch, as in Lightning."""

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,10 @@ from torch.random import fork_rng
 
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match
 from harness.core.facts import IGNORED
-from harness.core.health import LABELS, count_targets, one_sample
+from harness.core.health import LABELS, Flawed, count_targets, one_sample
 from harness.core.protocols import Batch
 from harness.core.state import random_numbers_apart
-from harness.models import huggingface
+from harness.models import huggingface, masks
 
 NO_UNIT = "loss"
 """The unit of a loss that is nothing in particular."""
@@ -63,7 +65,8 @@ class Task:
     """The loss of a model on a batch, whatever wrapper (DDP, DeepSpeed) it is called through.
 
     unit: what the loss is in; at first what the data promise, `try_on` finds out. vocab_size: of its tokens, classes:
-    of its labels; None where nothing tells.
+    of its labels; None where nothing tells. summed: the model's own loss is a sum over labels, so that micro-batches
+    weigh by their samples.
     """
 
     def __init__(self, model: nn.Module, target: str, unit: str = NO_UNIT) -> None:
@@ -71,7 +74,7 @@ class Task:
         self._causal_lm = huggingface.causal_lm(model)
         self.vocab_size = _whole(self._causal_lm or model, "vocab_size")
         self.classes = _whole(model, "num_classes")
-        self._shifts = False
+        self._shifts = self.summed = False
         self._parameters = list(inspect.signature(model.forward).parameters.values())
         self._calls: dict[tuple[str, ...], _Call] = {}
 
@@ -82,7 +85,9 @@ class Task:
         return self._loss(self._output(module, batch), batch)
 
     def count(self, batch: Batch) -> int:
-        """Targets that the loss is a mean over; samples, where there are none."""
+        """Targets that the loss is a mean over; samples, where there are none, or where it is a sum."""
+        if self.summed:
+            return len(next(iter(batch.values())))
         return count_targets({"labels": batch["labels"][:, 1:]} if self._shifts else batch)
 
     def judged(self, module: nn.Module, batch: Batch) -> Judged:
@@ -110,12 +115,8 @@ class Task:
         one = {name: values.to(device) for name, values in one_sample(batch, 0).items()}
         causal = self._causal_lm is not None and "targets" in one
         own = not causal and not self._call(one).labels
-        was_training = model.training
-        kept = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count their forwards
-        model.eval()
         try:
-            accelerators = [device] if device.type == "cuda" else []
-            with torch.no_grad(), random_numbers_apart(), fork_rng(accelerators), _autocast(device, half):
+            with _left_alone(model, device), _autocast(device, half):
                 if causal:  # whose own loss was looked at when it was built
                     self.loss(model, one)
                     return ""
@@ -132,10 +133,51 @@ class Task:
             given = ", ".join(f"{name}: {_shape(values)} of {values.dtype}" for name, values in one.items())
             fix = "the model must take what the data give: call it on one sample alone"
             raise ConfigError(Problem(what, self._where, f"the sample is {given}", fix)) from error
-        finally:
-            model.train(was_training)
-            for buffer, before in kept:
-                buffer.copy_(before)
+
+    def try_masks(self, model: nn.Module, batches: Iterator[Batch], half: torch.dtype | None) -> None:
+        """Whether the model's own loss leaves out labels of -100: see `masks`. Where the loss is ours, or no batch has
+        such labels (packed ones will), nothing is tried. Sets `summed`.
+
+        half: what the run's autocast computes in, None for float32; asked first is in float32, as all are compared.
+        Raises ConfigError if masked labels are counted.
+        """
+        batches = (batch for batch in batches if not isinstance(batch, Flawed))
+        first = next(batches, None)
+        if first is None or any(is_lazy(parameter) for parameter in model.parameters()):
+            return
+        name = next((name for name in LABELS if name in first), None)
+        causal = self._causal_lm is not None and "targets" in first
+        if name is None or first[name].is_floating_point() or causal or self._call(first).labels:
+            return
+        batch = masks.with_masks(chain([first], batches), name, certain="segments" in first)
+        if batch is None:
+            return
+        device = next(model.parameters()).device
+        found = masks.Masks()
+
+        def ask(asked: Batch) -> tuple[Tensor, Tensor | None]:
+            output = self._output(model, asked)
+            return self._loss(output, asked), _parts(output)[1]
+
+        with _left_alone(model, device):
+            moved = {key: values.to(device) for key, values in batch.items()}
+            for dtype in dict.fromkeys((None, half)):  # some kernels take nothing but half precision
+                with _autocast(device, dtype):
+                    found = masks.judge(ask, moved, name)
+                    if found.blind:
+                        with _no_zeros(model):
+                            again = masks.judge(ask, moved, name)
+                        found = found if again.blind else again
+                if not found.wrong:
+                    break
+        self.summed = found.summed
+        if found.wrong:
+            why = f"the data mark what does not count with {IGNORED}, and the model's loss counts it: {found.wrong}"
+            fix = (
+                f"take the mean over {name} that are not {IGNORED}, as cross_entropy(..., ignore_index={IGNORED}) does;"
+                " or return logits from forward(inputs): the loss over them is taken here"
+            )
+            raise ConfigError(Problem(f"masked {name} are trained on", self._where, why, fix))
 
     def _learn(self, output: object, one: Batch, own: Tensor | None) -> None:
         """Classes and unit, where a model's logits tell. own: the model's own loss; None: it is ours."""
@@ -291,6 +333,34 @@ def _labels(batch: Batch) -> Tensor | None:
     """The batch's labels, if they are whole numbers."""
     found = next((batch[name] for name in LABELS if name in batch), None)
     return None if found is None or found.is_floating_point() else found
+
+
+@contextmanager
+def _left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Eval mode without gradients; mode, buffers and random numbers are afterwards as they were."""
+    was_training = model.training
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count their forwards
+    model.eval()
+    try:
+        with torch.no_grad(), random_numbers_apart(), fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        model.train(was_training)
+        for buffer, before in kept:
+            buffer.copy_(before)
+
+
+@contextmanager
+def _no_zeros(model: nn.Module) -> Iterator[None]:
+    """Parameters that are zero throughout, as a head may begin, hold random numbers meanwhile."""
+    zeros = [parameter for parameter in model.parameters() if not bool(parameter.any())]
+    try:
+        for parameter in zeros:
+            parameter.normal_()
+        yield
+    finally:
+        for parameter in zeros:
+            parameter.zero_()
 
 
 def _autocast(device: torch.device, half: torch.dtype | None) -> torch.autocast:

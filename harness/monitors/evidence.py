@@ -55,13 +55,19 @@ _MOST = 2.0
 _FAINT = np.array([2.0**-6, 2.0**-6, 2.0**-14], dtype=np.float32)
 """Saturation of input, weight and gradient under which a tensor begins to leave what E4M3, or E5M2, resolves."""
 
+_VANISHED = np.array([2.0**-10 / 448, 2.0**-10 / 448, 2.0**-17 / 57344], dtype=np.float32)
+"""Saturation under which every value is flushed to zero: half of the smallest value of E4M3, or E5M2, over its largest.
+(Gradients in E4M3 vanish before that.)"""
+
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
 _BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
 _OF_LOSS = np.array([kind.name in ("underflow", "even_db") for kind in STATISTICS])[:, None, None]
 _COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
-_SATURATION, _CLIPPED = ([kind.name for kind in STATISTICS].index(name) for name in ("saturation", "clipped"))
+_SATURATION, _CLIPPED, _UNDERFLOW = (
+    [kind.name for kind in STATISTICS].index(name) for name in ("saturation", "clipped", "underflow")
+)
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
 
 
@@ -70,8 +76,9 @@ class FallbackConfig(Strict):
 
     A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
     tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
-    non-zero values, flushed to zero) are over theirs; sqnr_db or even_db is under its limit; its amax is infinite; or,
-    unless None, its amax is over amax_over or amax_growth times what it was a window before.
+    non-zero values, flushed to zero) are over theirs, the latter without a sample where the saturation says that
+    all was lost; sqnr_db or even_db is under its limit; its amax is infinite; or, unless None, its amax is over
+    amax_over or amax_growth times what it was a window before.
 
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
     beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
@@ -256,6 +263,9 @@ class Evidence:
         )
         values[:, ignore] = np.nan
         self._samples = self._samples or not np.isnan(values[_SAMPLED]).all()
+        # That all of a tensor was lost takes no sample, and the next one may come when it is over.
+        vanished = (values[_SATURATION] > 0) & (values[_SATURATION] < _VANISHED) & np.isnan(values[_UNDERFLOW])
+        values[_UNDERFLOW] = np.where(vanished, np.float32(1), values[_UNDERFLOW])
         limits, headroom = self._limits.repeat(amax.shape[0], axis=1), self._headroom()
         limits[_SATURATION] *= headroom
         # What growth alone takes over the edge: the scale is on its way, and none is cut by more than that.

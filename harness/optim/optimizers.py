@@ -350,7 +350,10 @@ def _construct(cls: Any, groups: Iterable[Group], arguments: Mapping[str, Any], 
     except Exception as error:
         what = f"{cls.__name__} failed: {type(error).__name__}: {' '.join(str(error).split())}"
         where = f"train.optimizer {train.optimizer!r}"
-        raise ConfigError(Problem(what, where, fix="check train.optimizer_args")) from error
+        fix = "check train.optimizer_args"
+        if cls is getattr(torch.optim, "Muon", None):
+            fix = "train.optimizer=muon, which leaves what is no matrix to AdamW"
+        raise ConfigError(Problem(what, where, fix=fix)) from error
 
 
 @torch.no_grad()

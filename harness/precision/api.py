@@ -92,9 +92,10 @@ class Precision:
         """Decide for every module of `model`, convert it in place and return it.
 
         Parameters keep their identity, so optimizers and ties survive; nothing moves between devices, the model's own
-        device is used. Under an initialised process group every rank must call it, and the weakest rank decides. Sets
-        torch's float32 matmul precision for the whole process, as the recipe says. An FP8 rung on which no layer of the
-        model can run is passed over: the plan has the reason, and the logger `harness.precision` a warning.
+        device is used. Under an initialised process group every rank must call it, and the weakest rank decides; ranks
+        that meet later must have come to the same plan. Sets torch's float32 matmul precision for the whole process, as
+        the recipe says. An FP8 rung on which no layer of the model can run is passed over: the plan has the reason, and
+        the logger `harness.precision` a warning.
 
         Raises MisuseError (second call, wrapped model, parameters not float32 or not on one usable device),
         MachineError (a GPU that torch cannot use, no rung that runs here), ConfigError (a pattern that matches
@@ -154,6 +155,19 @@ class Precision:
         unscaled, so that torch's own clipping, logging and hooks are right. What is called by hand keeps its meaning.
         """
         self._standard = self._standard or Standard(self, self._between_steps("standard_loop()"))
+
+    @contextmanager
+    def passing_over(self, module: nn.Module) -> Iterator[None]:
+        """Around one call of `module` that is no forward but a whole step, in which it calls itself: what Lightning
+        makes of DDP's forward. After `standard_loop`; that call is no `context()`, those within are.
+        """
+        standard = self._standard
+        assert standard is not None, "before standard_loop()"
+        standard.passed_over = module
+        try:
+            yield
+        finally:
+            standard.passed_over = None
 
     @property
     def busy(self) -> bool:
@@ -215,8 +229,8 @@ class Precision:
         """`loss.backward(**options)` under the loss scale, after leaving `context()`; once per micro-batch.
 
         loss: one element, already divided by the number of micro-batches. Raises MisuseError without a forward in
-        `context()` since the last step, inside of it, on a loss without a graph, or where the gradients are gone, or
-        were not zeroed.
+        `context()` since the last step, inside of it, on a loss without a graph, where the gradients are gone or were
+        not zeroed, or where ranks that met after `prepare` have other plans.
         """
         ready = self._outside("backward()")
         if self._clock is None:
@@ -227,7 +241,8 @@ class Precision:
             what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
             raise misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
         if not ready.window.backwards:
-            ready.window.check_zeroed()
+            ready.agree()
+            ready.window.check_zeroed(ready.model.parameters())
         elif all(parameter.grad is None for parameter in ready.model.parameters()):
             what = f"the gradients of {ready.window.backwards} backward() since the last step are gone"
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"

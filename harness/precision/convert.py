@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from harness.capability.probe import MachineFacts
 from harness.core.config import GuardConfig
-from harness.core.errors import Problem
+from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, PrecisionBackend, TensorDict
 from harness.monitors.base import MonitorContext
 from harness.precision.backends.registry import BACKENDS
@@ -78,13 +78,33 @@ def build_backend(
     """Convert `model` in place as the plan says and return the backend that runs it.
 
     Parameters keep their identity. Call it before the model is wrapped and before the optimizer is built.
+
+    Raises MisuseError where a layer to be converted was compiled by itself before.
     """
+    _refuse_compiled(plan, model)
     torch.set_float32_matmul_precision(recipe.float32_matmul)
     scaled = {} if loss_scale is None else {"loss_scale": loss_scale}
     backend: PrecisionBackend = BACKENDS[plan.rung.backend].load()(plan, recipe, model, device, **scaled)
     if plan.rung.precision != "fp32":
         keep_in_fp32(model, plan.keep_fp32, device.type)
     return backend
+
+
+def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
+    """A layer that was compiled alone keeps computing what it was: it would go past its FP8 or float32 in silence.
+
+    A block or model around such layers is traced at its first call, and sees what they have become.
+    """
+    modules = list(model.modules())
+    within = {id(vars(each)["_modules"].get("_orig_mod")) for each in modules}
+    compiled = {id(each) for each in modules if each._compiled_call_impl is not None} | within
+    changed = {row.module for row in plan.layers if row.precision == "fp8"} | set(plan.keep_fp32)
+    named = dict(model.named_modules(remove_duplicate=False))
+    found = sorted(name for name in changed if name in named and id(named[name]) in compiled)
+    if found:
+        why = "its compiled call would go on computing what it was, whatever the plan says"
+        fix = "compile after prepare(), or the blocks around it"
+        raise MisuseError([Problem("was compiled before it was prepared", name, why, fix) for name in found])
 
 
 def build_loss_scale(plan: Plan, recipe: Recipe, device: torch.device) -> LossScale | None:

@@ -82,6 +82,7 @@ class OpenWindow:
         self.backwards = 0
         self._stepping = False
         self._applied: list[tuple[nn.Parameter, tuple[int, int] | None]] = []
+        self._stepped: list[Optimizer] = []
         self._owns_any = owns_any
         self._marks: dict[nn.Parameter, tuple[int, int] | None] = {}
         _watch_optimizers()
@@ -100,16 +101,28 @@ class OpenWindow:
             why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
             raise misuse(call, what, why, "clip with step(optimizer, max_grad_norm=...), and leave gradients alone")
 
-    def check_zeroed(self) -> None:
-        """Before a window's first backward: raises MisuseError if a gradient is as the last step left it."""
+    def check_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before a window's first backward: raises MisuseError if a gradient is as the last step left it.
+
+        parameters: the model's.
+        """
         applied, self._applied = self._applied, []
         if any(parameter.grad is not None and _mark(parameter) == mark for parameter, mark in applied):
+            what, fix = "gradients were not zeroed after the last step()", "optimizer.zero_grad()"
             why = "those of two windows would be added, and the former were divided in place"
-            raise misuse("backward()", "gradients were not zeroed after the last step()", why, "optimizer.zero_grad()")
+            held = {id(parameter) for parameter in parameters_of(self._stepped)}
+            if any(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
+                what += ", which was of a part of the model"
+                fix = (
+                    "for networks that are trained in turn (a GAN) one Precision each (docs/precision.md);"
+                    " else zero_grad() of every optimizer before each window"
+                )
+            raise misuse("backward()", what, why, fix)
 
     def stepped(self, optimizers: Iterable[Optimizer]) -> None:
         """The gradients of their parameters were applied, or skipped. One of each optimizer stands for all of its."""
-        held = ((p for p in parameters_of([optimizer]) if p.grad is not None) for optimizer in optimizers)
+        self._stepped = list(optimizers)
+        held = ((p for p in parameters_of([optimizer]) if p.grad is not None) for optimizer in self._stepped)
         self._applied = [(one, _mark(one)) for one in (next(each, None) for each in held) if one is not None]
 
     def step_begins(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import deque
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from harness.capability.probe import MachineFacts, probe
 from harness.capability.tier import Tier, check_usable, tier_of
-from harness.core.collectives import ForwardClock, RankComparison, world_rank, world_size
+from harness.core.collectives import ForwardClock, RankComparison, gather_texts, world_rank, world_size
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
 from harness.core.facts import Limits, RungVerdict, SamplingSpan, Switch
@@ -57,6 +58,7 @@ class Prepared:
             raise MachineError(unusable)
         self.device = _device_of(model, facts)
         self.plan = _plan(recipe, facts, self.device, model)
+        self._ranks = world_size()
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         scaled = self.loss_scale is not None
@@ -96,12 +98,32 @@ class Prepared:
         self.judge = Judge(config, self.state, self.backend, monitors, self.judge.held, comparison, self.judge.seed)
         return self.judge
 
+    def agree(self) -> None:
+        """Before a window's first backward: raises MisuseError where ranks that met after `prepare` have other plans.
+
+        What they exchange belongs to layers, and would go to wrong ones. Collective, once.
+        """
+        if world_size() == self._ranks:
+            return
+        own = [self.plan.resolved, [(row.module, row.precision, row.backend) for row in self.plan.layers]]
+        told = gather_texts(json.dumps(own))
+        self._ranks = len(told)
+        if len(set(told)) > 1:
+            plans = [json.loads(each) for each in told]
+            fp8 = [sum(precision == "fp8" for _, precision, _ in layers) for _, layers in plans]
+            kinds = ", ".join(f"rank {rank}: {plan[0]}, {fp8[rank]} FP8 layers" for rank, plan in enumerate(plans))
+            why = "prepare() came before the process group, so that each rank decided alone"
+            fix = "call init_process_group(), or make the Accelerator, before prepare()"
+            raise MisuseError(Problem(f"ranks have different plans ({kinds})", "prepare()", why, fix))
+
     def moved(self) -> str:
         """Where the model went, or what it was turned into, after it was prepared; empty if it stayed as it was.
 
         Adapters may come, and parts of the model may move within it; a part that the plan is about may not go.
         """
-        if vars(self.model).get("forward") is not self._forward:
+        forward = vars(self.model).get("forward")
+        own = getattr(forward, "__func__", None) is type(self.model).forward  # replaced for a call, and put back
+        if forward is not self._forward and not (own and self._forward is None):
             return "is another: its forward was replaced after it was prepared, as by another library's autocast"
         for name, store, key, dtype in self._places:
             value = store.get(key)

@@ -184,13 +184,15 @@ class TrueGradients:
 class Standard:
     """What makes the standard loop right on one prepared model, from the first `Precision.wrap` on.
 
-    gradients: under an fp16 loss scale. A pickle of the model leaves its hooks idle; a deep copy (an EMA) enters
-    the same precision's context.
+    gradients: under an fp16 loss scale. passed_over: the module whose next call is no forward, but a whole step of
+    another library's. A pickle of the model leaves its hooks idle; a deep copy (an EMA) enters the same precision's
+    context.
     """
 
     def __init__(self, precision: Precision, ready: Prepared) -> None:
         self._precision, self._ready = precision, ready
         self.gradients = None if ready.loss_scale is None else TrueGradients(ready.loss_scale, ready.device)
+        self.passed_over: nn.Module | None = None
         self._entered: AbstractContextManager[Any] | None = None
         self._entrance: nn.Module | None = None
         self._depth = 0
@@ -218,7 +220,9 @@ class Standard:
         """Before a module of the model is called. Inside of a context, whoever entered it, nothing happens."""
         if torch.compiler.is_compiling():
             return
-        if module is self._entrance:
+        if module is self.passed_over and not self._precision.busy:
+            self.passed_over = None
+        elif module is self._entrance:
             self._depth += 1  # it calls itself
         elif not self._precision.busy:
             entered = self._precision.context()
@@ -336,7 +340,10 @@ def _watch_backward() -> None:
         if len(reached) > 1:
             what = f"the loss reaches {len(reached)} prepared models"
             why = "whose window it belongs to, and whose loss scale it needs, is not to be seen"
-            fix = "requires_grad_(False) on what does not train now, or precision.backward(loss) of the one that does"
+            fix = (
+                "requires_grad_(False) on what does not train now (a GAN's discriminator in the generator's step),"
+                " or precision.backward(loss) of the one that does"
+            )
             raise MisuseError(Problem(what, "backward()", why, fix))
         options = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False)) | kwargs
         given = options.pop("grad_variables", None)

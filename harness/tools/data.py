@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from harness.core.errors import ConfigError, DataError, ExitCode, Problem
+from harness.data.advice import no_such
 from harness.data.prepare import Preparation, Progress, prepare_dataset
 from harness.data.registry import DOCUMENTS, look
 
@@ -20,6 +21,9 @@ def command(
         str | None, typer.Option(help="tokenizer.json, or a Hugging Face folder with one [default: bytes]")
     ] = None,
     text_key: Annotated[str, typer.Option(help="key or column that has the text")] = "text",
+    format: Annotated[
+        Literal["auto", "JSONL", "Parquet", "Arrow", "text"], typer.Option(help="what the source is; auto: looked at")
+    ] = "auto",
     bad: Annotated[
         Literal["auto", "skip", "fail"],
         typer.Option(help="rows without text, files that are none: skip, fail; auto: skip only empty and binary ones"),
@@ -31,8 +35,8 @@ def command(
 ) -> int:
     path = Path(source).expanduser()
     if not path.exists():
-        raise DataError(Problem("no such file or folder", source, fix="check the path"))
-    kind = look(path)
+        raise DataError(no_such(source, path))
+    kind = look(path) if format == "auto" else format
     if kind not in DOCUMENTS:
         fix = f"use it as it is: data.path={source}"
         raise ConfigError(Problem(f"has token ids already ({kind})", source, fix=fix))

@@ -139,6 +139,8 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
     None where the data are bytes, or ids of which nobody said whose, or where it is gone: another would read other ids.
     """
     wanted = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("tokenizer")
+    if config.data.target is not None:
+        return [], "none: the data are a data set of one's own"
     if not isinstance(wanted, str) or not wanted:
         return [], "none: token ids are bytes, or as they came"
     for place in (config.data.tokenizer, config.data.path, config.model.target.removeprefix(HF)):
@@ -150,6 +152,9 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
                 file,
                 *(beside / name for name in _TOKENIZER[1:] if (beside / name).is_file()),
             ], f"SHA-256 `{wanted}`"
+    kept = folder / "data" / _TOKENIZER[0]
+    if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == wanted:
+        return [kept], f"SHA-256 `{wanted}`, the run's own copy: the file was changed or moved since"
     return [], f"SHA-256 `{wanted}`, which is not here: it was gone or changed when this was exported"
 
 

@@ -79,6 +79,13 @@ def codec_of(restored: Restored, tokenizer: Path | None) -> tuple[Encoder, int |
     if tokenizer is None and not own.is_file():
         if of_bytes(restored):
             return Bytes(), None
+        if restored.config.data.target is not None:
+            what, why = (
+                "the run's data are no text",
+                f"data.target {restored.config.data.target} gives samples of its own",
+            )
+            fix = "if these are token ids: --tokenizer PATH, the one that made them"
+            raise ConfigError(Problem(what, str(restored.folder), why, fix))
         why = "the run trained on token ids, and nobody said what they mean"
         raise ConfigError(Problem("the prompt cannot be turned into tokens", str(data), why, "give --tokenizer PATH"))
     made = Tokenizer(own if tokenizer is None else tokenizer)

@@ -35,7 +35,9 @@ from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import step_name
+from harness.core.reach import data_doubts, left_out, warmup_doubt
 from harness.core.state import lost_ledger, state_bytes
+from harness.data.source import source_changes
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
 from harness.models.huggingface import tokenizer_of
@@ -145,8 +147,17 @@ def train(request: Request) -> int:
             facts = {**data.facts(), "unit": task.unit}
             for line in trained_on(facts, flat(config.model_dump(mode="json"))):
                 console.say(f"data {line}")
+            for line in data_doubts(config, facts):
+                console.say(f"data note: {line}")
+            stats_every = request.recipe.fp8.stats_every if plan.fp8_layers() else None
+            if told := left_out(config, stats_every, worker.group.world_size):
+                console.say(told)
             console.unit, console.counted = task.unit, facts.get("counted", "tokens")
             telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), facts)
+            if text := warmup_doubt(config.train):
+                telemetry.tell(start or 0, "train.warmup", text)
+            for text in worker.group.broadcast(source_changes(config.data, folder / "data") if lead else None):
+                telemetry.tell(start or 0, "data.source", text)
             if doubt:
                 telemetry.tell(start or 0, "loss.unit", doubt)
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store, task)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import Precision
 from harness.capability.probe import Device, MachineFacts
-from harness.core.errors import MachineError
+from harness.core.errors import MachineError, MisuseError
 from harness.precision.plan import agree_on_rung
 from harness.precision.recipe import Recipe, load_recipe
 from tests.support.ranks import run_ranks
@@ -103,15 +104,39 @@ def unequal_machines(rank: int) -> dict[str, Any]:
     return {"rung": rung.name, "verdicts": [(v.rung, v.taken, v.reason) for v in verdicts], "error": error}
 
 
+def late(name: str) -> Precision:
+    """Prepared before ranks meet."""
+    torch.manual_seed(0)
+    precision = Precision(policy(name))
+    precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)))
+    return precision
+
+
+def met(precision: Precision) -> str:
+    """What the first window of a model says that was prepared before ranks met."""
+    model = DistributedDataParallel(precision.prepared.model)
+    x, y = data(0)
+    with precision.context():
+        loss = nn.functional.mse_loss(model(x).float(), y)
+    try:
+        precision.backward(loss)
+    except MisuseError as refused:
+        return str(refused)
+    precision.step(torch.optim.AdamW(model.parameters(), fused=True))
+    return ""
+
+
 def rank_main(folder: Path) -> None:
+    alike, unlike = late("fp8_hybrid"), late("fp8_hybrid" if os.environ["RANK"] == "0" else "fp32")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    results = {name: session(rank, dist.get_world_size(), name) for name in ("fp8_hybrid", "fp32")}
+    results: dict[str, Any] = {name: session(rank, dist.get_world_size(), name) for name in ("fp8_hybrid", "fp32")}
     results["exchange once"] = session(rank, dist.get_world_size(), "fp8_hybrid", exchange_once=True)
     for name in ("fp8_hybrid", "fp16_scaler"):
         results[f"standard {name}"] = session(rank, dist.get_world_size(), name, standard=True)
     results["fp16_scaler"] = session(rank, dist.get_world_size(), "fp16_scaler")
     results["machines"] = unequal_machines(rank)
+    results["met"] = [met(alike), met(unlike)]
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
@@ -156,6 +181,14 @@ def test_the_weakest_rank_decides(two_ranks: list[dict[str, Any]]) -> None:
         assert [taken for _, taken, _ in machines["verdicts"]] == [False, False, True, False]
         assert "no rung of recipe auto runs on" in machines["error"]
     assert two_ranks[0]["machines"]["verdicts"][1] == ["native:fp8", False, "another rank cannot take it"]
+
+
+def test_ranks_that_meet_late_have_one_plan(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        alike, unlike = result["met"]
+        assert alike == ""
+        assert "rank 0: native:fp8, 2 FP8 layers, rank 1: autocast:fp32, 0 FP8 layers" in unlike
+        assert "init_process_group()" in unlike
 
 
 def test_two_ranks_train_as_one(two_ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

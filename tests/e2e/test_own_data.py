@@ -169,6 +169,31 @@ def test_what_does_not_fit_is_told_before_the_run_begins(tmp_path: Path) -> None
     assert train(tmp_path, *arguments).returncode == 0, "and its name is still free"
 
 
+def test_a_model_that_trains_on_masked_targets_is_refused(tmp_path: Path) -> None:
+    """Of texts that hold masked targets, and of packed documents, where the first samples need not."""
+    done = train(tmp_path, "--name", "texts", *TEXTS, f"model.target={MODULE}:forgetful", "model.args={}")
+    assert done.returncode == 2, done.stdout
+    assert f"model.target '{MODULE}:forgetful': masked targets are trained on" in done.stdout
+    assert "ignore_index=-100" in done.stdout
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"document number {number} " * 200)
+    packed = (f"data.path={texts}", "data.packing=documents", f"model.target={MODULE}:forgetful")
+    done = train(tmp_path, "--name", "packed", *packed, "model.args={vocab: 272}", "train.steps=2", "--recipe", "fp32")
+    assert done.returncode == 2, done.stdout
+    assert "masked targets are trained on" in done.stdout
+    assert not (tmp_path / "runs" / "packed" / "journal.jsonl").exists()
+
+
+def test_micro_batches_of_a_summed_loss_weigh_alike(tmp_path: Path) -> None:
+    """The sum over a window's micro-batches, whatever number of targets each has."""
+    summed = (*TEXTS, f"model.target={MODULE}:summed", "model.args={}", "train.steps=1")
+    halves = losses(tmp_path / "halves", *summed, "train.micro_batch=4")
+    whole = losses(tmp_path / "whole", *summed, "train.micro_batch=8")
+    assert halves[0][1] == pytest.approx(whole[0][1] / 2, rel=1e-5)
+
+
 def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     size = tmp_path / "size.txt"
     size.write_text("64")

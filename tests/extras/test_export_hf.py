@@ -146,6 +146,13 @@ def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None
     assert read("the lazy dog").input_ids == [words[word] for word in ("the", "lazy", "dog")]
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n")
+    kept = tmp_path / "runs" / "r" / "data" / "tokenizer.json"
+    own = export(tmp_path / "runs" / "r", tmp_path / "own")
+    assert (own / "tokenizer.json").read_bytes() == kept.read_bytes(), (
+        "the one that made the data, not what is there now"
+    )
+    assert "the run's own copy" in (own / "README.md").read_text()
+    kept.unlink()
     told = CliRunner().invoke(app, ["export", str(tmp_path / "runs" / "r"), "--out", str(tmp_path / "other")])
     assert told.exit_code == 0
     assert "gone or changed" in told.output

@@ -117,4 +117,11 @@ FALLBACK = (
         "            pass\n",
         "tests/unit/monitors/test_fallback.py -k mid_trace",
     ),
+    Mutation(
+        16,
+        "that a tensor vanished is known without a sample",
+        "np.where(vanished, np.float32(1), values[_UNDERFLOW])",
+        "values[_UNDERFLOW]",
+        "tests/unit/precision/test_sampled_faults.py -k vanishes",
+    ),
 )

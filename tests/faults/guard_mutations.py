@@ -201,4 +201,18 @@ GUARD = (
         "number = place",
         "tests/unit/precision/test_own_guard.py -k spelled_alike",
     ),
+    Mutation(
+        22,
+        "a skipped step puts buffers back under DeepSpeed",
+        "        self._buffers.settle(applied)\n",
+        "",
+        "tests/dist/test_rank_buffers.py::test_a_batch_that_is_not_finite_on_one_rank_stays_in_no_statistics[zero0]",
+    ),
+    Mutation(
+        22,
+        "DeepSpeed's ranks take rank 0's buffers",
+        "            model.register_forward_pre_hook(_take_buffers)",
+        "            pass",
+        "tests/dist/test_rank_buffers.py::test_every_rank_evaluates_with_rank_0s_statistics[zero0]",
+    ),
 )

@@ -35,6 +35,20 @@ LOOP = (
     ),
     Mutation(
         8,
+        "ranks that met after prepare() have one plan",
+        "            ready.agree()\n",
+        "",
+        "tests/dist/test_precision_ddp.py -k meet_late",
+    ),
+    Mutation(
+        8,
+        "a layer that was compiled alone does not go past FP8",
+        "    _refuse_compiled(plan, model)\n",
+        "",
+        "tests/unit/precision/test_api_misuse.py -k compiled_alone",
+    ),
+    Mutation(
+        8,
         "what a wrapped model gives out is in float32",
         "return widened(result)",
         "return result",
@@ -71,7 +85,7 @@ LOOP = (
     Mutation(
         8,
         "another library's autocast around a prepared model is noticed",
-        'if vars(self.model).get("forward") is not self._forward:',
+        "if forward is not self._forward and not (own and self._forward is None):",
         "if False:",
         "tests/unit/precision/test_api_misuse.py -k part_that_changed",
     ),

@@ -54,4 +54,25 @@ MODELS: tuple[Mutation, ...] = (
         "for missing in [[]]",
         "tests/unit/models/test_llama.py -k lacks",
     ),
+    Mutation(
+        9,
+        "a model that trains on masked labels is refused",
+        "        if found.wrong:\n",
+        "        if False:\n",
+        "tests/unit/models/test_masks.py -k counts_them_is_refused",
+    ),
+    Mutation(
+        9,
+        "a head that begins at zero is asked with other weights",
+        "            parameter.normal_()\n",
+        "            pass\n",
+        "tests/unit/models/test_masks.py -k counts_them_is_refused",
+    ),
+    Mutation(
+        9,
+        "a loss that divides by all positions is no sum",
+        "        if _close(doubled, 2 * everything, tolerance):\n",
+        "        if True:\n",
+        "tests/unit/models/test_masks.py -k mean_of_everything",
+    ),
 )

@@ -33,14 +33,20 @@ def copy_tree(target: Path) -> None:
 
 
 def passes(tree: Path, test: str) -> tuple[bool, str]:
-    """Whether the tests pass in `tree`, and the last lines they printed; slow ones only if there are no others."""
+    """Whether the tests pass in `tree`, and the last lines they printed; slow ones only if there are no others.
+
+    Raises RuntimeError if they cannot be told to: nothing was collected, or pytest itself failed.
+    """
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split()]
     for only in (["-m", "not slow"], []):
-        done = subprocess.run(
-            [*command, *only], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS,
-            check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [*command, *only], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False, f"not over in {LIMIT_SECONDS} s"
         if done.returncode != NOTHING_RUN:
             break
     if done.returncode not in (0, 1):
@@ -48,20 +54,58 @@ def passes(tree: Path, test: str) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout[-600:]
 
 
-def noticed(mutation: Mutation) -> str:
-    """Empty if the tests notice the mutation, else what went wrong."""
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        tree = Path(folder) / "tree"
-        copy_tree(tree)
-        sources = texts(tree)
-        found = places(sources, mutation.old)
+class Copy:
+    """A copy of the tree in which one protection after another is taken away, each put back before the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tree = folder / "tree"
+        copy_tree(self._tree)
+        self._sources = texts(self._tree)
+        self._changes = 0
+        self._unchanged: dict[str, tuple[bool, str]] = {}
+
+    def noticed(self, mutation: Mutation) -> str:
+        """Empty if the tests notice the mutation, else what went wrong."""
+        found = places(self._sources, mutation.old)
         if len(found) != 1:
-            return f"its text is in {len(found)} places: {', '.join(str(each.relative_to(tree)) for each in found)}"
-        good, told = passes(tree, mutation.test)
+            return (
+                f"its text is in {len(found)} places: {', '.join(str(each.relative_to(self._tree)) for each in found)}"
+            )
+        if mutation.test not in self._unchanged:
+            self._unchanged[mutation.test] = passes(self._tree, mutation.test)
+        good, told = self._unchanged[mutation.test]
         if not good:
             return f"fails without the mutation: {told}"
-        found[0].write_text(sources[found[0]].replace(mutation.old, mutation.new))
-        return "the tests still pass" if passes(tree, mutation.test)[0] else ""
+        source = self._sources[found[0]]
+        self._write(found[0], source.replace(mutation.old, mutation.new))
+        try:
+            return "the tests still pass" if passes(self._tree, mutation.test)[0] else ""
+        finally:
+            self._write(found[0], source)
+
+    def _write(self, path: Path, text: str) -> None:
+        """Python takes compiled code for a source of the same second and length: each text gets a second of its own."""
+        self._changes += 1
+        path.write_text(text)
+        second = int(path.stat().st_mtime) + self._changes
+        os.utime(path, (second, second))
+
+
+def judged(mutations: Sequence[Mutation]) -> int:
+    """How many were not noticed; a line for each."""
+    failures = 0
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Copy(Path(folder))
+        for mutation in mutations:
+            began = time.monotonic()
+            try:
+                problem = copy.noticed(mutation)
+            except RuntimeError as error:
+                problem = f"cannot be judged: {error}"
+            failures += bool(problem)
+            told = f"{problem or 'noticed'} ({time.monotonic() - began:.0f} s)"
+            print(f"row {mutation.row:>2}  {mutation.protection}: {told}", flush=True)
+    return failures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,18 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print them and stop")
     given = parser.parse_args(arguments)
     chosen = [each for each in MUTATIONS if given.only in f"{each.protection} {each.test}"]
-    failures = 0
-    for mutation in chosen:
-        line = f"row {mutation.row:>2}  {mutation.protection}"
-        if given.list:
-            print(f"{line}  ({mutation.test})")
-            continue
-        began = time.monotonic()
-        problem = noticed(mutation)
-        failures += bool(problem)
-        print(f"{line}: {problem or 'noticed'} ({time.monotonic() - began:.0f} s)", flush=True)
-    if not given.list:
-        print(f"{len(chosen) - failures} of {len(chosen)} mutations noticed")
+    if given.list:
+        for each in chosen:
+            print(f"row {each.row:>2}  {each.protection}  ({each.test})")
+        return 0
+    failures = judged(chosen)
+    print(f"{len(chosen) - failures} of {len(chosen)} mutations noticed")
     return int(failures > 0)
 
 

@@ -46,6 +46,7 @@ def test_a_seed_says_everything() -> None:
         assert FAMILIES[name][1].__doc__, name
 
 
+@pytest.mark.slow
 def test_sequences_end_well_and_are_written_down(tmp_path: Path) -> None:
     done = attack(tmp_path, "--seed=5", "--count=2", "--family=kill", "--family=disk", "--kind=python", "--no-page")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -55,9 +55,17 @@ def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
 
 
 def train(
-    engine: Engine, step: int, poison: float = 1.0, flag: float = 0.0, limits: Limits = NO_LIMITS
+    engine: Engine,
+    step: int,
+    poison: float = 1.0,
+    flag: float = 0.0,
+    limits: Limits = NO_LIMITS,
+    spoilt: float = 1.0,
 ) -> dict[str, Any]:
-    """One step on this rank's share of the same SAMPLES samples; the fault, if any, is on the last rank alone."""
+    """One step on this rank's share of the same SAMPLES samples; the fault, if any, is on the last rank alone.
+
+    poison: factor of its first loss. spoilt: of its first inputs. flag: its samples that could not be read.
+    """
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
     targets = torch.randn(MICRO, SAMPLES // MICRO, 3, generator=generator) * 3
@@ -65,7 +73,8 @@ def train(
     faulty = engine.rank == engine.world_size - 1
     for index in range(MICRO):
         with engine.micro_batch(index == MICRO - 1):
-            loss = engine.module(inputs[index, here], targets[index, here]) / MICRO
+            spoils = spoilt if faulty and index == 0 else 1.0
+            loss = engine.module(inputs[index, here] * spoils, targets[index, here]) / MICRO
             engine.backward(loss * poison if faulty and index == 0 else loss)
     figures = finish(
         engine,

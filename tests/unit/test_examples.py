@@ -78,6 +78,7 @@ def test_convnet_digits(tmp_path: Path) -> None:
     assert float(accuracy) > 85
 
 
+@pytest.mark.slow
 def test_convnet_digits_under_an_fp8_recipe_says_why_not(tmp_path: Path) -> None:
     done = run_example(CONVNET_DIGITS, tmp_path, "fp8_hybrid")
     assert "fp8_hybrid runs as autocast:bf16" in done.stdout

@@ -142,6 +142,22 @@ def test_setup_with_a_torch_that_is_not_there(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.parametrize("linked", [True, False])
+def test_setup_empties_no_folder_that_it_did_not_make(tmp_path: Path, linked: bool) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "work.txt").write_text("a year's work\n")
+    venv = tmp_path / "link" if linked else held
+    if linked:
+        (held / "pyvenv.cfg").write_text("home = /usr/bin\n")  # another project's environment
+        venv.symlink_to(held)
+    done = setup(tmp_path, VENV=str(venv), PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert str(venv) in done.stderr
+    assert "VENV=" in done.stderr
+    assert (held / "work.txt").read_text() == "a year's work\n"
+
+
 def test_make_alone_lists_the_targets(tmp_path: Path) -> None:
     done = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True)
     for target in ("setup", "train", "test", "test-slow", "test-gpu", "test-faults", "lint", "clean"):

@@ -98,6 +98,7 @@ def test_the_baselines_are_the_product_to_the_last_bit(recipe: str, variant: Var
     assert losses[-1].max() < losses[0].min() - 0.3  # it trained
 
 
+@pytest.mark.slow
 def test_a_card_computes_the_same_but_for_the_order_of_sums() -> None:
     for name in ("fp8", "block", "weight_residual", "only_fprop"):
         on_cpu, _, _ = _traced(VARIANTS[name], [3, 8])
@@ -113,6 +114,7 @@ def test_seeds_do_not_see_each_other() -> None:
     assert outcomes[0].loss != outcome.loss
 
 
+@pytest.mark.slow
 def test_every_variant_trains_and_differs_from_every_other() -> None:
     seen: dict[str, float] = {}
     changed = replace(RECIPES["bf16_warmup"], bf16_steps=4)

@@ -69,15 +69,25 @@ def test_the_picture_has_each_run_its_mean_and_the_step_of_the_demotion() -> Non
         assert points(above, name) == pytest.approx(mean), "of seeds 0 and 2"
     assert "step 20" in above.texts[0].get_text()
     assert marks(above) == marks(below) == [20]
-    assert points(below, LOOKS["plain"][2]) == {step: step / 40 for step in (10, 20, 30, 40)}
-    assert points(below, LOOKS["fallback"][2]) == {10: 0.25, 20: 0.5}, "then FP8's values are not used"
+    assert points(below, LOOKS["plain"][2]) == pytest.approx({step: step / 40 for step in range(10, 41)})
+    used = {step: step / 40 for step in range(10, 21)}
+    assert points(below, LOOKS["fallback"][2]) == pytest.approx(used), "then FP8's values are not used"
+
+
+def test_seeds_that_sample_other_steps_have_a_mean_too() -> None:
+    results = [result(0, 20), result(2, 25)]
+    results[1]["runs"]["plain"]["underflow"] = [(step, step / 20) for step in range(7, 40, 10)]
+    above, below = picture(results).axes
+    mean = points(below, LOOKS["plain"][2])
+    assert mean == pytest.approx({step: 1.5 * step / 40 for step in range(10, 38)}), "where both have values"
+    assert "step 20 or 25" in above.texts[0].get_text()
 
 
 def test_a_run_without_a_demotion_gets_no_mark() -> None:
     above, below = picture([result(0, None)]).axes
     assert not above.texts
     assert marks(above) == marks(below) == []
-    assert points(below, LOOKS["fallback"][2]) == {step: step / 40 for step in (10, 20, 30, 40)}
+    assert points(below, LOOKS["fallback"][2]) == pytest.approx({step: step / 40 for step in range(10, 41)})
 
 
 def test_a_line_of_the_table_has_the_differences_and_both_steps() -> None:

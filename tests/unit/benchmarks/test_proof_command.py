@@ -147,6 +147,7 @@ def test_what_a_card_is_called_on_paper(tmp_path: Path) -> None:
         pytest.param("T4", {"fp16"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_gemms_on_paper(card: str, kinds: set[str], tmp_path: Path) -> None:
     found = on_paper(card, "gemm", tmp_path)["figures"]
     assert set(found["flops"]) == kinds

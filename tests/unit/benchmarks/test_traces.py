@@ -17,6 +17,7 @@ from harness.core.errors import ConfigError, DataError
 from harness.core.metrics import row
 from harness.core.state import RunLedger
 from harness.tracking.journal import encode
+from harness.tracking.slot_file import SLOT_FILE, SlotFile
 
 RECORDED, START, BLOCK = 100, 20, 40
 
@@ -86,6 +87,26 @@ def test_a_journal_gives_back_what_the_run_recorded(tmp_path: Path) -> None:
     assert trace.slots == SLOTS
     assert trace.switches == 1
     np.testing.assert_array_equal(trace.values, clean_trace(30).values)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_stands_beside_the_journal_is_the_trace(tmp_path: Path, whole: bool) -> None:
+    """Runs of today keep every step in a file of its own, and a few rows in the journal."""
+    made = clean_trace(30)
+    file = SlotFile(tmp_path / SLOT_FILE)
+    for one in made.facts():
+        if whole or one.step != 7:
+            assert one.slots is not None
+            file.add(1, one.step, one.slots)
+    file.close()
+    journal = _journal(tmp_path, [*_rows(2), {"kind": "event", "step": 3, "code": "precision.switched", "attempt": 1}])
+    if not whole:
+        with pytest.raises(DataError, match=r"fp8_every=1"):
+            read_trace(journal)
+        return
+    trace = read_trace(journal)
+    assert (trace.slots, trace.switches) == (SLOTS, 1)
+    np.testing.assert_array_equal(trace.values, made.values)
 
 
 @pytest.mark.parametrize("broken", ["no statistics", "a step is missing", "a step twice", "a slot is missing"])

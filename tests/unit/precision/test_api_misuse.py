@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -94,6 +95,32 @@ def test_a_model_that_cannot_be_prepared(spoil: Callable[[nn.Sequential], nn.Mod
     precision.prepare(mlp())
     with pytest.raises(MisuseError, match="called before"):
         precision.prepare(mlp())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's tracer looks at every tensor's
+@pytest.mark.parametrize("around", [False, True])
+def test_a_layer_that_was_compiled_alone_is_refused(around: bool) -> None:
+    """Its compiled call would run without FP8; where a block is compiled, the layers in it run in FP8."""
+    model = mlp()
+    first: Any = model[0]
+    if around:
+        model[0] = cast(nn.Module, torch.compile(first, backend="eager"))
+    else:
+        first.compile(backend="eager")
+    with pytest.raises(MisuseError, match="compiled before it was prepared"):
+        Precision(recipe()).prepare(model)
+    plain = Precision(recipe("bf16"))
+    plain.prepare(model)
+    block, precision = mlp(), Precision(recipe())
+    block.compile(backend="eager")
+    precision.prepare(block)
+    with precision.context():
+        loss = block(torch.randn(16, next(block.parameters()).shape[1])).float().square().mean()
+    precision.backward(loss)
+    precision.step(adamw(block))
+    stats = precision.stats()
+    assert stats is not None
+    assert (stats.amax > 0).all()
 
 
 def test_patterns_that_match_nothing_are_refused() -> None:

@@ -56,6 +56,7 @@ def test_the_interpreted_statistics_are_those_of_torch() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_check_finds_statistics_that_are_wrong() -> None:
     """With each number of the kernel's replaced: the largest value, the smallest exponent, the rounding, the scale."""
     assert interpreted(OTHER_STATS).splitlines() == [f"{place} True" for place in (5, 6, 7, 8)]

@@ -102,7 +102,7 @@ def test_the_loop_runs(tmp_path: Path) -> None:
         "loss_function": torch.nn.functional.mse_loss,
         "path": path,
     }
-    _, plain, _ = code("python")
+    _, _, plain, _ = code("python")
     exec(plain, names)
     assert names["precision"].plan.fp8_layers() == ("1",)
     assert names["outcome"].was_applied
@@ -122,11 +122,28 @@ def test_the_standard_loop_runs() -> None:
         "held_out": batch(99),
         "loss_function": torch.nn.functional.mse_loss,
     }
-    standard, _, _ = code("python")
+    standard, _, _, _ = code("python")
     exec(standard, names)
     assert names["precision"].prepared.state.step == 3
     assert names["optimizer"].outcome.was_applied
     assert not names["validation"].requires_grad
+
+
+@pytest.mark.usefixtures("cpu_on_purpose")
+def test_the_loop_of_two_networks_runs() -> None:
+    generator, critic = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(2))
+    names: dict[str, Any] = {
+        "generator": generator,
+        "critic": critic,
+        "optimizer_g": adamw(generator),
+        "optimizer_c": adamw(critic),
+        "batches": [(torch.randn(16, 64), torch.randn(16, 64)) for _ in range(3)],
+        "critic_loss": lambda real, fake: (fake - real).mean(),
+        "generator_loss": lambda judged: -judged.mean(),
+    }
+    _, both, _, _ = code("python")
+    exec(both, names)
+    assert [names[name].prepared.state.step for name in ("generate", "judge")] == [3, 3]
 
 
 @pytest.mark.usefixtures("cpu_on_purpose")
@@ -141,7 +158,7 @@ def test_the_guarded_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "batches": [batch(step) for step in range(6)],
         "loss_function": torch.nn.functional.mse_loss,
     }
-    _, _, guarded = code("python")
+    _, _, _, guarded = code("python")
     assert guarded.count("steps=1000") == guarded.count("< 1000") == 1
     exec(guarded.replace("steps=1000", "steps=6, mlflow=False").replace("< 1000", "< 6"), names)
     assert names["guard"].step == 6

@@ -15,12 +15,12 @@ FAINT = 2.0**-18
 STEPS = 100
 
 
-def demoted_at(model: nn.Sequential, precision: Precision, faint: set[int]) -> int:
+def demoted_at(model: nn.Sequential, precision: Precision, faint: set[int], by: float = FAINT) -> int:
     """The first step of which the second layer ran in BF16, its input being faint in the steps of `faint`; 0: none."""
     step = 0
 
     def fade(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (given[0] * FAINT if step in faint else given[0],)
+        return (given[0] * by if step in faint else given[0],)
 
     model[2].register_forward_pre_hook(fade)
     optimizer = adamw(model, lr=1e-4)
@@ -39,6 +39,19 @@ def test_a_fault_of_every_other_step_cannot_hide(phase: int, every: int) -> None
     faint = {step for step in range(1, STEPS) if step % 2 == phase}
     first = next(step for step in range(3, STEPS) if is_sampled(0, step, every) and step in faint)
     assert 0 < demoted_at(model, precision, faint) <= first + 9
+
+
+@pytest.mark.parametrize("every", [10, 17, 25])
+def test_a_tensor_that_vanishes_now_and_then_needs_no_sample(every: int) -> None:
+    """Such a step is over before the next one is looked at; but that all of it was lost, its largest value says."""
+    precision, model = prepared(recipe(fp8={"stats_every": 50}))
+    faint = set(range(9, STEPS, every))
+    assert demoted_at(model, precision, faint, by=2.0**-24) == 9 + 2 * every + 2
+
+
+def test_a_tensor_that_is_small_and_not_lost_keeps_its_layer() -> None:
+    precision, model = prepared(recipe(fp8={"stats_every": 50}))
+    assert not demoted_at(model, precision, set(range(9, STEPS, 10)), by=2.0**-9)
 
 
 HOT = 2.0**24

@@ -63,6 +63,7 @@ def backend_for(model: nn.Module, dynamic: str = "tensorwise") -> TorchaoBackend
 
 
 @pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.slow
 def test_twelve_blocks_share_two_graphs_whatever_is_switched(dynamic: str) -> None:
     """One that shows casts and amaxes, and one for windows with a demotion or statistics."""
     counter = CompileCounterWithBackend("aot_eager")

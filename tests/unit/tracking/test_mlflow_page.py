@@ -73,14 +73,17 @@ def test_the_experiment_is_one_of_training_with_loss_first(run_dir: Path) -> Non
     assert page == f"/#/experiments/1/runs/{Position.load(run_dir).run_id}?workflowType=machine_learning"
 
 
-def test_a_kind_that_somebody_chose_stands(run_dir: Path) -> None:
+def test_a_kind_and_a_description_that_somebody_chose_stand(run_dir: Path) -> None:
     journal = begun(run_dir)
     assert shipper.sync(run_dir, "mine")
     query(run_dir, "update experiment_tags set value = 'finetuning' where key = 'mlflow.experimentKind'")
-    journal.metrics(2, {"train/loss": 1.0})
+    query(run_dir, "update tags set value = 'my own words' where key = 'mlflow.note.content'")
+    journal.event(2, "nonfinite.skip")
     journal.close()
     assert shipper.sync(run_dir, "mine")
     assert experiment_tags(run_dir)["mlflow.experimentKind"] == "finetuning"
+    assert tags(run_dir)["mlflow.note.content"] == "my own words"
+    assert delivered(run_dir)
 
 
 def test_the_description_says_what_ran_where_and_why_and_what_happened(run_dir: Path) -> None:
@@ -110,17 +113,6 @@ def test_the_description_says_what_ran_where_and_why_and_what_happened(run_dir: 
     assert "fp8: 2 modules" in text
     assert "done at step 40: 40 steps" in text
     assert "nonfinite.skip x 39" in text, "also what an earlier delivery counted"
-
-
-def test_a_description_that_somebody_wrote_is_left_alone(run_dir: Path) -> None:
-    journal = begun(run_dir)
-    assert shipper.sync(run_dir, "mine")
-    query(run_dir, "update tags set value = 'my own words' where key = 'mlflow.note.content'")
-    journal.event(2, "nonfinite.skip")
-    journal.close()
-    assert shipper.sync(run_dir, "mine")
-    assert tags(run_dir)["mlflow.note.content"] == "my own words"
-    assert delivered(run_dir)
 
 
 def test_the_data_are_an_input_of_the_run_once(run_dir: Path) -> None:

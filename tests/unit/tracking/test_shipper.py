@@ -114,6 +114,7 @@ def test_a_whole_run_arrives(folder: Path) -> None:
     assert "plots/missing.png" in (run_dir / "shipper.log").read_text()
 
 
+@pytest.mark.slow
 def test_killed_midway_and_synced_the_series_are_whole_and_single(folder: Path) -> None:
     run_dir = folder / "runs" / "r1"
     with Journal(run_dir / JOURNAL) as journal:
@@ -218,6 +219,7 @@ def test_a_killed_trainer_is_delivered_and_resumes_in_the_same_run(folder: Path)
     assert dict(query(folder, "select key, value from tags"))["first"] == "20", "tags are not"
 
 
+@pytest.mark.slow
 def test_a_run_that_a_shipper_of_a_killed_one_delivered_to_its_end_ended(folder: Path) -> None:
     """The second shipper waits for the first one's lock, and finds that there is nothing left to deliver."""
     run_dir = folder / "runs" / "r1"

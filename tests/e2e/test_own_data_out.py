@@ -1,0 +1,32 @@
+"""What goes out of a run on a data set of one's own: nothing there is text, and nothing is said to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.core.errors import ExitCode
+from tests.support.runs import harness, train
+
+
+def test_sample_and_export_say_what_the_data_are(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "def load():\n    x = torch.randn(60, 16)\n    return torch.utils.data.TensorDataset(x, x.sum(1).long() % 2)\n"
+        "def build(**sizes):\n    return torch.nn.Sequential(torch.nn.Linear(16, 2))\n"
+    )
+    done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null", "data.target=own:load",
+                 "model.target=own:build", "train.steps=2", "train.warmup_steps=1")  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    said = harness(tmp_path, "sample", "runs/r", "x")
+    assert said.returncode == ExitCode.USAGE
+    assert "the run's data are no text" in said.stderr
+    assert "token ids, and nobody" not in said.stderr
+    out = harness(tmp_path, "export", "runs/r", "--format", "safetensors", "--out", "out")
+    assert out.returncode == 0, out.stderr
+    assert "tokenizer: none: the data are a data set of one's own" in out.stdout
+
+
+def test_torchs_muon_by_name_says_which_one_fits(tmp_path: Path) -> None:
+    done = train(tmp_path, "--name", "r", "train.optimizer=torch.optim:Muon", "train.steps=2")
+    assert done.returncode == ExitCode.USAGE
+    assert "train.optimizer=muon" in done.stdout

@@ -1,0 +1,139 @@
+"""Parquet and Arrow as their libraries may legally write them: the same rows, or refused by name; never others."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from harness.core.errors import DataError
+from harness.data.corpus import Tokens
+from harness.data.registry import look
+from harness.data.tokens import prepare
+from tests.unit.data.token_files import config
+
+LINES = [f"{number}: the quick brown fox" for number in range(60)]
+
+
+def lines(path: Path, run: Path, **more: object) -> list[str]:
+    """Of training and validation, each in its own order."""
+    data = prepare(config(path, **more), run)
+    found: list[str] = []
+    for tokens in (data.train, data.val):
+        assert isinstance(tokens, Tokens)
+        ((row,), damage) = tokens.read(np.arange(len(tokens))[None])
+        assert not damage
+        found += row.astype(np.uint8).tobytes().decode().split("\n")
+    return [line for line in found if line]
+
+
+def write(path: Path, column: Any, **how: Any) -> Path:
+    pa.parquet.write_table(pa.table({"text": column}), path, **how)
+    return path
+
+
+COLUMNS = {
+    "large": pa.array(LINES, pa.large_string()),
+    "view": pa.array(LINES).cast(pa.string_view()),
+    "dictionary": pa.array(LINES).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_every_kind_of_string_column_has_the_same_rows(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "rows.parquet", COLUMNS[kind], row_group_size=7)
+    assert sorted(lines(path, tmp_path / "run")) == sorted(LINES)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "ids": (pa.array([[1, 2, 3]] * 60, pa.list_(pa.int32())), r"list<element: int32>(.|\n)*tofile\("),
+    "lists": (pa.array([["a", "b"]] * 60), "list<element: string>, not text"),
+    "records": (pa.array([{"string": line} for line in LINES]), "struct<string: string>, not text"),
+    "bytes": (pa.array([line.encode() for line in LINES]), "binary, not text"),
+    "nulls": (pa.array([None, *LINES]), 'row group 0, row 0: "text" is missing'),
+    "none": (pa.array([], pa.string()), "it has no rows"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_column_that_is_no_text_is_refused(tmp_path: Path, kind: str) -> None:
+    column, message = REFUSED[kind]
+    with pytest.raises(DataError, match=message):
+        prepare(config(write(tmp_path / "rows.parquet", column)), tmp_path / "run")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(LINES), pa.array(LINES)], names=["text", "text"])
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match='has 2 columns of the name "text"'):
+        prepare(config(tmp_path / "rows.parquet"), tmp_path / "run")
+
+
+def test_a_hub_folder_trains_on_its_train_split(tmp_path: Path) -> None:
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for name in ("train", "validation", "test"):
+        write(tmp_path / "hub" / "data" / f"{name}-00000-of-00001.parquet", [f"{name} {line}" for line in LINES])
+    found = lines(tmp_path / "hub", tmp_path / "run")
+    assert {line.split()[0] for line in found} == {"train", "validation"}
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    write(tmp_path / "blob", LINES)
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "train-00000.parquet").symlink_to("../blob")
+    assert sorted(lines(tmp_path / "snapshot", tmp_path / "run")) == sorted(LINES)
+
+
+def test_shuffled_and_selected_data_sets_are_read_in_their_order(tmp_path: Path) -> None:
+    made = datasets.Dataset.from_dict({"text": LINES})
+    shuffled, chosen = made.shuffle(seed=3), made.select([5, 1, 1, *range(20, 50)])
+    for name, each in (("shuffled", shuffled), ("chosen", chosen)):
+        each.save_to_disk(tmp_path / name)
+        found = lines(tmp_path / name, tmp_path / f"run-{name}")
+        wanted = list(each["text"])
+        assert sorted(found) == sorted(wanted)
+        assert found[:5] == wanted[:5], "in the order that was saved"
+
+
+@pytest.mark.parametrize("kind", ["stream", "file", "feather"])
+def test_one_arrow_file_is_read(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"text": LINES})
+    path = tmp_path / f"rows.{'feather' if kind == 'feather' else 'arrow'}"
+    if kind == "feather":
+        pa.feather.write_feather(table, str(path))
+    else:
+        with getattr(pa.ipc, f"new_{kind}")(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=13)
+    assert sorted(lines(path, tmp_path / "run")) == sorted(LINES)
+
+
+def test_splits_without_a_train_are_asked_for(tmp_path: Path) -> None:
+    part = datasets.Dataset.from_dict({"text": LINES})
+    datasets.DatasetDict({"test": part, "unsupervised": part}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"has no split train, but test, unsupervised(.|\n)*saved/test"):
+        prepare(config(tmp_path / "saved"), tmp_path / "run")
+    assert sorted(lines(tmp_path / "saved" / "unsupervised", tmp_path / "run2")) == sorted(LINES)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_the_command_for_a_table_works(tmp_path: Path, suffix: str) -> None:
+    mark = "," if suffix == "csv" else "\t"
+    rows = "".join(f'"{line}, ""quoted"""{mark}{number}\n' for number, line in enumerate(LINES))
+    path = tmp_path / f"table.{suffix}"
+    path.write_text(f"story{mark}n\n{rows}")
+    with pytest.raises(DataError) as caught:
+        look(path)
+    command = re.search(r"python -c (\".*?\");", caught.value.problems[0].fix)
+    assert command is not None
+    subprocess.run(f"{sys.executable} -c {command[1]}", shell=True, check=True)
+    found = lines(tmp_path / "table.parquet", tmp_path / "run", text_key="story")
+    assert sorted(found) == sorted(f'{line}, "quoted"' for line in LINES)

@@ -1,0 +1,314 @@
+"""What people point data.path at: read as what it is, or refused with a way in that works; never by mistake."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from harness.core.errors import DataError, ExitCode
+from harness.data.corpus import Tokens
+from harness.data.registry import look
+from harness.data.tokens import TokenData, TokenFile, prepare
+from tests.support.runs import ROOT, harness, train
+from tests.unit.data.token_files import config, headerless, some_ids
+
+LINES = [f"{number}: the quick brown fox\n" for number in range(60)]
+ROWS = [json.dumps({"text": line, "n": 1}) for line in LINES]
+
+
+def split(data: TokenData, name: str) -> bytes:
+    tokens = data.train if name == "train" else data.val
+    if isinstance(tokens, Tokens):
+        ((row,), damage) = tokens.read(np.arange(len(tokens))[None])
+        assert not damage
+        return row.astype(np.uint8).tobytes()
+    assert isinstance(tokens, TokenFile)
+    return tokens.tobytes()
+
+
+def texts(path: Path, run: Path, **more: object) -> list[str]:
+    """Lines of training and validation, sorted."""
+    data = prepare(config(path, **more), run)
+    return sorted(line for name in ("train", "val") for line in split(data, name).decode().split("\n") if line.strip())
+
+
+def left_out(data: TokenData) -> dict[str, str]:
+    return {skip["name"]: skip["reason"] for skip in data.info["skipped"]}
+
+
+EXPECTED = sorted(line.strip() for line in LINES)
+JSON = {
+    "mark.jsonl": b"\xef\xbb\xbf" + "\n".join(ROWS).encode(),
+    "windows.jsonl": "\r\n".join(ROWS).encode(),
+    "blank.jsonl": ("\n\n".join(ROWS) + "\n \n\n").encode(),
+    "array.json": json.dumps([json.loads(row) for row in ROWS]).encode(),
+    "indented.json": json.dumps([json.loads(row) for row in ROWS], indent=2).encode(),
+    "lines.json": "\n".join(ROWS).encode(),
+    "packed.jsonl.gz": gzip.compress("\n".join(ROWS).encode()),
+    "c4.00000-of-00002.json.gz": gzip.compress("\n".join(ROWS).encode()),
+}
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_json_as_it_is_found_has_the_same_rows(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(JSON[name])
+    assert texts(tmp_path / name, tmp_path / "one") == EXPECTED
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / name).replace(folder / name)
+    (folder / "README.md").write_text("about")
+    assert texts(folder, tmp_path / "two") == EXPECTED
+
+
+def test_a_key_may_lie_within_another(tmp_path: Path) -> None:
+    path = tmp_path / "nested.jsonl"
+    path.write_text("\n".join(json.dumps({"meta": {"text": line}, "a.b": line}) for line in LINES))
+    assert texts(path, tmp_path / "one", text_key="meta.text") == EXPECTED
+    assert texts(path, tmp_path / "two", text_key="a.b") == EXPECTED
+    with pytest.raises(DataError, match=r'"text" is missing\n    why: the row has meta, a.b'):
+        prepare(config(path), tmp_path / "three")
+
+
+def test_separators_of_unicode_do_not_end_a_row(tmp_path: Path) -> None:
+    line = "a\u2028b\u2029c\u0085d\x0be"
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"{n} {line}"}, ensure_ascii=False) for n in range(40)), newline="")
+    assert texts(path, tmp_path / "run") == sorted(f"{n} {line}" for n in range(40))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n".join(ROWS)[:-5].encode(), "is no JSON"),
+        ("\n".join(ROWS).encode("utf-16"), "is no JSON"),
+        (("[" + ",\n".join(ROWS) + "]").encode(), "is no JSON"),
+        ("\n".join(json.dumps([line]) for line in LINES).encode(), "the row is a list"),
+        ("\n".join(json.dumps({"text": [1, 2]}) for _ in LINES).encode(), r"is a list, not text\n.*tofile\("),
+    ],
+)
+def test_rows_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        prepare(config(tmp_path / "bad.jsonl"), tmp_path / "run")
+
+
+def test_a_packed_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    packed = gzip.compress("\n".join(ROWS * 50).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz: cannot be decompressed"):
+        prepare(config(tmp_path / "cut.jsonl.gz"), tmp_path / "run")
+
+
+def test_the_command_for_utf_16_works(tmp_path: Path) -> None:
+    (tmp_path / "OLD").write_bytes("".join(LINES).encode("utf-16"))
+    with pytest.raises(DataError, match="UTF-16, not UTF-8") as caught:
+        prepare(config(tmp_path / "OLD"), tmp_path / "run")
+    command = re.search(r"iconv [^(]*", caught.value.problems[0].fix)
+    assert command is not None
+    subprocess.run(command[0], shell=True, check=True, cwd=tmp_path)
+    assert texts(tmp_path / "NEW", tmp_path / "run") == EXPECTED
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".bin"])
+def test_a_test_split_is_never_trained_on(tmp_path: Path, suffix: str) -> None:
+    names = {"train-0": "train", "validation-0": "val", "test-0": "TEST"}
+    for name, word in names.items():
+        lines = [f"{word} {number} the quick brown fox\n" for number in range(40)]
+        content = "".join(lines) if suffix == ".txt" else "\n".join(json.dumps({"text": line}) for line in lines)
+        (tmp_path / f"{name}{suffix}").write_text(content)
+        if suffix == ".bin":
+            headerless(tmp_path / f"{name}{suffix}", np.full(2000, list(names).index(name) + 40), "uint8")
+    (tmp_path / "README.md").write_text("a card")
+    data = prepare(config(tmp_path, dtype="uint8"), tmp_path / "runs")
+    trained, validated = split(data, "train"), split(data, "val")
+    if suffix == ".bin":
+        assert (set(trained), set(validated)) == ({40}, {41})
+    else:
+        assert (b"train 3" in trained, b"train" in validated, b"TEST" in trained + validated) == (True, False, False)
+        assert (b"val 3" in validated, b"val" in trained) == (True, False)
+    assert "test split" in left_out(data)[f"test-0{suffix}"]
+
+
+def test_a_test_split_that_is_alone_is_the_data(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text("\n".join(ROWS))
+    assert texts(tmp_path, tmp_path / "run") == EXPECTED
+
+
+def test_one_text_called_train_takes_what_lies_beside_it(tmp_path: Path) -> None:
+    for name in ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"):
+        (tmp_path / name).write_text(f"{name} {''.join(LINES)}")
+    data = prepare(config(tmp_path / "wiki.train.tokens"), tmp_path / "run")
+    assert split(data, "val").startswith(b"wiki.valid.tokens")
+    assert b"wiki.t" not in split(data, "train")[10:]
+
+
+def test_a_source_tree_is_not_split_by_its_names(tmp_path: Path) -> None:
+    for name in ("train.py", "validation.py", "test_it.py", "model.py", "train.c"):
+        (tmp_path / name).write_text("".join(LINES))
+    data = prepare(config(tmp_path), tmp_path / "run")
+    assert sorted({file["name"] for file in data.info["files"]}) == sorted(each.name for each in tmp_path.glob("*.*"))
+
+
+def written(path: Path, content: bytes | str = b"\0") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+REFUSED = {
+    "a.npy": "tofile", "a.npz": "TensorDataset", "a.pt": "weights_only=True", "a.h5": "h5py", "a.csv": "write_table",
+    "a.tsv": "delimiter", "a.txt.gz": "gunzip -k", "a.jsonl.zst": "zstd -d", "a.tar": "tar -xf", "a.tar.gz": "tar -xf",
+    "a.zip": "unzip", "a.pkl": "runs code", "a.safetensors": "model.target=hf:FOLDER", "a.png": "docs/datasets.md",
+    "a.tfrecord": "data.target", "a.wav": "data.target", "a.pdf": "pdftotext",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_says_how_to_get_it_in(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / "folder" / "in" / name, b"a,b\n1,2\n")
+    # A pickle beside other files is nanoGPT's meta.pkl, and no data.
+    for each in (path, *([] if name == "a.pkl" else [path.parent.parent])):
+        with pytest.raises(DataError) as caught:
+            look(each)
+        assert "is not read" in str(caught.value)
+        assert REFUSED[name] in str(caught.value)
+        with pytest.raises(DataError):
+            prepare(config(each), tmp_path / "run")
+
+
+def fix(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        look(path)
+    return caught.value.problems[0].fix
+
+
+def test_the_command_for_token_ids_in_numpy_works(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", some_ids(4000).reshape(40, 100))
+    command = re.search(r"python -c (\".*?\");", fix(tmp_path / "ids.npy"))
+    assert command is not None
+    subprocess.run(f"{sys.executable} -c {command[1]}", shell=True, check=True)
+    data = prepare(config(tmp_path / "ids.bin"), tmp_path / "run")
+    assert isinstance(data.train, Tokens)
+    ((row,), _) = data.train.read(np.arange(len(data.train))[None])
+    assert np.array_equal(row, some_ids(4000)[: len(row)])
+
+
+@pytest.mark.parametrize("kind", ["npz", "pt"])
+def test_the_lines_for_a_data_target_work(tmp_path: Path, kind: str) -> None:
+    x, y = torch.randn(64, 16), torch.arange(64) % 3
+    path = tmp_path / f"pairs.{kind}"
+    if kind == "npz":
+        np.savez(path, x=x.numpy(), y=y.numpy())
+    else:
+        torch.save((x, y), path)
+    lines = re.search(r"def load\(\): (.*?)(, if it|$)", fix(path))
+    assert lines is not None
+    (tmp_path / "my_data.py").write_text(f"import numpy\nimport torch\n\n\ndef load(): {lines[1]}\n\n\n"
+                                         "def build(**_): return torch.nn.Linear(16, 3)\n")  # fmt: skip
+    done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null", "data.target=my_data:load",
+                 "model.target=my_data:build", "train.steps=2")  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_pictures_of_the_docs_train_as_they_say(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "datasets.md").read_text().split("## Pictures in folders")[1].split("\n## ")[0]
+    code, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_data.py").write_text(code)
+    for number in range(60):
+        folder = tmp_path / "FOLDER" / ("cat" if number % 2 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 255, (20, 30, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.{'png' if number % 3 else 'jpg'}")
+    words = shlex.split(command.replace("\\\n", " "))
+    small = ["train.steps=2", "train.global_batch=8", "train.micro_batch=8", "tracking.mlflow=false"]
+    done = harness(tmp_path, *words[1:], *small, "tracking.report=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "54 samples to train on" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("someone/their-data", "hf download someone/their-data --repo-type dataset --local-dir their-data"),
+        ("hf://datasets/someone/data", "hf download someone/data"),
+        ("https://example.org/x/book.txt?raw=1", "curl -L -o book.txt 'https://example.org/x/book.txt?raw=1'"),
+        ("s3://bucket/x", "copy it"),
+    ],
+)
+def test_an_address_or_a_name_of_the_hub_is_told_as_such(tmp_path: Path, given: str, words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare(config(given), tmp_path / "run")
+    assert words in str(caught.value)
+    assert given in str(caught.value)
+
+
+def test_a_path_that_is_nearly_right_is_suggested(tmp_path: Path) -> None:
+    written(tmp_path / "books" / "a.txt", "text")
+    with pytest.raises(DataError, match="did you mean books"):
+        prepare(config(tmp_path / "boks"), tmp_path / "run")
+    done = harness(tmp_path, "data", "prepare", "boks", "--out", "x")
+    assert done.returncode == ExitCode.USAGE
+    assert "did you mean books" in done.stderr
+
+
+def test_files_of_several_kinds_are_refused_until_one_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    written(folder / "a.txt", "".join(LINES))
+    written(folder / "b.jsonl", "\n".join(ROWS))
+    with pytest.raises(DataError, match=r"several kinds(.|\n)*JSONL: b\.jsonl(.|\n)*data\.format=JSONL"):
+        prepare(config(folder), tmp_path / "one")
+    assert texts(folder, tmp_path / "two", format="JSONL") == EXPECTED
+    assert len(texts(folder, tmp_path / "three", format="text")) == 120
+    done = harness(tmp_path, "data", "prepare", "mixed", "--out", "ready", "--format", "JSONL")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_little_json_in_a_tree_of_text_is_text(tmp_path: Path) -> None:
+    written(tmp_path / "tree" / "big.c", "".join(LINES) * 100)
+    written(tmp_path / "tree" / "fixture.jsonl", ROWS[0])
+    for number in range(20):
+        written(tmp_path / "code" / f"{number}.py", "".join(LINES))
+    written(tmp_path / "code" / "fixture.jsonl", ROWS[0])
+    assert look(tmp_path / "tree") == look(tmp_path / "code") == "text"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("".join(LINES).encode(), "is text, not token ids"),
+        (np.random.default_rng(0).normal(size=4000).astype("<f4").tobytes(), "does not look like token ids"),
+        (b"\x93NUMPY\x01\0" + bytes(4000), "is a NumPy array"),
+        (b"PK\x03\x04" + bytes(4000), "is a zip archive"),
+        (gzip.compress(np.random.default_rng(0).bytes(4000)), "compressed by gzip"),
+    ],
+)
+def test_what_is_called_bin_and_has_no_ids_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = written(tmp_path / "train.bin", content[: len(content) // 2 * 2])
+    with pytest.raises(DataError, match=message):
+        prepare(config(path), tmp_path / "run")
+
+
+def test_letters_as_bytes_are_ids_where_that_is_said(tmp_path: Path) -> None:
+    path = written(tmp_path / "train.bin", "".join(LINES))
+    assert texts(path, tmp_path / "run", dtype="uint8")
+
+
+def test_links_to_token_files_elsewhere_are_read(tmp_path: Path) -> None:
+    headerless(tmp_path / "store.bin", some_ids(3000))
+    folder = tmp_path / "linked"
+    folder.mkdir()
+    (folder / "train.bin").symlink_to(tmp_path / "store.bin")
+    (folder / "again.bin").symlink_to(folder / "train.bin")
+    data = prepare(config(folder), tmp_path / "run")
+    assert len(data.train) + len(data.val) == 3000
+    assert "link" in left_out(data)["train.bin"], "each file once"
