@@ -25,6 +25,8 @@ from harness.data.tokenizer import tokenizer_file
 RECORD = "source.json"
 WHOLE = 64 << 20
 """Bytes up to which a file is hashed from end to end; of a larger one SAMPLED blocks are, evenly spread."""
+MUCH = 1 << 30
+"""Bytes of a source from which on SAMPLED blocks of every file are enough: reading it all once more would take long."""
 COPY, TOKENS, PREPARED = "text", "token ids", "prepared"
 """What was made of a source: a copy of its text, token ids in the run, or what `harness data prepare` wrote."""
 
@@ -58,12 +60,12 @@ def origin_of_text(source: Path, before: Mapping[str, Stamp], documents: Iterabl
     contents = {document.name: document.content for document in documents}
     files = {
         name: _entry(
-            stamp, fingerprint(len(contents[name]), lambda at, count, name=name: contents[name][at : at + count])
+            stamp, fingerprint(len(contents[name]), lambda at, count, name=name: contents[name][at : at + count], WHOLE)
         )
         for name, stamp in before.items()
         if name in contents
     }
-    return _origin(source, None, files, sorted(before.keys() - files.keys()), None)
+    return _origin(source, None, files, sorted(before.keys() - files.keys()), None, WHOLE)
 
 
 def origin_of_files(
@@ -73,12 +75,13 @@ def origin_of_files(
     tokenizer: its path and its hash, or None. Raises OSError.
     """
     base = source.resolve() if source.is_dir() else source.resolve().parent
-    entries = {_name(path, base): _entry(stamp, fingerprint_file(path)) for path, stamp in files.items()}
+    whole = WHOLE if sum(stamp.size for stamp in files.values()) <= MUCH else SAMPLED * BLOCK
+    entries = {_name(path, base): _entry(stamp, fingerprint_file(path, whole)) for path, stamp in files.items()}
     others = sorted(look_around(source, suffixes).keys() - entries.keys()) if listed else None
-    return _origin(source, suffixes, entries, others, tokenizer)
+    return _origin(source, suffixes, entries, others, tokenizer, whole)
 
 
-def fingerprint_file(path: Path) -> str:
+def fingerprint_file(path: Path, whole: int) -> str:
     """`fingerprint` of a file. Raises OSError."""
     with path.open("rb") as stream:
 
@@ -86,12 +89,12 @@ def fingerprint_file(path: Path) -> str:
             stream.seek(start)
             return stream.read(count)
 
-        return fingerprint(os.fstat(stream.fileno()).st_size, read)
+        return fingerprint(os.fstat(stream.fileno()).st_size, read, whole)
 
 
-def fingerprint(size: int, read: Callable[[int, int], bytes]) -> str:
-    """What is kept of `size` bytes, hex: their hash up to WHOLE bytes, else that of SAMPLED blocks of them."""
-    if size <= WHOLE:
+def fingerprint(size: int, read: Callable[[int, int], bytes], whole: int) -> str:
+    """What is kept of `size` bytes, hex: their hash up to `whole` bytes, else that of SAMPLED blocks of them."""
+    if size <= whole:
         return digest(read(0, size)).hex()
     step = (size - BLOCK) // (SAMPLED - 1)
     return digest(b"".join(read(number * step, BLOCK) for number in range(SAMPLED))).hex()
@@ -128,7 +131,7 @@ def _changes(folder: Path, given: str | None, config: DataConfig) -> str:
             raise ValueError("it is of another format")
         now = _now(given) if made != PREPARED else None
         source = now if now is not None else source
-        parts = _of_files(source, known, suffixes, others) if known and source.exists() else []
+        parts = _of_files(source, known, suffixes, others, int(origin["whole"])) if known and source.exists() else []
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return (
             f"{record} cannot be read ({type(error).__name__}: {error}): nothing tells whether the source has changed"
@@ -163,7 +166,11 @@ def _now(given: str | None) -> Path | None:
 
 
 def _of_files(
-    source: Path, known: Mapping[str, tuple[str, ...]], suffixes: Sequence[str] | None, others: Sequence[str] | None
+    source: Path,
+    known: Mapping[str, tuple[str, ...]],
+    suffixes: Sequence[str] | None,
+    others: Sequence[str] | None,
+    whole: int,
 ) -> list[str]:
     """What became of the files, in words. Raises OSError."""
     base = source.resolve() if source.is_dir() else source.resolve().parent
@@ -176,9 +183,9 @@ def _of_files(
         stamp = now.get(name)
         if stamp is None or _entry(stamp, entry[3]).split() == list(entry):
             continue
-        if stamp.size != int(entry[0]) or fingerprint_file(files[name]) != entry[3]:
+        if stamp.size != int(entry[0]) or fingerprint_file(files[name], whole) != entry[3]:
             changed.append(name)
-        elif stamp.size > WHOLE:
+        elif stamp.size > whole:
             touched.append(name)
     gone = [name for name in known if name not in now]
     new = sorted(there.keys() - known.keys() - set(others or ()))
@@ -212,11 +219,13 @@ def _origin(
     files: Mapping[str, str],
     others: Sequence[str] | None,
     tokenizer: Sequence[str] | None,
+    whole: int,
 ) -> dict[str, Any]:
     """others: names that are there and were not used; None: what is there besides is nobody's business."""
     return {
         "format": _FORMAT,
         "path": str(source.resolve()),
+        "whole": whole,
         "suffixes": None if suffixes is None else list(suffixes),
         "files": dict(files),
         "others": None if others is None else list(others),

@@ -78,7 +78,7 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a source that changed since its copy was made is told",
-        "if stamp.size != int(entry[0]) or fingerprint_file(files[name]) != entry[3]:",
+        "if stamp.size != int(entry[0]) or fingerprint_file(files[name], whole) != entry[3]:",
         "if False:",
         "tests/unit/data/test_source_changes.py -k named",
     ),

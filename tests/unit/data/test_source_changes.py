@@ -108,6 +108,19 @@ def test_a_large_file_is_looked_at_in_places(tmp_path: Path, monkeypatch: pytest
     assert "touched" in said, "what was not read from end to end is not said to be the same"
 
 
+def test_of_much_data_every_file_is_looked_at_in_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MUCH", 1000)
+    monkeypatch.setattr(source, "BLOCK", 64)
+    path = rows(tmp_path / "source")
+    assert told(path, tmp_path / "run") == ""
+    changed = path / "2.jsonl"
+    changed.write_bytes(changed.read_bytes().replace(b"2 the", b"3 the", 1))  # in the first block
+    os.utime(path / "1.jsonl", (1, 1))
+    said = told(path, tmp_path / "run")
+    assert "changed: 2.jsonl" in said
+    assert "places looked at: 1.jsonl" in said
+
+
 def test_a_new_run_on_a_stale_preparation_is_told(tmp_path: Path) -> None:
     path = rows(tmp_path / "source")
     prepare_dataset(Preparation(str(path), "JSONL"), tmp_path / "ready")
