@@ -154,7 +154,7 @@ def train(request: Request) -> int:
                 console.say(told)
             console.unit, console.counted = task.unit, facts.get("counted", "tokens")
             telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), facts)
-            if text := warmup_doubt(config.train):
+            if (text := warmup_doubt(config.train)) and (resumed is None or resumed.changes):
                 telemetry.tell(start or 0, "train.warmup", text)
             in_fp8 = bool(plan.fp8_layers())
             if text := unwatched(config.guard.enabled, request.recipe.fallback.enabled, in_fp8):
