@@ -53,7 +53,7 @@ def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
 class Mixture:
     """As `TokenBatches`, of several. Sample n of source i has the number n, plus the samples of all sources before it.
 
-    Raises DataError if their tokens are known to be of different tokenizers.
+    Raises DataError if their tokens are known to be of different tokenizers, also by ids that another has not got.
     """
 
     def __init__(
@@ -82,6 +82,13 @@ class Mixture:
             why = "the same id would be different text in different sources"
             fix = "prepare all of them with one tokenizer"
             raise DataError(Problem("sources of different tokenizers", "data.mixture", why, fix))
+        known = [part for part in parts if part.tokenizer is not None]
+        least = min(known, key=lambda part: part.ids) if known else None
+        for part in parts:
+            if least is not None and part.tokenizer is None and part.ids > least.ids:
+                why = f"{part.name} has ids up to {part.ids - 1}, and {least.name} are of {least.ids} ids"
+                fix = "give text that is mixed with token ids the tokenizer that made these, in data.tokenizer"
+                raise DataError(Problem("sources of different tokenizers", "data.mixture", why, fix))
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""

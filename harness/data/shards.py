@@ -36,7 +36,7 @@ _OTHERS = {
     b"ARROW1": "Arrow",
 }
 _PRINTED = bytes(range(32, 127)) + b"\t\n\r"
-_LOOKED_AT, _LETTERS = 4096, 64
+_LOOKED_AT, _LETTERS, _PAIRS = 4096, 64, 1 << 16
 _INDEX_MAGIC = b"MMIDIDX\0\0"
 _INDEX_HEAD = struct.Struct("<QBQQ")
 _INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -108,7 +108,30 @@ def _headerless(path: Path, size: int, dtype: str) -> Shard:
     if size % width:
         why = f"{size} bytes are no whole number of {dtype} ids: it was cut short, or has another dtype"
         raise DataError(_problem(path, "ends within a token id", why, "write it again, or set data.dtype"))
+    if dtype == "uint16" and (other := _other_than_uint16(path)):
+        raise DataError(_problem(path, "does not look like uint16", *other))
     return Shard(path, dtype, 0, size // width)
+
+
+def _other_than_uint16(path: Path) -> tuple[str, str] | None:
+    """(why, fix) where a file has ids of one byte, or big-endian ones; else None.
+
+    The upper bytes of uint16 ids take fewer values than the lower ones, as frequent ids are small. Of one-byte ids both
+    are alike, and not uniform; of big-endian ids it is the other way round. Raises OSError.
+    """
+    pairs = np.fromfile(path, dtype=np.uint8, count=2 * _PAIRS)
+    pairs = pairs[: len(pairs) // 2 * 2].reshape(-1, 2)
+    if len(pairs) < _LOOKED_AT:
+        return None
+    lower, upper = (np.bincount(half, minlength=256) / len(pairs) for half in pairs.T)
+    bits = [float(-(share[share > 0] * np.log2(share[share > 0])).sum()) for share in (lower, upper)]
+    apart = float(np.abs(lower - upper).sum()) / 2
+    if 1 < bits[0] < 7.8 and apart < 0.02 + 2 * (2 ** bits[0] / len(pairs) / np.pi) ** 0.5:
+        return "its first and its second bytes are spread alike, as ids of one byte are", "set data.dtype=uint8"
+    if bits[1] > 1.5 * bits[0] + 0.5:
+        why = "its second bytes take more values than its first ones, as big-endian ids do"
+        return why, "write it again: ids.astype('<u2')"
+    return None
 
 
 def _headed(path: Path, size: int, dtype: str, count: int) -> Shard:

@@ -74,12 +74,14 @@ class OpenWindow:
     Raises MisuseError where an optimizer that holds parameters of the model, with gradients, steps by itself, whenever
     that is: scales would never roll, the gate would not be asked, and under fp16 it would apply scaled gradients, or
     ones that nobody scaled. scaled: under a loss scale also where somebody changed gradients, told by their addresses
-    and version counters, which no work on the device is needed for.
+    and version counters, which no work on the device is needed for. copies: deep copies of the model, or of its parts,
+    that computed with gradients under its scales; an optimizer of theirs is refused as well.
     """
 
     def __init__(self, owns_any: OwnsAny) -> None:
         self.begun = False
         self.backwards = 0
+        self.copies: WeakSet[nn.Module] = WeakSet()
         self._stepping = False
         self._applied: list[tuple[nn.Parameter, tuple[int, int] | None]] = []
         self._stepped: list[Optimizer] = []
@@ -139,7 +141,11 @@ class OpenWindow:
 
     def refuse(self, optimizer: Optimizer) -> None:
         """Raises MisuseError if `optimizer` may not step now."""
-        if self._stepping or not self._owns_any(p for p in parameters_of([optimizer]) if p.grad is not None):
+        if self._stepping:
+            return
+        with_gradients = [p for p in parameters_of([optimizer]) if p.grad is not None]
+        if not self._owns_any(with_gradients):
+            self._refuse_of_copies(optimizer, with_gradients)
             return
         what = f"{type(optimizer).__name__}.step() was called directly"
         why = "the gate, the loss scale and the FP8 scales belong to the step"
@@ -151,6 +157,15 @@ class OpenWindow:
             why = "outside of context() the model computes in plain precision, against the plan"
             fix = f"with precision.context(): loss = ...; then {fix}"
         fix = f"optimizer = precision.wrap(optimizer), before schedulers and the loop, makes this loop right; or {fix}"
+        raise misuse("step()", what, why, fix)
+
+    def _refuse_of_copies(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        copied = {id(parameter) for copy in self.copies for parameter in copy.parameters()}
+        if copied.isdisjoint(id(parameter) for parameter in parameters):
+            return
+        what = f"{type(optimizer).__name__}.step() was called on a deep copy of the prepared model"
+        why = "a copy computes with the original's FP8 scales, which it does not set; in fp16 nothing scales its loss"
+        fix = "copy the model before prepare(), and give each copy that is trained a Precision of its own"
         raise misuse("step()", what, why, fix)
 
 

@@ -36,6 +36,7 @@ from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
 
 _log = logging.getLogger("harness.precision")
+_FP8_LAYERS = "harness.precision.backends."
 
 # What states of version 0.x without a list of figures hold; "applied" is "skipped" there.
 _FIGURES_BEFORE = ("applied", "applied_steps", "grad_norm", "loss_scale", "scrubbed", "loss")
@@ -319,6 +320,12 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
         what = f"{len(odd)} trainable parameters are not float32, such as {odd[0]}"
         why = "autocast and the FP8 casts start from float32 weights; low-precision weights lose small updates"
         problems.append(Problem(what, "prepare()", why, "call model.float() first"))
+    fp8 = [name for name, module in model.named_modules() if type(module).__module__.startswith(_FP8_LAYERS)]
+    if fp8:
+        what = f"the model has {len(fp8)} FP8 layers of another Precision, such as {fp8[0] or 'itself'}"
+        why = "their scales are that one's: under this one they would compute without FP8"
+        fix = "give prepare() a model that was never prepared: build it anew, or copy it before"
+        problems.append(Problem(what, "prepare()", why, fix))
     if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
         what = f"the parameters are on {', '.join(map(str, devices))}"
         problems.append(Problem(what, "prepare()", fix="put the whole model on one cuda device, or on the CPU"))

@@ -199,10 +199,11 @@ class Standard:
         self._autocast: WeakKeyDictionary[nn.Module, tuple[bool, torch.dtype]] = WeakKeyDictionary()
         for other in [each for each in _standards if each._ready.model is ready.model]:
             other._retire()  # of a Precision that the model had before
+        own = [module for module in ready.model.modules() if next(module.parameters(), None) is not None]
+        self._own = WeakSet(own)
         self._hooks = [
             hook
-            for module in ready.model.modules()
-            if next(module.parameters(), None) is not None
+            for module in own
             for hook in (
                 module.register_forward_pre_hook(self.enter),
                 module.register_forward_hook(self.leave, always_call=True),
@@ -220,6 +221,8 @@ class Standard:
         """Before a module of the model is called. Inside of a context, whoever entered it, nothing happens."""
         if torch.compiler.is_compiling():
             return
+        if module not in self._own and torch.is_grad_enabled():
+            self._ready.window.copies.add(module)
         if module is self.passed_over and not self._precision.busy:
             self.passed_over = None
         elif module is self._entrance:

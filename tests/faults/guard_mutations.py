@@ -176,8 +176,8 @@ GUARD = (
     Mutation(
         8,
         "the standard loop on a prepared model is refused",
-        "if self._stepping or not self._owns_any(",
-        "if self._stepping or not self.backwards or not self._owns_any(",
+        "if not self._owns_any(with_gradients):",
+        "if not self.backwards or not self._owns_any(with_gradients):",
         "tests/unit/precision/test_api_window.py -k standard_loop",
     ),
     Mutation(

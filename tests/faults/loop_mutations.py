@@ -49,6 +49,20 @@ LOOP = (
     ),
     Mutation(
         8,
+        "a deep copy of a wrapped model is not trained",
+        "self._ready.window.copies.add(module)",
+        "pass",
+        "tests/unit/precision/test_standard_refusals.py -k deep_copy",
+    ),
+    Mutation(
+        8,
+        "FP8 layers of another Precision are not taken for bf16 ones",
+        '    if fp8:\n        what = f"the model has {len(fp8)} FP8 layers of another',
+        '    if False:\n        what = f"the model has {len(fp8)} FP8 layers of another',
+        "tests/unit/precision/test_standard_refusals.py -k another_precision",
+    ),
+    Mutation(
+        8,
         "what a wrapped model gives out is in float32",
         "return widened(result)",
         "return result",
@@ -57,8 +71,8 @@ LOOP = (
     Mutation(
         8,
         "parts that are called from outside run as planned",
-        "for module in ready.model.modules()\n",
-        "for module in [ready.model]\n",
+        "own = [module for module in ready.model.modules() if",
+        "own = [module for module in [ready.model] if",
         "tests/unit/precision/test_standard_loop.py -k parts_that",
     ),
     Mutation(

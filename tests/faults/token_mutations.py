@@ -42,6 +42,20 @@ TOKENS: tuple[Mutation, ...] = (
     ),
     Mutation(
         23,
+        "ids of one byte and big-endian ones are not read as uint16",
+        'if dtype == "uint16" and (other :=',
+        "if False and (other :=",
+        "tests/unit/data/test_token_files.py -k big_endian",
+    ),
+    Mutation(
+        23,
+        "ids that another source of a mixture has not got are refused",
+        "part.tokenizer is None and part.ids > least.ids",
+        "False",
+        "tests/unit/data/test_mixture.py -k no_bytes",
+    ),
+    Mutation(
+        23,
         "an index that points past its file is refused",
         "elif total > size:",
         "elif False:",

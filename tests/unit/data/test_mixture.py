@@ -131,6 +131,21 @@ def test_a_source_within_another_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path / "all" / "code") in caught.value.problems[0].where
 
 
+@pytest.mark.parametrize(("first", "refused"), [(99, False), (199, True)])
+def test_ids_that_are_no_bytes_are_not_mixed_with_bytes(tmp_path: Path, first: int, refused: bool) -> None:
+    """Nobody knows what made a file of token ids, but ids over 255 are no bytes."""
+    headerless(tmp_path / "ids.bin", some_ids(3000, 100, 0) + first)
+    (tmp_path / "a.txt").write_text("some text to train on\n" * 200)
+    parts = [{"path": str(tmp_path / name), "weight": 1.0} for name in ("ids.bin", "a.txt")]
+    data = prepare_mixture(DataConfig.model_validate({"mixture": parts, "context": 10}), tmp_path / "run", True, print)
+    batches = [TokenBatches(each, 0, 10, 16, 4, 20) for each in data]
+    if not refused:
+        assert Mixture(batches, (1.0, 1.0), 0, 16, 4, 20).ids == 256
+        return
+    with pytest.raises(DataError, match=r"sources of different tokenizers[\s\S]*ids up to 298[\s\S]*256"):
+        Mixture(batches, (1.0, 1.0), 0, 16, 4, 20)
+
+
 def test_path_and_mixture_together_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.path and data\.mixture are both given"):
         validate(DataConfig, {"path": "a", "mixture": [{"path": "b", "weight": 1}]}, "here")

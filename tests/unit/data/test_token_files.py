@@ -14,7 +14,7 @@ import pytest
 from harness.core.errors import DataError
 from harness.data.batches import TokenBatches
 from harness.data.corpus import Tokens, padded
-from harness.data.shards import is_validation, validation_beside
+from harness.data.shards import is_validation, read_shard, validation_beside
 from harness.data.tokens import TokenData, prepare
 from tests.unit.data.token_files import Ids, config, headed, headerless, megatron, some_ids
 
@@ -156,6 +156,24 @@ def test_ids_of_another_dtype_are_refused(tmp_path: Path) -> None:
     path = headerless(tmp_path / "train.bin", some_ids(4000, 50_000))
     with pytest.raises(DataError, match=r"no vocabulary is as large.*\n.*data\.dtype"):
         prepare(config(path, dtype="uint32"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fix"), [("u1", "set data.dtype=uint8"), (">u2", r"write it again: ids.astype\('<u2'\)")]
+)
+def test_one_byte_and_big_endian_ids_are_not_read_as_uint16(tmp_path: Path, dtype: str, fix: str) -> None:
+    """Two neighbours read as one id, and bytes the other way round, train without a complaint."""
+    rng, file = np.random.default_rng(0), tmp_path / "train.bin"
+    for largest in (90, 250) if dtype == "u1" else (250, 5000, 50256):
+        ids = np.minimum(rng.pareto(1.0, 30000) * 4, largest).astype(np.int64)
+        file.write_bytes(ids.astype(dtype).tobytes())
+        with pytest.raises(DataError, match=rf"does not look like uint16\n.*\n.*{fix}"):
+            read_shard(file, "uint16")
+        file.write_bytes(ids.astype("<u2").tobytes())
+        assert read_shard(file, "uint16").tokens == len(ids)
+    for plain in (rng.integers(0, 1 << 16, 30000), np.zeros(30000), np.arange(30000), rng.integers(0, 50257, 30000)):
+        file.write_bytes(plain.astype("<u2").tobytes())
+        assert read_shard(file, "uint16").tokens == len(plain)
 
 
 def test_int64_is_not_read_as_uint32(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,16 @@ def test_a_loss_of_two_prepared_models_needs_to_be_told_whose_it_is() -> None:
     assert all(each.outcome is not None and each.outcome.was_applied for each in wrapped)
 
 
+def test_fp8_layers_of_another_precision_are_refused() -> None:
+    """A cell that is run again, or a part that was prepared alone: they would compute in BF16 from now on."""
+    precision, model = prepared(recipe())
+    around = nn.Sequential(model, nn.Linear(16, 16))
+    for anew in (model, copy.deepcopy(model), around):
+        with pytest.raises(MisuseError, match=r"prepare\(\)[\s\S]*2 FP8 layers of another Precision, such as (0\.)?0"):
+            Precision(recipe()).prepare(anew)
+    standard_step(model, precision.wrap(adamw(model)), 0)
+
+
 def test_a_model_that_is_prepared_anew_is_the_new_ones() -> None:
     """A cell that is run again, say."""
     model = mlp()
@@ -70,6 +81,24 @@ def test_a_model_that_is_prepared_anew_is_the_new_ones() -> None:
         precision.prepare(model)
         standard_step(model, precision.wrap(adamw(model)), 0)
     assert [precision.prepared.state.step for precision in both] == [1, 1]
+
+
+@pytest.mark.parametrize("policy", ["fp8_hybrid", "fp16_scaler"])
+def test_a_deep_copy_that_is_trained_is_refused(policy: str) -> None:
+    """Its FP8 scales would be the original's, which nothing of it sets, and nothing would scale its loss."""
+    precision, model = prepared(recipe(policy))
+    wrapped = precision.wrap(adamw(model))
+    standard_step(model, wrapped, 0)
+    twin = copy.deepcopy(model)
+    theirs, before = adamw(twin), copy.deepcopy(twin.state_dict())
+    with pytest.raises(MisuseError, match=r"AdamW\.step\(\)[\s\S]*deep copy of the prepared model"):
+        standard_step(twin, theirs, 1)
+    assert differences(twin.state_dict(), before) == []
+    for step in (1, 2):  # beside a teacher whose forward forgot no_grad the original trains on
+        twin(batch(step)[0])
+        standard_step(model, wrapped, step)
+        assert wrapped.outcome is not None
+        assert wrapped.outcome.was_applied
 
 
 # Misuse
