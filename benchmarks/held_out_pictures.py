@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ def summary(rows: Sequence[Row]) -> str:
         mine = [row for row in rows if row["family"] == family]
         told = [verdict(row) for row in mine]
         harmful = [row for row in mine if row["harm"] >= HARMFUL]
-        steps = sorted(row["left"] for row in harmful if row["left"])
-        late = f"{len(steps)} ({steps[len(steps) // 2]}, {steps[-1]})" if steps else "-"
+        steps = [row["left"] for row in harmful if row["left"]]
+        late = f"{len(steps)} ({statistics.median(steps):g}, {max(steps)})" if steps else "-"
         counts = f"{told.count('miss') or '-'} | {told.count('needless') or '-'}"
         lines.append(f"| {family} | {len(mine)} | {len(harmful) or '-'} | {late} | {counts} |")
     healthy = [row for row in rows if row["family"] == "none"]

@@ -71,6 +71,7 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
         _kept.append(error)
     except StoppedEarly as signal:
         end_at_a_signal(ExitCode.STOPPED)
+        tell_wrapper(ExitCode.STOPPED, starting=True)
         _say(f"{signal}: {NOTHING_YET}")
         _kept.append(signal)
         code = int(ExitCode.STOPPED)

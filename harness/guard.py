@@ -14,6 +14,7 @@ from harness.core.collectives import RankComparison
 from harness.core.config import CheckpointConfig, GuardConfig
 from harness.core.errors import HaltedError, MisuseError, Problem
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
+from harness.core.reach import unwatched
 from harness.core.schema import validate
 from harness.core.state import ExternalState, TrainState, state_bytes
 from harness.core.update import InFlight
@@ -123,6 +124,8 @@ class Guard:
         chosen_steps = {} if healthy_steps is None else {"healthy_steps": healthy_steps}
         healthy = validate(CheckpointConfig, chosen_steps, "Guard.for_precision").healthy_steps
         telemetry = telemetry or Telemetry.for_precision(None, precision)
+        if text := unwatched(config.enabled, ready.context.fallback.enabled, bool(ready.context.layers)):
+            telemetry.tell(0, "precision.unwatched", text)
         monitors = build_monitors(replace(ready.context, guard=config, max_grad_norm=max_grad_norm))
         comparison = RankComparison.of(config, ready.model, ready.device)
         memory = None

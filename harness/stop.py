@@ -99,7 +99,7 @@ def stop_while_starting() -> None:
 def _end_early(reason: str) -> None:
     with suppress(OSError):
         os.write(2, f"{reason}: {NOTHING_YET}\n".encode())
-    tell_wrapper(ExitCode.STOPPED)
+    tell_wrapper(ExitCode.STOPPED, starting=True)
     os._exit(ExitCode.STOPPED)
 
 

@@ -131,11 +131,12 @@ def near_match(name: str, known: Sequence[str]) -> str:
 EXIT_CODE_FILE = "HARNESS_EXIT_CODE_FILE"
 
 
-def tell_wrapper(exit_code: int, *, overrule: bool = False) -> None:
+def tell_wrapper(exit_code: int, *, overrule: bool = False, starting: bool = False) -> None:
     """Leave `exit_code` for the wrapper that started the launcher, if there is one.
 
     Every rank may tell and the first one counts; `overrule`: the run's outcome, which counts more than what a rank
-    that fails because of it ends with.
+    that fails because of it ends with. starting: a signal came before the run had begun, which only the wrapper can
+    tell from a launcher that ends this rank because another one died.
     """
     name = os.environ.get(EXIT_CODE_FILE)
     if not name:
@@ -143,4 +144,4 @@ def tell_wrapper(exit_code: int, *, overrule: bool = False) -> None:
     with suppress(OSError):  # the wrapper then has the launcher's code
         path = Path(name)
         if overrule or path.stat().st_size == 0:
-            path.write_text(f"{int(exit_code)}\n")
+            path.write_text(f"{int(exit_code)}{' starting' if starting else ''}\n")

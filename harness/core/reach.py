@@ -1,4 +1,5 @@
-"""Settings that a run is too short for, or its data too small: valid, and without the effect that they were set for.
+"""Settings that a run is too short for, its data too small, or its guard off: valid, and without the effect that they
+were set for.
 
 Nothing here is an error: a trial of ten steps is meant to be short. What changes the training is told as an event, what
 only leaves something out (a save, a validation, a statistic) in one line before the first step. Torch-free.
@@ -64,6 +65,16 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
             periods.append(("guard.compare_ranks_every", guard.compare_ranks_every, "the ranks' weights not compared"))
     told = [f"{why} ({name} {period})" for name, period, why in periods if period > steps]
     return f"in {steps:,} step{'s' if steps > 1 else ''}: {'; '.join(told)}" if told else ""
+
+
+def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
+    """What a guard that is off takes with it; empty if nothing that is on. in_fp8: the run has FP8 layers."""
+    if guard or not (fallback and in_fp8):
+        return ""
+    return (
+        "guard.enabled is false, so the recipe's fallback is off, too: no layer leaves FP8, whatever it loses there; "
+        "leave the guard on, or say fallback.enabled: false in the recipe"
+    )
 
 
 def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import deque
@@ -106,13 +105,12 @@ class Prepared:
         """
         if world_size() == self._ranks:
             return
-        own = [self.plan.resolved, [(row.module, row.precision, row.backend) for row in self.plan.layers]]
-        told = gather_texts(json.dumps(own))
+        rows = [f"{row.module} {row.precision} {row.backend}" for row in self.plan.layers]
+        short = f"{self.plan.resolved}, {len(self.plan.fp8_layers())} FP8 layers"
+        told = gather_texts("\n".join([short, *rows]))
         self._ranks = len(told)
         if len(set(told)) > 1:
-            plans = [json.loads(each) for each in told]
-            fp8 = [sum(precision == "fp8" for _, precision, _ in layers) for _, layers in plans]
-            kinds = ", ".join(f"rank {rank}: {plan[0]}, {fp8[rank]} FP8 layers" for rank, plan in enumerate(plans))
+            kinds = ", ".join(f"rank {rank}: {text.partition(chr(10))[0]}" for rank, text in enumerate(told))
             why = "prepare() came before the process group, so that each rank decided alone"
             fix = "call init_process_group(), or make the Accelerator, before prepare()"
             raise MisuseError(Problem(f"ranks have different plans ({kinds})", "prepare()", why, fix))

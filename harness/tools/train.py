@@ -35,7 +35,7 @@ from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import step_name
-from harness.core.reach import data_doubts, left_out, warmup_doubt
+from harness.core.reach import data_doubts, left_out, unwatched, warmup_doubt
 from harness.core.state import lost_ledger, state_bytes
 from harness.data.source import source_changes
 from harness.engines.torch_engine import OptimizerPart
@@ -154,8 +154,11 @@ def train(request: Request) -> int:
                 console.say(told)
             console.unit, console.counted = task.unit, facts.get("counted", "tokens")
             telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), facts)
-            if text := warmup_doubt(config.train):
+            if (text := warmup_doubt(config.train)) and (resumed is None or resumed.changes):
                 telemetry.tell(start or 0, "train.warmup", text)
+            in_fp8 = bool(plan.fp8_layers())
+            if text := unwatched(config.guard.enabled, request.recipe.fallback.enabled, in_fp8):
+                telemetry.tell(start or 0, "precision.unwatched", text)
             for text in worker.group.broadcast(source_changes(config.data, folder / "data") if lead else None):
                 telemetry.tell(start or 0, "data.source", text)
             if doubt:

@@ -243,6 +243,7 @@ def check(found: dict[str, Any]) -> None:
             assert max(scales) > scales[0], "and it grows"
 
 
+@pytest.mark.slow
 def test_one_rank(tmp_path: Path) -> None:
     check(session(tmp_path, 1))
 

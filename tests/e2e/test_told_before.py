@@ -68,3 +68,13 @@ def test_documents_shorter_than_the_context_are_told(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "data.path=docs.jsonl", "data.packing=documents", "train.steps=2")
     assert done.returncode == 0, done.stdout
     assert "the longest document has 10 tokens" in done.stdout
+
+
+def test_a_fallback_that_the_guard_takes_with_it_is_told(tmp_path: Path) -> None:
+    done = train(tmp_path, "--name", "r", "train.steps=2", "guard.enabled=false")
+    assert done.returncode == 0, done.stdout
+    assert "precision.unwatched: guard.enabled is false, so the recipe's fallback is off" in done.stdout
+    assert done.stdout.index("precision.unwatched") < done.stdout.index("loss "), "before the first step"
+    assert len(events(tmp_path / "runs" / "r", "precision.unwatched")) == 1
+    plain = train(tmp_path, "--name", "s", "--recipe", "bf16", "train.steps=2", "guard.enabled=false")
+    assert "precision.unwatched" not in plain.stdout, "nothing runs in FP8"

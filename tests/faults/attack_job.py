@@ -148,7 +148,9 @@ class Job:
                 self._launch.ended(60)
             except AssertionError as error:
                 orphans = str(error)[:1000]
-            codes = [self._launch.process.wait()]
+            code = self._launch.process.wait()
+            # DeepSpeed's launcher ends with the signal that killed a rank, negative, of which a shell keeps 8 bits.
+            codes = [-9 if self.kind == "deepspeed" and code == 256 - 9 else code]
         else:
             codes = [each.wait(30) for each in self._processes]
             self.signal_all(signal.SIGKILL)  # shippers, which may go on after a rank

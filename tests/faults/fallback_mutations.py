@@ -124,4 +124,11 @@ FALLBACK = (
         "values[_UNDERFLOW]",
         "tests/unit/precision/test_sampled_faults.py -k vanishes",
     ),
+    Mutation(
+        16,
+        "a guard that takes the fallback with it says so",
+        "if guard or not (fallback and in_fp8):",
+        "if True:",
+        "tests/unit/precision/test_own_guard.py -k fallback_with_it",
+    ),
 )

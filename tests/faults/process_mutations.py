@@ -222,4 +222,11 @@ PROCESS: tuple[Mutation, ...] = (
         "                pass\n",
         "tests/e2e/test_hostile.py -k first_save",
     ),
+    Mutation(
+        7,
+        "a rank that died while the others started is no request to stop",
+        'if [ -n "$starting" ] &&',
+        'if [ -n "" ] &&',
+        "tests/unit/test_launch_scripts.py -k dies_while_the_others",
+    ),
 )

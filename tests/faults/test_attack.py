@@ -71,12 +71,14 @@ def recorded(folder: Path, *words: str) -> dict[str, Any]:
     [("suspend", 4), ("no inodes", 2), ("read-only", 2),
      pytest.param("server", 4, marks=(pytest.mark.slow, pytest.mark.attack))],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_family_fires(tmp_path: Path, family: str, faults: int) -> None:
     line = recorded(tmp_path, "--seed=7000", f"--family={family}")
     assert line["families"] == [family]
     assert line["faults"] == faults
 
 
+@pytest.mark.slow
 def test_a_huge_recipe_is_refused_for_its_size(tmp_path: Path) -> None:
     drawn = {seed: draw(seed, ["changed"], "python") for seed in range(300)}
     seed = next(seed for seed, each in drawn.items() if [one.change for one in each.episodes[1:]] == ["huge recipe"])

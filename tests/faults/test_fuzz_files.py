@@ -27,6 +27,7 @@ from harness.core.errors import CheckpointError, ConfigError, DataError
 from harness.core.files import parse_json
 from harness.core.schema import parse_yaml, read_yaml, validate
 from harness.core.state import RandomState, RunLedger, TrainState
+from harness.data.source import source_changes
 from harness.data.text import read_text
 from harness.data.tokens import prepare
 from harness.precision.recipe import Recipe, load_recipe
@@ -182,7 +183,8 @@ def test_damaged_files_of_a_run_are_passed_over_or_refused(examples: int, figure
                 except DataError as error:
                     one_screen(error)
                 else:
-                    assert content == contents[name] or name.endswith("corpus.json")
+                    assert content == contents[name] or name.endswith(("corpus.json", "source.json"))
+                assert isinstance(source_changes(DataConfig(path=str(TEXT)), root / "data"), list)
         finally:
             (root / name).write_bytes(contents[name])
 

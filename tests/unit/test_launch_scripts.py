@@ -65,6 +65,16 @@ def test_a_signal_before_any_rank_trains_is_75_and_says_so(tmp_path: Path) -> No
     assert "stopped before training began" in told
 
 
+@pytest.mark.parametrize(("launcher", "code"), [(1, 1), (247, 247), (143, 75), (130, 75)])
+def test_a_rank_that_dies_while_the_others_start_is_no_request(tmp_path: Path, launcher: int, code: int) -> None:
+    """Its launcher ends the others by a signal, which they take for a request; over 128 the launcher itself had one."""
+    starting = "import os, signal; from harness import stop; stop.end_while_importing(); "
+    starting += "os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
+    child = f'"{sys.executable}" -c "{starting}"; echo $? >ended; exit {launcher}'
+    assert supervise(tmp_path, child).wait(LIMIT) == code
+    assert (tmp_path / "ended").read_text() == "75\n", "the rank's own code"
+
+
 def test_another_run_that_ends_meanwhile_is_not_taken_for_this_one(tmp_path: Path) -> None:
     other = "mkdir -p runs/other; echo '{\"exit_code\": 75}' >runs/other/outcome.json"
     assert supervise(tmp_path, f"{other}; exit 1").wait(LIMIT) == 1

@@ -75,8 +75,7 @@ def test_a_living_owner_is_waited_for_and_named(tmp_path: Path, monkeypatch: pyt
         said: list[str] = []
         free_build_lock(lock, 300, said.append)
         assert process.wait(timeout=60) == 0, "it took its lock away itself"
-    (line,) = said
-    assert f"process {process.pid} ({sys.executable}" in line
+    assert f"process {process.pid} ({sys.executable}" in said[0]
     with owner(lock, 300) as process:
         age(tmp_path)
         with pytest.raises(MachineError, match=f"process {process.pid}.*") as caught:

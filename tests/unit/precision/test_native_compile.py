@@ -47,6 +47,7 @@ def _fresh_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.slow
 def test_a_linear_has_the_bits_of_eager_under_the_default_compiler(bias: bool, dtype: torch.dtype) -> None:
     compiled, eager = (switched_linear(backend_for, each, bias, dtype) for each in (True, False))
     for mine, theirs in zip(compiled, eager, strict=True):

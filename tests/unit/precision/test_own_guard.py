@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
-from harness import Guard, Precision
+from harness import Guard, Precision, Telemetry
 from harness.core.errors import CheckpointError, HaltedError
 from harness.core.facts import Continue, Rollback, Switch
 
@@ -354,6 +354,17 @@ def test_switched_off_it_judges_nothing_and_the_gate_stays() -> None:
     for _ in range(10):
         assert loop.step() == Continue()
     assert loop.precision.facts().applied_steps == 6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("fallback", "told"), [(True, 1), (False, 0)])
+def test_that_it_takes_the_fallback_with_it_is_told(tmp_path: Path, fallback: bool, told: int) -> None:
+    for enabled in (False, True):
+        precision, model = prepared(recipe(fallback={"enabled": fallback}))
+        folder = tmp_path / str(enabled)
+        with Telemetry.for_precision(folder, precision, steps=1, mlflow=False) as telemetry:
+            Guard.for_precision(precision, adamw(model), telemetry=telemetry, enabled=enabled)
+        journal = (folder / "journal.jsonl").read_text()
+        assert journal.count("precision.unwatched") == (0 if enabled else told)
 
 
 def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:

@@ -81,6 +81,7 @@ def test_a_run_of_ones_own_can_be_read_like_any_other(tmp_path: Path, capsys: py
     assert len((folder / "plots" / "fp8_saturation.png").read_bytes()) > 1000
 
 
+@pytest.mark.slow
 def test_a_loop_that_goes_on_writes_no_row_twice(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     saved = train(folder, steps=8)
