@@ -76,6 +76,9 @@ class Precision:
     """
 
     def __init__(self, recipe: Recipe, seed: int = 0) -> None:
+        if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
+            fix = 'Precision.from_recipe("fp8_hybrid"), or the path of a recipe\'s file'
+            raise misuse("Precision()", f"{recipe!r:.60} is no Recipe", fix=fix)
         self.recipe, self.seed = recipe, seed
         self._prepared: Prepared | None = None
         self._standard: Standard | None = None

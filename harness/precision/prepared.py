@@ -26,6 +26,7 @@ from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, StepClock, WindowBuffers
 from harness.monitors.fallback import FallbackController, WholeRunFallback
+from harness.monitors.fp8 import Fp8Monitor
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.precision.convert import build_backend, build_loss_scale, monitor_context
@@ -75,7 +76,7 @@ class Prepared:
         self.guarded = self.told = False
         self.known: list[Optimizer] = []
         self.loaded = 0
-        built = (kind.build(self.context) for kind in (FallbackController, WholeRunFallback))
+        built = (kind.build(self.context) for kind in (Fp8Monitor, FallbackController, WholeRunFallback))
         monitors = [monitor for monitor in built if monitor is not None]
         parts: dict[str, Stateful] = {"fp8": self.backend, "monitors": MonitorsPart(monitors), "own": self}
         if self.loss_scale is not None:

@@ -117,4 +117,11 @@ LOOP = (
         "if False:",
         "tests/unit/precision/test_api_misuse.py -k part_that_changed",
     ),
+    Mutation(
+        15,
+        "a loop of one's own hears of FP8 layers that nobody calls",
+        "in (Fp8Monitor, FallbackController, WholeRunFallback))",
+        "in (FallbackController, WholeRunFallback))",
+        "tests/unit/precision/test_api_misuse.py -k never_called",
+    ),
 )

@@ -369,6 +369,32 @@ def test_where_nothing_is_fp8_there_is_nothing_to_move() -> None:
         precision.demote("blocks.*")
 
 
+def test_a_name_in_the_place_of_a_recipe_is_refused_with_the_way() -> None:
+    with pytest.raises(MisuseError, match=r"'fp8_hybrid' is no Recipe.*\n?.*from_recipe"):
+        Precision(cast(Any, "fp8_hybrid"))
+
+
+def test_an_fp8_layer_that_is_read_and_never_called_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.nn.functional.linear(x, self.up.weight, self.up.bias).relu())
+
+    precision = Precision(recipe())
+    model = precision.prepare(Reads())
+    optimizer = precision.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with caplog.at_level(logging.WARNING, "harness.precision"):
+        for _ in range(52):
+            model(torch.randn(16, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "fp8.dead: 3 FP8 tensors were all zero for 50 steps: up.input, up.weight, up.grad_output" in caplog.text
+    assert "down" not in caplog.text
+
+
 @pytest.mark.parametrize(("policy", "moves"), [(recipe(fallback=EAGER), 1), (recipe(), 0)])
 def test_the_fallback_acts_one_step_late_and_says_so(
     policy: Recipe, moves: int, caplog: pytest.LogCaptureFixture
