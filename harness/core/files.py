@@ -7,6 +7,7 @@ are in the source tree during development, inside the package once installed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -113,6 +114,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(name: str) -> float:
     raise ValueError(f"has {name}, which is no JSON number")
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, hex; read in chunks. Raises OSError."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import DataError, Problem, some
-from harness.core.files import MAX_LARGE, atomic_file, dump_json, too_many
+from harness.core.files import MAX_LARGE, atomic_file, dump_json, file_sha256, too_many
 from harness.data.blocks import BLOCK, DIGEST, BlockCache, CheckedFile, Damaged, Stamp, differing, scan
 from harness.data.shards import DTYPES, Shard, Shards, document_starts
 
@@ -257,7 +257,7 @@ def open_corpus(
         shard = Shard(path, file["dtype"], file["offset"], file["tokens"], index)
         try:
             checked = CheckedFile(path, file["size"], bytes.fromhex(file["blocks"]), cache, reading)
-            if documents and index is not None and _sha256(index) != file["index_sha256"]:
+            if documents and index is not None and file_sha256(index) != file["index_sha256"]:
                 raise Damaged(f"{index.name} differs from what it was when the run began")
             starts.append(document_starts(index) if documents and index is not None else np.zeros(1, dtype=np.int64))
         except (OSError, Damaged) as error:
@@ -322,7 +322,7 @@ def _entry(folder: Path, shard: Shard, stamp: Stamp, digests: bytes) -> dict[str
         "offset": shard.offset,
         "tokens": shard.tokens,
         "index": _written(folder, index) if index else "",
-        "index_sha256": _sha256(index) if index else "",
+        "index_sha256": file_sha256(index) if index else "",
         "blocks": digests.hex(),
     }
 
@@ -385,46 +385,11 @@ def _implausible(shard: Shard, seen: _Seen, vocabulary: Vocabulary | None) -> li
     if seen.largest >= LARGEST:
         why = f"no vocabulary is as large: read as {shard.dtype}, it is probably of another dtype"
         return [Problem(f"has the token id {seen.largest}", where, why, _FIX_DTYPE)]
-    if shard.dtype == "uint16" and shard.offset == 0 and shard.index is None and _looks_wider(shard):
-        why = "every second number is 0 or nearly so, as the upper halves of uint32 ids are"
-        return [Problem("does not look like uint16", where, why, "set data.dtype=uint32")]
-    if shard.dtype == "uint16" and shard.offset == 0 and shard.index is None and _looks_like_float(shard):
-        why = "every second number is as the upper half of a float32 is, and the others are anything"
-        fix = "token ids are whole numbers; for anything else: data.target (docs/datasets.md)"
-        return [Problem("does not look like token ids", where, why, fix)]
-    if shard.dtype == "uint32" and shard.offset == 0 and shard.index is None and _looks_like_int64(shard):
-        why = "every second number is 0, as the upper halves of int64 ids are"
-        return [Problem("does not look like uint32", where, why, "write it again: ids.astype(numpy.uint32)")]
     if vocabulary is not None and seen.largest >= vocabulary.ids:
         why = f"the tokenizer has {vocabulary.ids} ids, 0 to {vocabulary.ids - 1}"
         fix = "give the tokenizer that made these ids in data.tokenizer, or none"
         return [Problem(f"has the token id {seen.largest}, which the tokenizer does not", where, why, fix)]
     return []
-
-
-def _looks_wider(shard: Shard) -> bool:
-    ids = np.fromfile(shard.path, dtype="<u2", count=1 << 16)
-    if len(ids) < 64 or len(ids) % 2:
-        ids = ids[: len(ids) // 2 * 2]
-    upper, lower = ids[1::2], ids[::2]
-    if len(ids) < 64:
-        return False
-    return bool(upper.max() <= 0x3F and lower.max() > 4 * max(int(upper.max()), 1) and np.median(upper) <= 1)
-
-
-def _looks_like_float(shard: Shard) -> bool:
-    """Magnitudes from 2^-14 to 2^16 in all upper halves (sign and exponent), and lower halves spread over all ids."""
-    ids = np.fromfile(shard.path, dtype="<u2", count=1 << 16)
-    upper, lower = ids[1::2] & 0x7F80, ids[: len(ids) // 2 * 2 : 2]
-    if len(ids) < 64:
-        return False
-    inside = ((upper >= 113 << 7) & (upper < 143 << 7)).mean()
-    return bool(inside > 0.98 and np.histogram(lower, 16, (0, 1 << 16))[0].min() > len(lower) / 64)
-
-
-def _looks_like_int64(shard: Shard) -> bool:
-    ids = np.fromfile(shard.path, dtype="<u4", count=1 << 16)
-    return len(ids) >= 64 and not ids[1::2].any() and bool(ids[::2].any())
 
 
 def _larger(path: Path, file: Mapping[str, Any], info: Mapping[str, Any]) -> str:
@@ -487,8 +452,3 @@ def _identity(info: Mapping[str, Any]) -> str:
     files = [[file["dtype"], file["offset"], file["blocks"], file["index_sha256"]] for file in info["files"]]
     kept = [info["vocab"], info["separator"], files, info["train"]["pieces"], info["val"]["pieces"]]
     return hashlib.sha256(dump_json(kept)).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -12,15 +12,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, read_bounded
-from harness.data.shards import LEFT_OUT, is_validation, named_splits, text_beside, validation_beside, without_tests
+from harness.data.shards import Split, is_validation, named_splits, text_beside, validation_beside, without_tests
 from harness.data.text import FIX_FILE, UTF16, BadFiles, walk
-
-Split = Literal["train", "val", ""]
-"""Of a part; empty: its documents are still to be divided."""
 
 PIECE = 1 << 20
 """Bytes of a text that are tokenized at once: longer ones are cut after a line."""
@@ -257,11 +254,8 @@ class PlainText:
             beside = text_beside(path)
             return ([(path, "train"), (beside, "val")] if beside else [(path, "")]), []
         found = {each.relative_to(path).as_posix(): each for each in walk(path)}
-        said = named_splits(list(found))
-        left_out = [(name, LEFT_OUT[said[name]]) for name in found if said.get(name) in LEFT_OUT]
-        known = "val" in said.values()
-        kept = [name for name in found if said.get(name) not in LEFT_OUT]
-        return [(found[name], ("val" if said[name] == "val" else "train") if known else "") for name in kept], left_out
+        splits, left_out = named_splits(list(found))
+        return [(found[name], split) for name, split in splits.items()], left_out
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
         """Pieces of about PIECE bytes, cut after a line where lines are short."""

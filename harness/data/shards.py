@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ import numpy.typing as npt
 from harness.core.errors import DataError, Problem
 from harness.data.blocks import Stamp
 
+Split = Literal["train", "val", ""]
+"""Of a file, or a part of one; empty: its documents are still to be divided."""
 HEADER_BYTES = 1024
 _MAGICS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 # How files begin that are called .bin and have no ids.
@@ -36,7 +39,7 @@ _OTHERS = {
     b"ARROW1": "Arrow",
 }
 _PRINTED = bytes(range(32, 127)) + b"\t\n\r"
-_LOOKED_AT, _LETTERS, _PAIRS = 4096, 64, 1 << 16
+_LOOKED_AT, _LETTERS, _IDS = 4096, 64, 1 << 16
 _INDEX_MAGIC = b"MMIDIDX\0\0"
 _INDEX_HEAD = struct.Struct("<QBQQ")
 _INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -108,19 +111,51 @@ def _headerless(path: Path, size: int, dtype: str) -> Shard:
     if size % width:
         why = f"{size} bytes are no whole number of {dtype} ids: it was cut short, or has another dtype"
         raise DataError(_problem(path, "ends within a token id", why, "write it again, or set data.dtype"))
-    if dtype == "uint16" and (other := _other_than_uint16(path)):
-        raise DataError(_problem(path, "does not look like uint16", *other))
-    return Shard(path, dtype, 0, size // width)
+    shard = Shard(path, dtype, 0, size // width)
+    look = _LOOKS_OTHER.get(dtype)
+    if look and (other := look(np.fromfile(path, shard.numpy_dtype, _IDS))):
+        raise DataError(_problem(path, *other))
+    return shard
 
 
-def _other_than_uint16(path: Path) -> tuple[str, str] | None:
-    """(why, fix) where a file has ids of one byte, or big-endian ones; else None.
+def _other_than_uint16(ids: npt.NDArray[Any]) -> tuple[str, str, str] | None:
+    """(what, why, fix) where the first ids of a file are of another kind; else None. ids: uint16."""
+    if other := _of_other_bytes(ids):
+        return "does not look like uint16", *other
+    if len(ids) < _LETTERS:
+        return None
+    lower, upper = ids[: len(ids) // 2 * 2 : 2], ids[1::2]
+    if upper.max() <= 0x3F and lower.max() > 4 * max(int(upper.max()), 1) and np.median(upper) <= 1:
+        why = "every second number is 0 or nearly so, as the upper halves of uint32 ids are"
+        return "does not look like uint16", why, "set data.dtype=uint32"
+    # Magnitudes from 2^-14 to 2^16 in all upper halves (sign and exponent), and lower halves spread over all ids.
+    exponents = upper & 0x7F80
+    inside = ((exponents >= 113 << 7) & (exponents < 143 << 7)).mean()
+    if inside > 0.98 and np.histogram(lower, 16, (0, 1 << 16))[0].min() > len(lower) / 64:
+        why = "every second number is as the upper half of a float32 is, and the others are anything"
+        fix = "token ids are whole numbers; for anything else: data.target (docs/datasets.md)"
+        return "does not look like token ids", why, fix
+    return None
+
+
+def _other_than_uint32(ids: npt.NDArray[Any]) -> tuple[str, str, str] | None:
+    """As `_other_than_uint16`. ids: uint32."""
+    if len(ids) < _LETTERS or ids[1::2].any() or not ids[::2].any():
+        return None
+    why = "every second number is 0, as the upper halves of int64 ids are"
+    return "does not look like uint32", why, "write it again: ids.astype(numpy.uint32)"
+
+
+_LOOKS_OTHER = {"uint16": _other_than_uint16, "uint32": _other_than_uint32}
+
+
+def _of_other_bytes(ids: npt.NDArray[Any]) -> tuple[str, str] | None:
+    """(why, fix) where uint16 ids are of one byte, or big-endian; else None.
 
     The upper bytes of uint16 ids take fewer values than the lower ones, as frequent ids are small. Of one-byte ids both
-    are alike, and not uniform; of big-endian ids it is the other way round. Raises OSError.
+    are alike, and not uniform; of big-endian ids it is the other way round.
     """
-    pairs = np.fromfile(path, dtype=np.uint8, count=2 * _PAIRS)
-    pairs = pairs[: len(pairs) // 2 * 2].reshape(-1, 2)
+    pairs = ids.view(np.uint8).reshape(-1, 2)
     if len(pairs) < _LOOKED_AT:
         return None
     lower, upper = (np.bincount(half, minlength=256) / len(pairs) for half in pairs.T)
@@ -227,17 +262,23 @@ def without_tests(names: Sequence[str]) -> tuple[list[str], list[tuple[str, str]
 
 
 TEST_SPLIT = "a test split: neither trained nor validated on"
-LEFT_OUT = {"test": TEST_SPLIT, "beside": "beside files that are called train, val or test"}
-"""Of `named_splits`: what is not trained on, and why."""
+_LEFT_OUT = {"test": TEST_SPLIT, "beside": "beside files that are called train, val or test"}
 
 
-def named_splits(names: Sequence[str]) -> dict[str, str]:
-    """train, val, test or beside (a README) for each file of text, if the names of all of them say which it is, and
-    there is train and another; else empty. Folders of text may have anything in them: a file that is called
-    validation.py is no split of its own."""
+def named_splits(names: Sequence[str]) -> tuple[dict[str, Split], list[tuple[str, str]]]:
+    """(the split of every file of text that is used, what is left out and why).
+
+    Names count if those of all files say train, val, test or beside (a README), and there is train and another: folders
+    of text may have anything in them, and a file that is called validation.py is no split of its own. Where they do
+    not, or none is validation, a split is empty: the documents are still to be divided.
+    """
     said = {name: _word(name) for name in names}
     splits = {*said.values()} - {"beside"}
-    return said if "" not in splits and "train" in splits and len(splits) > 1 else {}
+    if "" in splits or "train" not in splits or len(splits) == 1:
+        return dict.fromkeys(names, ""), []
+    left_out = [(name, _LEFT_OUT[word]) for name, word in said.items() if word in _LEFT_OUT]
+    used = [name for name in names if said[name] not in _LEFT_OUT]
+    return {name: ("val" if said[name] == "val" else "train") if "val" in splits else "" for name in used}, left_out
 
 
 def _word(name: str) -> str:

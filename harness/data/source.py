@@ -7,7 +7,6 @@ with the same size, time and inode is the same; of any other the hash decides.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
@@ -16,7 +15,7 @@ from typing import Any
 
 from harness.core.config import DataConfig
 from harness.core.errors import ConfigError, some
-from harness.core.files import MAX_LARGE, read_json, write_json
+from harness.core.files import MAX_LARGE, file_sha256, read_json, write_json
 from harness.data.blocks import BLOCK, SAMPLED, Stamp, digest
 from harness.data.shards import text_beside, validation_beside
 from harness.data.text import Document, walk
@@ -202,15 +201,10 @@ def _of_tokenizer(recorded: Sequence[str], given: str | None) -> str:
     path, known = recorded
     try:
         file = tokenizer_file(Path(given or path))
-        same = _sha256(file) == known
+        same = file_sha256(file) == known
     except (ConfigError, OSError):
         return ""  # what is not there cannot be mistaken for what was
     return "" if same else f"the tokenizer {file} has changed since it made the token ids"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _origin(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.core.errors import DataError, Problem, some
-from harness.data.shards import LEFT_OUT, named_splits, text_beside
+from harness.data.shards import named_splits, text_beside
 
 MAX_BYTES = 1 << 30
 """Most bytes of text a run takes by itself: all of it is held in memory once, while the snapshot is written."""
@@ -228,14 +228,12 @@ def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[
     The names of the files say which they are, if those of all files do (`train.txt` and `val.txt`, a folder `train` and
     one `test`); else, or if none is validation, see `split_documents`.
     """
-    said = named_splits([document.name for document in text.documents])
-    others = tuple(Skipped(name, LEFT_OUT[split]) for name, split in said.items() if split in LEFT_OUT)
-    kept = [document for document in text.documents if said.get(document.name) not in LEFT_OUT]
+    splits, left_out = named_splits([document.name for document in text.documents])
+    others = (Skipped(name, reason) for name, reason in left_out)
+    kept = [document for document in text.documents if document.name in splits]
     text = Text(text.source, tuple(kept), tuple(sorted((*text.skipped, *others), key=lambda skip: skip.name)))
-    val = [document for document in kept if said.get(document.name) == "val"]
-    if val:
-        return text, [document for document in kept if said[document.name] == "train"], val
-    return text, *split_documents(kept, val_fraction)
+    train, val = ([document for document in kept if splits[document.name] == split] for split in ("train", "val"))
+    return (text, train, val) if val else (text, *split_documents(kept, val_fraction))
 
 
 def repeated(train: Sequence[Document], val: Sequence[Document]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import stat
@@ -15,7 +14,7 @@ import typer
 
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, some
-from harness.core.files import MAX_LARGE, read_mapping, sync_folder, write_json
+from harness.core.files import MAX_LARGE, file_sha256, read_mapping, sync_folder, write_json
 from harness.core.schema import read_yaml, validate
 from harness.core.screen import say
 from harness.report import RunFolder, short
@@ -149,13 +148,13 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
         path = Path(place or "").expanduser()
         beside = path if path.is_dir() else path.parent
         file = path if path.name.endswith(".json") else path / _TOKENIZER[0]
-        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == wanted:
+        if file.is_file() and file_sha256(file) == wanted:
             return [
                 file,
                 *(beside / name for name in _TOKENIZER[1:] if (beside / name).is_file()),
             ], f"SHA-256 `{wanted}`"
     kept = folder / "data" / _TOKENIZER[0]
-    if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == wanted:
+    if kept.is_file() and file_sha256(kept) == wanted:
         return [kept], f"SHA-256 `{wanted}`, the run's own copy: the file was changed or moved since"
     return [], f"SHA-256 `{wanted}`, which is not here: it was gone or changed when this was exported"
 

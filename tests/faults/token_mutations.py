@@ -36,15 +36,15 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "uint32 ids are not read as uint16",
-        "shard.index is None and _looks_wider(shard)",
-        "False",
+        "if upper.max() <= 0x3F and",
+        "if False and",
         "tests/unit/data/test_token_files.py -k wider",
     ),
     Mutation(
         23,
         "ids of one byte and big-endian ones are not read as uint16",
-        'if dtype == "uint16" and (other :=',
-        "if False and (other :=",
+        "if other := _of_other_bytes(ids):",
+        "if other := None:",
         "tests/unit/data/test_token_files.py -k big_endian",
     ),
     Mutation(
@@ -113,8 +113,8 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "text that is called val is not trained on",
-        'return said if "" not in splits and "train" in splits and len(splits) > 1 else {}',
-        "return {}",
+        'if "" in splits or "train" not in splits or len(splits) == 1:',
+        "if True:",
         "tests/unit/data/test_what_people_have.py -k test_split_is_never",
     ),
     Mutation(
