@@ -87,12 +87,11 @@ def suffix_of(name: str) -> str:
 
 def advice(path: Path, files: Sequence[Path]) -> Problem | None:
     """What to do with `files` at `path`, none of which is read, if that is known."""
-    kinds = Counter(told for file in files if (told := _of(file)))
-    if not files or sum(kinds.values()) < len(files):
+    known = {file: told for file in files if (told := _of(file))}
+    if not files or len(known) < len(files):
         return None
-    (what, _), _ = kinds.most_common(1)[0]
-    first = next(file for file in files if (_of(file) or ("", ""))[0] == what)
-    fix = (_of(first) or ("", ""))[1]
+    (what, _), _ = Counter(known.values()).most_common(1)[0]
+    first, fix = next((file, fix) for file, (kind, fix) in known.items() if kind == what)
     stem = str(first)[: -len(suffix_of(first.name))] if suffix_of(first.name) in _ADVICE else str(first.with_suffix(""))
     tabs = ", parse_options=c.ParseOptions(delimiter='\\t')" if first.suffix.lower() == ".tsv" else ""
     told = fix.format(path=first, stem=stem, tabs=tabs)

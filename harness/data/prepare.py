@@ -211,9 +211,9 @@ def _begin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _changed_files(there: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
     """Names of files that are new, gone or touched since the plan of `there`."""
-    before, now = ({str(each) for each in made.get("files", ())} for made in (there, _as_json(plan)))
-    every = [*there.get("files", ()), *_as_json(plan)["files"]]
-    return sorted({Path(str(each[0])).name for each in every if str(each) in before ^ now})
+    before, now = ({str(each): each for each in files} for files in (there.get("files", ()), _as_json(plan["files"])))
+    changed = before.keys() ^ now.keys()
+    return sorted({Path(str(entry[0])).name for key, entry in (before | now).items() if key in changed})
 
 
 def _marker(out: Path, task: int) -> Path:

@@ -145,7 +145,8 @@ class OpenWindow:
             return
         with_gradients = [p for p in parameters_of([optimizer]) if p.grad is not None]
         if not self._owns_any(with_gradients):
-            self._refuse_of_copies(optimizer, with_gradients)
+            if self.copies:
+                self._refuse_of_copies(optimizer, with_gradients)
             return
         what = f"{type(optimizer).__name__}.step() was called directly"
         why = "the gate, the loss scale and the FP8 scales belong to the step"

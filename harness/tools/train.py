@@ -149,14 +149,14 @@ def train(request: Request) -> int:
                 console.say(f"data {line}")
             for line in data_doubts(config, facts):
                 console.say(f"data note: {line}")
-            stats_every = request.recipe.fp8.stats_every if plan.fp8_layers() else None
+            in_fp8 = bool(plan.fp8_layers())
+            stats_every = request.recipe.fp8.stats_every if in_fp8 else None
             if told := left_out(config, stats_every, worker.group.world_size):
                 console.say(told)
             console.unit, console.counted = task.unit, facts.get("counted", "tokens")
             telemetry.begin(_tags(plan, worker), flat(config.model_dump(mode="json")), facts)
             if (text := warmup_doubt(config.train)) and (resumed is None or resumed.changes):
                 telemetry.tell(start or 0, "train.warmup", text)
-            in_fp8 = bool(plan.fp8_layers())
             if text := unwatched(config.guard.enabled, request.recipe.fallback.enabled, in_fp8):
                 telemetry.tell(start or 0, "precision.unwatched", text)
             for text in worker.group.broadcast(source_changes(config.data, folder / "data") if lead else None):

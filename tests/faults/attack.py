@@ -84,11 +84,8 @@ def main() -> int:
             if not given.no_ledger:
                 line = {"seed": attack.seed, **name, "commit": head, "kind": attack.kind, "families": attack.families}
                 line |= {"faults": faults, "result": result.result, "finding": result.finding[:300]}
-                line |= (
-                    {"changes": changes}
-                    if (changes := [each.change for each in attack.episodes if each.change])
-                    else {}
-                )
+                if changes := [each.change for each in attack.episodes if each.change]:
+                    line["changes"] = changes
                 append(given.ledger, line | ({"attack": asdict(attack)} if result.finding else {}))
             if not given.count and not given.each and time.monotonic() - began > 60 * given.minutes:
                 break
