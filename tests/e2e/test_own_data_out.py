@@ -7,15 +7,13 @@ from pathlib import Path
 from harness.core.errors import ExitCode
 from tests.support.runs import harness, train
 
+OWN = "tests.e2e.own_data"
+
 
 def test_sample_and_export_say_what_the_data_are(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "import torch\n"
-        "def load():\n    x = torch.randn(60, 16)\n    return torch.utils.data.TensorDataset(x, x.sum(1).long() % 2)\n"
-        "def build(**sizes):\n    return torch.nn.Sequential(torch.nn.Linear(16, 2))\n"
-    )
-    done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null", "data.target=own:load",
-                 "model.target=own:build", "train.steps=2", "train.warmup_steps=1")  # fmt: skip
+    done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null",
+                 f"data.target={OWN}:images", f"model.target={OWN}:classifier", "train.steps=2",
+                 "train.warmup_steps=1")  # fmt: skip
     assert done.returncode == 0, done.stdout
     said = harness(tmp_path, "sample", "runs/r", "x")
     assert said.returncode == ExitCode.USAGE

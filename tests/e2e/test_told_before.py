@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tests.support.runs import events, metrics, train
 
+OWN = "tests.e2e.own_data"
+
 
 def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:
     arguments = ["--name", "r", "train.warmup_steps=40", "train.lr=1e-3"]
@@ -38,13 +40,9 @@ def test_what_a_short_run_leaves_out_is_told(tmp_path: Path) -> None:
 
 
 def test_a_batch_larger_than_a_data_set_is_told(tmp_path: Path) -> None:
-    (tmp_path / "few.py").write_text(
-        "import torch\n"
-        "def load():\n    x = torch.randn(6, 16)\n    return torch.utils.data.TensorDataset(x, x.sum(1).long() % 2)\n"
-        "def build(**sizes):\n    return torch.nn.Sequential(torch.nn.Linear(16, 2))\n"
-    )
-    done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null", "data.target=few:load",
-                 "model.target=few:build", "train.global_batch=8", "train.steps=2")  # fmt: skip
+    done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null",
+                 f"data.target={OWN}:images", "data.args={size: 6}", f"model.target={OWN}:classifier",
+                 "train.global_batch=8", "train.steps=2")  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert "a step takes 8 samples (train.global_batch) and there are 5" in done.stdout
 
