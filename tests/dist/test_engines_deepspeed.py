@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,13 +21,9 @@ from harness.core.errors import ConfigError
 from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
-from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import Schedule
-from tests.support.ranks import MICRO, SAMPLES, run_ranks, train
+from tests.support.ranks import CPU, SCHEDULE, make_engine, run_ranks, train
 
-CPU = torch.device("cpu")
-SCHEDULE = Schedule(0.02, 2, 20, 0.1)
 SCENARIOS = [(0, "adamw", "fp32"), (1, "adamw", "fp32"), (2, "adamw", "fp32"), (1, "sgd", "fp32"), (1, "adamw", "bf16")]
 IDS = [f"zero{stage}-{optimizer}-{precision}" for stage, optimizer, precision in SCENARIOS]
 
@@ -54,22 +49,8 @@ class Net(nn.Module):
 
 def make(stage: int | None, optimizer: str, precision: str, decay: float = 0.1) -> Engine:
     """A fresh engine: DeepSpeed's at a ZeRO stage, or plain torch's for None."""
-    model = Net()
-    built = build_optimizer(model, TrainConfig.model_validate({"optimizer": optimizer, "weight_decay": decay}), CPU)
-    if stage is None:
-        return TorchEngine(model, built, SCHEDULE, 0.3, device=CPU, timeout_seconds=60)
-    return DeepSpeedEngine(
-        model,
-        built,
-        SCHEDULE,
-        0.3,
-        zero_stage=stage,
-        micro_batch=SAMPLES // MICRO // int(os.environ["WORLD_SIZE"]),
-        accumulation=MICRO,
-        autocast_dtype=torch.bfloat16 if precision == "bf16" else None,
-        device=CPU,
-        timeout_seconds=60,
-    )
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    return make_engine(Net(), stage, dtype, optimizer=optimizer, weight_decay=decay)
 
 
 Saved = dict[str, tuple[dict[str, Tensor], dict[str, Any]]]

@@ -17,17 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.checkpoint.store import Store
-from harness.core.config import TrainConfig
 from harness.core.protocols import Engine
 from harness.core.state import TrainState
-from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.process_group import join, read_launch
-from harness.engines.torch_engine import TorchEngine
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import Schedule
-from tests.support.ranks import MICRO, SAMPLES, run_ranks, train
-
-CPU = torch.device("cpu")
+from tests.support.ranks import CPU, make_engine, run_ranks, train
 
 pytestmark = pytest.mark.dist
 
@@ -43,22 +36,7 @@ class Net(nn.Module):
 
 def make(name: str) -> Engine:
     torch.manual_seed(0)
-    model = Net()
-    optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    schedule = Schedule(0.02, 2, 20, 0.1)
-    if name == "ddp":
-        return TorchEngine(model, optimizer, schedule, 0.3, device=CPU, timeout_seconds=60)
-    return DeepSpeedEngine(
-        model,
-        optimizer,
-        schedule,
-        0.3,
-        zero_stage=int(name.removeprefix("zero")),
-        micro_batch=SAMPLES // MICRO // 2,
-        accumulation=MICRO,
-        device=CPU,
-        timeout_seconds=60,
-    )
+    return make_engine(Net(), None if name == "ddp" else int(name.removeprefix("zero")))
 
 
 def state(engine: Engine) -> dict[str, Any]:

@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from harness.core.config import TrainConfig
 from harness.core.facts import Limits
 from harness.core.protocols import NO_LIMITS, Engine
+from harness.engines.deepspeed import DeepSpeedEngine
+from harness.engines.torch_engine import TorchEngine
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
 from tests.support import warm
 from tests.support.updates import finish
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SCHEDULE = Schedule(0.02, 2, 20, 0.1)
 SAMPLES, MICRO = 8, 2
 # Ranks share the cores of a busy machine with whatever else runs on it.
 LIMIT_SECONDS = warm.PATIENCE
@@ -52,6 +60,30 @@ def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
     logs = [(folder / f"{rank}.log").read_text(errors="replace")[-3000:] for rank in range(ranks)]
     assert not any(codes), "\n".join(log for log, code in zip(logs, codes, strict=True) if code)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def make_engine(
+    model: nn.Module, stage: int | None, dtype: torch.dtype | None = None, **settings: object
+) -> TorchEngine | DeepSpeedEngine:
+    """A fresh engine for `train` on this rank: DeepSpeed's at a ZeRO stage, or plain torch's for None.
+
+    dtype: of DeepSpeed's autocast. settings: of the section train, as of the optimizer.
+    """
+    optimizer = build_optimizer(model, TrainConfig.model_validate(settings), CPU)
+    if stage is None:
+        return TorchEngine(model, optimizer, SCHEDULE, 0.3, device=CPU, timeout_seconds=60)
+    return DeepSpeedEngine(
+        model,
+        optimizer,
+        SCHEDULE,
+        0.3,
+        zero_stage=stage,
+        micro_batch=SAMPLES // MICRO // int(os.environ["WORLD_SIZE"]),
+        accumulation=MICRO,
+        autocast_dtype=dtype,
+        device=CPU,
+        timeout_seconds=60,
+    )
 
 
 def train(
