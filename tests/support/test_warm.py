@@ -38,7 +38,7 @@ def environment(**extra: str) -> dict[str, str]:
 def new(program: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *program], cwd=folder, env=environment(**extra), stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, check=False, start_new_session=True,
+        capture_output=True, text=True, check=False, start_new_session=True, preexec_fn=warm.ignore_nothing,
     )  # fmt: skip
 
 

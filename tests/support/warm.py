@@ -159,11 +159,16 @@ def run(
         return subprocess.CompletedProcess(list(program), code, *texts)
 
 
+def ignore_nothing() -> None:
+    """Signals as a terminal starts a program with them, also where this one runs under nohup or with &."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def _become(request: Mapping[str, Any], stdout: int, stderr: int, status: int) -> None:
     """In the child: be the program, from the first line to the exit code."""
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    ignore_nothing()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
