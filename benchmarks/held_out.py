@@ -70,6 +70,13 @@ def _tails(x: Tensor, bits: float, when: Moment) -> Tensor:
     return x * torch.exp2(bits * torch.randn(x.shape, generator=when.generator()))
 
 
+def _columns(x: Tensor, which: int | slice, factor: float) -> Tensor:
+    """x with one or some of its channels so many times as large."""
+    factors = torch.ones(x.shape[1])
+    factors[which] = factor
+    return x * factors
+
+
 def _wandering_row(x: Tensor, bits: float, when: Moment) -> Tensor:
     factor = torch.ones(len(x), 1)
     factor[when.one_of(len(x))] = 2.0**bits
@@ -77,15 +84,11 @@ def _wandering_row(x: Tensor, bits: float, when: Moment) -> Tensor:
 
 
 def _wandering_column(x: Tensor, bits: float, when: Moment) -> Tensor:
-    factor = torch.ones(x.shape[1])
-    factor[when.one_of(x.shape[1])] = 2.0**bits
-    return x * factor
+    return _columns(x, when.one_of(x.shape[1]), 2.0**bits)
 
 
 def _column(x: Tensor, bits: float, _: Moment) -> Tensor:
-    factor = torch.ones(x.shape[1])
-    factor[0] = 2.0**bits
-    return x * factor
+    return _columns(x, 0, 2.0**bits)
 
 
 def _sample(x: Tensor, bits: float, when: Moment) -> Tensor:
@@ -113,15 +116,11 @@ def _second_micro(x: Tensor, bits: float, when: Moment) -> Tensor:
 
 def _flipped(x: Tensor, bits: float, _: Moment) -> Tensor:
     """The signs of 1 in 2^-bits of the channels."""
-    factor = torch.ones(x.shape[1])
-    factor[: max(1, int(x.shape[1] * 2.0**bits))] = -1.0
-    return x * factor
+    return _columns(x, slice(max(1, int(x.shape[1] * 2.0**bits))), -1.0)
 
 
 def _zeroed(x: Tensor, bits: float, _: Moment) -> Tensor:
-    factor = torch.ones(x.shape[1])
-    factor[: max(1, int(x.shape[1] * 2.0**bits))] = 0.0
-    return x * factor
+    return _columns(x, slice(max(1, int(x.shape[1] * 2.0**bits))), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +167,7 @@ def _all(x: Tensor, bits: float, _: Moment) -> Tensor:
 
 
 def _half(x: Tensor, bits: float, _: Moment) -> Tensor:
-    factor = torch.ones(x.shape[1])
-    factor[: x.shape[1] // 2] = 2.0**bits
-    return x * factor
+    return _columns(x, slice(x.shape[1] // 2), 2.0**bits)
 
 
 MISSED = {

@@ -57,11 +57,9 @@ def summary(rows: Sequence[Row]) -> str:
         lines.append(f"| {family} | {len(mine)} | {len(harmful) or '-'} | {late} | {counts} |")
     healthy = [row for row in rows if row["family"] == "none"]
     others = sum(bool(row["others"]) for row in rows)
-    lines.append(
-        f"\n{len(rows)} runs, {len(healthy)} of them without a fault, of which {_left(healthy)} lost a layer; "
-    )
-    lines[-1] += f"another layer left in {others}. Harm without a fault: {_range([row['harm'] for row in healthy])}"
-    return "\n".join(lines)
+    told = f"\n{len(rows)} runs, {len(healthy)} of them without a fault, of which {_left(healthy)} lost a layer; "
+    harm = _range([row["harm"] for row in healthy])
+    return "\n".join([*lines, f"{told}another layer left in {others}. Harm without a fault: {harm}"])
 
 
 def _left(rows: Sequence[Row]) -> int:
