@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from harness.integrations.transformers import PrecisionMixin
 from harness.integrations.watch import Watch
 
-STEPS, NAN, RUINED, DOUBLING = 120, 40, range(70, 75), range(90, 96)
+STEPS, NAN, RUINED, LARGE = 120, 40, range(70, 75), range(90, 120)
 
 
 class Batches(Dataset[dict[str, Tensor]]):
@@ -25,7 +25,7 @@ class Batches(Dataset[dict[str, Tensor]]):
     def __getitem__(self, step: int) -> dict[str, Tensor]:
         inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(step))
         targets = inputs.roll(1, dims=1) * (float("nan") if step == NAN or step in RUINED else 1.0)
-        return {"x": inputs * 2.0 ** max(0, min(step - DOUBLING.start + 1, len(DOUBLING))), "labels": targets}
+        return {"x": torch.cat([inputs[:1] * 2.0 ** (15 * (step in LARGE)), inputs[1:]]), "labels": targets}
 
 
 class Net(nn.Module):
