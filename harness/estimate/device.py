@@ -22,7 +22,7 @@ from harness.core.files import cache_dir
 
 _SOURCE = Path(__file__).with_name("paper_device.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
-# What else is linked in stays inside: some compilers bring the C++ library along, and torch must not take it for its own.
+# Some compilers link the C++ library in: it stays inside, or torch takes its symbols for those of its own.
 _EXPORTS = "{ global: paper_use_guard; local: *; };"
 _BUILD_SECONDS = 120
 _WHERE = "harness estimate"
