@@ -172,9 +172,9 @@ def test_a_wrong_end_is_seen(whole: Path, tmp_path: Path, plant: Callable[[Path]
 CHANGED = {"kind": "event", "step": 24, "attempt": 1, "time": 1.0, "code": "journal.changed"}
 
 
-def tell(run: Path, text: str) -> None:
+def append(run: Path, **row: Any) -> None:
     with (run / "journal.jsonl").open("ab") as file:
-        file.write(encode({**CHANGED, "text": text}))
+        file.write(encode({**CHANGED, **row}))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_rows_that_were_altered_must_be_told_and_no_others(
     plant(run)
     rows.change(before, figures(run))
     assert compare(run, whole, 24, rows), "nobody has told"
-    tell(run, text)
+    append(run, text=text)
     found = compare(run, whole, 24, rows)
     assert said in found if said else found == ""
     if not said:
@@ -205,15 +205,69 @@ def test_rows_that_were_altered_must_be_told_and_no_others(
         assert "history: " in compare(run, whole, 24, rows), "more than was altered"
 
 
-def judge(
-    whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[str, Any], may: list[int], lost: str = ""
+def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(whole: Path, tmp_path: Path) -> None:
+    """More is done again, and skipped again: that is in no other row, and no step is taken for lost."""
+    run, other = tmp_path / "r", tmp_path / "other"
+    for folder, target in ((run, 4), (other, 8)):
+        shutil.copytree(whole, folder)
+        append(folder, step=20, code="guard.rollback", to_step=target)
+    rows = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    (run / "journal.jsonl").write_text("".join(row.replace('"guard/skipped": 0', '"guard/skipped": 1') for row in rows))
+    assert figures(run) != figures(other)
+    assert compare(run, other, 24) == ""
+    kept = (run / "journal.jsonl").read_text()
+    other_loss(run)
+    assert compare(run, other, 24).startswith("history: (1, 1, 'metrics'")
+    lines = [row for row in kept.splitlines(keepends=True) if '"step": 6,' not in row]
+    (run / "journal.jsonl").write_text("".join(lines))
+    assert compare(run, other, 24).startswith("history: 1 steps have no row: [6]")
+
+
+@pytest.mark.parametrize(
+    ("code", "touched", "past"),
+    [
+        ("data.source", "data", Episode("files")), ("data.source", "", Episode("changed", change="text")),
+        ("fp8.no_table", "", Episode("disk")), ("journal.changed", "journal.jsonl", Episode("files")),
+    ],
+)  # fmt: skip
+def test_what_is_told_of_a_file_was_done_to_it(
+    whole: Path, tmp_path: Path, code: str, touched: str, past: Episode
 ) -> None:
-    """What the oracle makes of one end of a run. lost: of what was deleted before it."""
+    sequence = sequence_of(whole, tmp_path)
+    append(sequence.run, code=code, text="x")
+    assert compare(sequence.run, whole, 24) == "", "it is no figure of a step"
+    with pytest.raises(Finding, match=f"false alarm: nobody did that, and the run says {code}"):
+        sequence._alarms()
+    sequence.past.append(past)
+    sequence.damage.touched |= {touched}
+    sequence.rows.lossy = past.family == "disk"
+    sequence._alarms()
+
+
+def test_a_text_is_the_runs_own_once_a_checkpoint_is_bound_to_it(whole: Path, tmp_path: Path) -> None:
+    sequence = sequence_of(whole, tmp_path)
+    assert not sequence._takes_the_text()
+    assert sequence.damage.apply({"what": "data", "how": "cut", "seed": 0})
+    assert not sequence._takes_the_text(), "it is refused"
+    shutil.rmtree(sequence.run / "checkpoints")
+    assert sequence._takes_the_text()
+
+
+def sequence_of(whole: Path, folder: Path) -> _Sequence:
+    """One whose run has gone through."""
     field = Field(folder)
     field._undisturbed["plain", "python", False] = whole
     sequence = _Sequence(field, draw(0, ["kill"], "python"), folder / "one")
     sequence.attack.variant = "plain"
     shutil.copytree(whole, sequence.run)
+    return sequence
+
+
+def judge(
+    whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[str, Any], may: list[int], lost: str = ""
+) -> None:
+    """What the oracle makes of one end of a run. lost: of what was deleted before it."""
+    sequence = sequence_of(whole, folder)
     if outcome:
         (sequence.run / "outcome.json").write_text(json.dumps(outcome))
     if lost:
