@@ -52,14 +52,15 @@ _Files = list[tuple[str, int, int, int, int]]
 class Store:
     """The checkpoints of one run, in `root`.
 
-    versions: written into every manifest, for people. quarantined: what was found damaged and moved aside since the
-    store was opened. A writer must hold the run's lock: opening removes what dead writers left half done and finishes
-    an interrupted `discard_after`. With `readonly` (tools, ranks other than 0) nothing on disk is ever changed.
-    Raises CheckpointError if `root` cannot be made.
+    versions: written into every manifest, for people. damaged: what `newest_valid` passed over, by step, until it is
+    set aside. quarantined: what was moved aside since the store was opened. A writer must hold the run's lock: opening
+    removes what dead writers left half done and finishes an interrupted `discard_after`. With `readonly` (tools, ranks
+    other than 0) nothing on disk is ever changed. Raises CheckpointError if `root` cannot be made.
     """
 
     def __init__(self, root: Path, versions: Mapping[str, str] | None = None, *, readonly: bool = False) -> None:
         self.root = root
+        self.damaged: dict[int, list[Problem]] = {}
         self.quarantined: list[Problem] = []
         self._versions = dict(versions or {})
         self._readonly = readonly
@@ -183,34 +184,36 @@ class Store:
         return tensors, meta
 
     def newest_valid(self) -> int | None:
-        """Step of the newest checkpoint that verifies, None if there are none; newer ones are quarantined.
+        """Step of the newest checkpoint that verifies, None if there are none. Newer ones are `damaged`, and stay where
+        they are until the run goes on without them (`set_aside`).
 
-        Raises CheckpointError, and moves nothing, if there are checkpoints and not one verifies: a run that came far
-        must not start over unasked.
+        Raises CheckpointError if there are checkpoints and not one verifies: a run that came far must not start over
+        unasked.
         """
-        damaged: list[tuple[int, list[Problem]]] = []
+        damaged: dict[int, list[Problem]] = {}
         for step in reversed(self.steps()):
             problems = self.verify(step)
             if not problems:
-                self._set_aside(damaged)
+                self.damaged = damaged
                 return step
-            damaged.append((step, problems))
+            damaged[step] = problems
         if damaged:
             fix = "restore one from a copy of this run, or start a new run with another --name"
             none = Problem(
                 "not one of its checkpoints is whole, so there is nothing to go on from", str(self.root), fix=fix
             )
-            raise CheckpointError([none, *(problem for _, problems in damaged for problem in problems)])
+            raise CheckpointError([none, *(problem for problems in damaged.values() for problem in problems)])
         return None
 
-    def _set_aside(self, damaged: Sequence[tuple[int, list[Problem]]]) -> None:
-        if self._readonly:
-            return
-        for step, problems in damaged:
+    def set_aside(self) -> None:
+        """Rename what is `damaged` to `quarantine-*`. Raises CheckpointError."""
+        for step in [*self.damaged]:
+            self._check_writer()
             try:
-                self._quarantine(step, problems)
+                self._quarantine(step, self.damaged[step])
             except OSError as error:
                 raise failed("a damaged checkpoint cannot be moved aside", self.path(step), error) from error
+            del self.damaged[step]
 
     def discard_after(self, step: int) -> None:
         """Rename checkpoints newer than `step` to `rolledback-*` and take their good marks away.

@@ -63,6 +63,20 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
+        "what is refused leaves damaged checkpoints where they are",
+        "                self.damaged = damaged\n                return step",
+        "                self.damaged = damaged\n                self.set_aside()\n                return step",
+        "tests/faults/test_deleted_checkpoints.py -k where_they_are",
+    ),
+    Mutation(
+        27,
+        "what a checkpoint is bound to is asked before anything of it is written",
+        "        check(meta)\n        self.store.set_aside()\n",
+        "        self.store.set_aside()\n        check(meta)\n",
+        "tests/faults/test_other_files.py -k where_they_are",
+    ),
+    Mutation(
+        4,
         "marks of what is done again are taken away",
         "            manifest.forget_after(self._store.root, step)\n        except",
         "            pass\n        except",

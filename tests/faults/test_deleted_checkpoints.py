@@ -52,6 +52,25 @@ def test_one_that_is_gone_is_refused_until_that_is_meant(tmp_path: Path) -> None
     assert {step for step, _ in metrics(run)} == set(range(1, 19))
 
 
+def test_a_refusal_leaves_damaged_ones_where_they_are(tmp_path: Path) -> None:
+    """The newest is damaged, the one before it is gone: refused as it lies there, and set aside once that is meant."""
+    checkpoints = tmp_path / "runs" / "r" / "checkpoints"
+    assert train(tmp_path, *RUN, "train.steps=12").returncode == 0
+    (checkpoints / "step-00000012" / "state.json").write_text("{}")
+    (checkpoints / "step-00000010").rename(tmp_path / "kept")
+    there = sorted(checkpoints.rglob("*"))
+    refused = train(tmp_path, *RUN, "train.steps=14")
+    assert refused.returncode == 2, refused.stdout
+    assert "the checkpoint of step 10 was saved" in refused.stdout
+    assert "the newest that is there is of step 5" in refused.stdout
+    assert sorted(checkpoints.rglob("*")) == there, "untouched"
+    done = train(tmp_path, *RUN, "train.steps=14", "--accept-changed", "checkpoint")
+    assert done.returncode == 0, done.stdout
+    assert "resumed at step 5" in done.stdout
+    assert (checkpoints / "quarantine-step-00000012-1" / "state.json").read_text() == "{}"
+    assert len(events(tmp_path / "runs" / "r", "checkpoint.quarantined")) == 1
+
+
 def test_the_mark_of_one_that_is_gone_is_enough(tmp_path: Path) -> None:
     run, healthy = tmp_path / "runs" / "r", "checkpoint.healthy_steps=2"
     assert train(tmp_path, *RUN, healthy, "train.steps=13").returncode == 0

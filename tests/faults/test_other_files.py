@@ -124,6 +124,20 @@ def test_what_a_checkpoint_was_trained_with_is_held_to(
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80]
 
 
+def test_what_is_refused_leaves_damaged_checkpoints_where_they_are(rolled_back: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    shutil.copytree(rolled_back, folder)
+    another_rate(folder / "runs" / "r")
+    checkpoints = folder / "runs" / "r" / "checkpoints"
+    (checkpoints / "step-00000080" / "state.json").write_text("{}")
+    (checkpoints / "good.json").write_text('{"good": [40, 80]}')
+    before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+    code, told = run(folder, RESUMED, "train.lr=1e-3")
+    assert code == CheckpointError.exit_code, told
+    assert "changed from 0.0005 to 0.001" in told
+    assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize("name", ["outcome.json", "plan.json", "config.yaml", "journal.jsonl"])
 def test_a_folder_in_the_place_of_a_file_is_named(rolled_back: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "work"

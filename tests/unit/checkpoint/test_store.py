@@ -176,8 +176,11 @@ def test_every_damaged_file_is_found_and_the_one_before_is_used(tmp_path: Path, 
     assert problem.fix
     assert store.newest_valid() == 3
     assert_same(store, 3)
+    assert [step for step in names(tmp_path) if "step" in step] == ["step-00000003", "step-00000006"], "nothing moves"
+    assert (store.damaged, store.quarantined) == ({6: [problem]}, [])
+    store.set_aside()
     assert [step for step in names(tmp_path) if "step" in step] == ["quarantine-step-00000006-1", "step-00000003"]
-    assert store.quarantined == [problem]
+    assert (store.damaged, store.quarantined) == ({}, [problem])
     assert store.newest_valid() == 3
 
 
@@ -251,7 +254,8 @@ def test_a_store_opened_to_read_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "step-00000006" / "state.json").write_bytes(b"{}")
     store = Store(tmp_path, readonly=True)
     assert store.newest_valid() == 3
-    for change in (lambda: store.save(9, {}, {}), lambda: store.discard_after(3), lambda: store.remove(3)):
+    writes = (lambda: store.save(9, {}, {}), lambda: store.discard_after(3), lambda: store.remove(3), store.set_aside)
+    for change in writes:
         with pytest.raises(MisuseError):
             change()
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
