@@ -21,7 +21,7 @@ Row = tuple[int, int, str, str]
 _SPANS = re.compile(r": ([0-9][-0-9, ]*)")
 _OF_PROCESSES = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 # Told of what was done to files, not of a step: no undisturbed run has them. `_Sequence` asks for who touched what.
-CAUSED = ("data.source", "fp8.no_table", "fp8.dropped")
+CAUSED = ("data.source", "fp8.no_table", "fp8.dropped", "resume.mismatch")
 # Counts every skip of the run; one that a rollback to an older checkpoint repeats is counted again.
 _IN_ALL = ("guard/skipped",)
 
@@ -112,7 +112,9 @@ def compare_history(run: Path, undisturbed: Path, last: int, altered: Rows) -> s
             [row for row in figures(each, _IN_ALL) if not min(targets) < row[0] <= max(targets)]
             for each in (run, undisturbed)
         )
-    if ours == theirs and not missing:
+    # A row that became unreadable after the last save is done again, and written behind those that were not.
+    again = altered.touched and Counter(ours) == Counter(theirs)
+    if (ours == theirs or again) and not missing:
         return ""
     told = [event["text"] for event in events_of_rows(run) if event["code"] == "journal.changed"]
     if missing and not _named(told, "no figures of").issuperset(missing):

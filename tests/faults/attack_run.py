@@ -418,7 +418,8 @@ class _Sequence:
         """What the run says of its files was done to them."""
         touched, changed = {*self.damage.touched, *self._gone()}, {each.change for each in self.past}
         slots = self.rows.lossy or "fp8_telemetry.bin" in touched
-        true = {"journal.changed": "journal.jsonl" in self.damage.touched or self.rows.lossy,
+        rows = "journal.jsonl" in self.damage.touched
+        true = {"journal.changed": rows or self.rows.lossy, "resume.mismatch": rows,
                 "data.source": "data" in touched or "text" in changed,
                 "fp8.no_table": slots, "fp8.dropped": slots}  # fmt: skip
         for each in events_of_rows(self.run, tuple(true)):

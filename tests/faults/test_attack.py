@@ -205,6 +205,22 @@ def test_rows_that_were_altered_must_be_told_and_no_others(
         assert "history: " in compare(run, whole, 24, rows), "more than was altered"
 
 
+def test_a_row_that_was_spoiled_may_come_back_in_another_place(whole: Path, tmp_path: Path) -> None:
+    """One after the last save is done again; the rows behind it stand, and are not written again."""
+    run, rows = tmp_path / "r", Rows()
+    shutil.copytree(whole, run)
+    before = figures(run)
+    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    spoiled = next(line for line in lines if line.startswith('{"kind": "metrics", "step": 17,'))
+    (run / "journal.jsonl").write_text("".join(line for line in lines if line != spoiled))
+    rows.change(before, figures(run))
+    assert "1 steps have no row: [17]" in compare(run, whole, 24, rows)
+    with (run / "journal.jsonl").open("a") as file:
+        file.write(spoiled)
+    assert compare(run, whole, 24, rows) == ""
+    assert compare(run, whole, 24, Rows()).startswith("history: "), "nobody altered it"
+
+
 def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(whole: Path, tmp_path: Path) -> None:
     """More is done again, and skipped again: that is in no other row, and no step is taken for lost."""
     run, other = tmp_path / "r", tmp_path / "other"
@@ -228,6 +244,7 @@ def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(whole: Path, tm
     [
         ("data.source", "data", Episode("files")), ("data.source", "", Episode("changed", change="text")),
         ("fp8.no_table", "", Episode("disk")), ("journal.changed", "journal.jsonl", Episode("files")),
+        ("resume.mismatch", "journal.jsonl", Episode("files")),
     ],
 )  # fmt: skip
 def test_what_is_told_of_a_file_was_done_to_it(
