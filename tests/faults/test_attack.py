@@ -296,6 +296,20 @@ def judge(
 STOPPED = {"status": "stopped", "exit_code": 75, "reason": "SIGTERM", "step": 20}
 
 
+def test_a_second_start_that_went_on_has_the_last_word(whole: Path, tmp_path: Path) -> None:
+    for number, (codes, outcome, said) in enumerate((([0], {}, ""), ([0], STOPPED, "claim: "), ([2], {}, "exit code"))):
+        sequence = sequence_of(whole, tmp_path / f"{number}")
+        if outcome:
+            (sequence.run / "outcome.json").write_text(json.dumps(outcome))
+        told = "error: another process is writing this run" if codes == [2] else ""
+        ended = Ended([75], "", 1.0, others=[Ended(codes, told, 1.0)])
+        if not said:
+            sequence._judge(Episode("writers", may=[75]), ended)
+            continue
+        with pytest.raises(Finding, match=said):
+            sequence._judge(Episode("writers", may=[75]), ended)
+
+
 def test_true_ends_are_taken(whole: Path, tmp_path: Path) -> None:
     for number, end in enumerate((([0], "", {}, []), ([75], "", STOPPED, [75]), ([-9], "", {}, [-9]))):
         judge(whole, tmp_path / f"{number}", *end)
