@@ -14,7 +14,7 @@ import resource
 import shutil
 import stat
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,13 @@ from harness.checkpoint.manifest import (
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, too_many, write_json
 from harness.core.protocols import Meta, TensorDict, Tensors
+from harness.core.state import RunLedger
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
 _ROLLBACK = "rollback.json"
+LEDGER = "incidents.json"
+"""Beside the checkpoints' folder; see `policy.load_ledger`."""
 _KEEP_ALL = "delete this file to keep every checkpoint"
 # Seconds: the coarsest clocks that file systems keep of changes. What changed so lately could change again unseen.
 _CLOCK = 2.0
@@ -161,6 +164,14 @@ class Store:
             return dict(read_manifest(self.path(step))["metrics"])
         except (OSError, ValueError, KeyError, TypeError):
             return {}
+
+    def seals(self, step: int) -> int:
+        """How long the ledger's chain was when the checkpoint of `step` was saved; 0 where that cannot be read."""
+        try:
+            length = read_json(self.path(step) / STATE, MAX_LARGE)["sealed"][0]
+        except (OSError, ValueError, LookupError, TypeError):
+            return 0
+        return length if type(length) is int else 0
 
     def load(self, step: int, parts: Container[str] | None = None) -> tuple[Tensors, Meta]:
         """(tensors by part and name, on the CPU; meta), verified (see `is_whole`). Raises CheckpointError with every
@@ -318,14 +329,24 @@ def unfinished_rollback(root: Path) -> int | None:
     return target
 
 
-def check_unfinished(root: Path, returned_to: Sequence[int]) -> None:
-    """Refuse an unfinished rollback that is none of this run's, before it is carried out: the run would go back, or
-    start over. returned_to: the steps that the run's ledger says it has gone back to. Raises CheckpointError.
+def check_unfinished(root: Path, ledger: RunLedger) -> None:
+    """Refuse an unfinished rollback that is none of this run's, or that it has finished, before it is carried out: the
+    run would go back, or start over. The ledger tells of one from before its intent is written until it is done, and
+    a checkpoint that was saved after it holds the ledger's newest seal. Raises CheckpointError.
     """
     target = unfinished_rollback(root)
-    if target is not None and target not in returned_to:
-        what = f"tells of a rollback to step {target}, of which incidents.json knows nothing"
-        raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
+    if target is not None and target != (ledger.return_to or None):
+        known = f"that is finished, by {LEDGER}" if target in ledger.returned_to else f"of which {LEDGER} knows nothing"
+        raise CheckpointError(
+            Problem(f"tells of a rollback to step {target} {known}", str(root / _ROLLBACK), fix=_KEEP_ALL)
+        )
+    store = Store(root, readonly=True)
+    for step in store.steps() if ledger.return_to else ():
+        if step > ledger.return_to and store.seals(step) >= len(ledger.seals):
+            what = f"tells of a rollback to step {ledger.return_to} that is finished"
+            why = f"the checkpoint of step {step} was saved after it: this is an older copy"
+            fix = "put back the run's newest copy of it, or set return_to to 0 in this one"
+            raise CheckpointError(Problem(what, str(root.parent / LEDGER), why, fix))
 
 
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:

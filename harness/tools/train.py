@@ -92,7 +92,7 @@ def train(request: Request) -> int:
             config = adopt_vocab(folder if resuming or source is None else source.parent.parent, config)
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
-            check_unfinished(folder / "checkpoints", load_ledger(folder).returned_to)
+            check_unfinished(folder / "checkpoints", load_ledger(folder))
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
         if is_finished(folder, config.train.steps) and _end_is_saved(folder):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")

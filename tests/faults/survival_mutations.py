@@ -85,9 +85,23 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         4,
         "a rollback that the run never made is not carried out",
-        "    if target is not None and target not in returned_to:\n",
+        "    if target is not None and target != (ledger.return_to or None):\n",
         "    if False:\n",
         "tests/faults/test_deleted_checkpoints.py -k never_made",
+    ),
+    Mutation(
+        27,
+        "a rollback's intent that is put back once it is finished is not carried out again",
+        "    if target is not None and target != (ledger.return_to or None):\n",
+        "    if target is not None and target not in ledger.returned_to:\n",
+        "tests/faults/test_other_files.py -k carried_out_again",
+    ),
+    Mutation(
+        27,
+        "a ledger that is put back as of a rollback in progress does not go back again",
+        "if step > ledger.return_to and store.seals(step) >= len(ledger.seals):",
+        "if False:",
+        "tests/faults/test_other_files.py -k carried_out_again",
     ),
     Mutation(
         4,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint import manifest
-from harness.checkpoint.store import Store
+from harness.checkpoint.store import Store, check_unfinished
 from harness.core.errors import CheckpointError, MisuseError
+from harness.core.state import RunLedger
 
 META: dict[str, Any] = {"step": 3, "parts": {"model": {}, "data": {"nested": [1, 2.5, None, "é"]}}, "rng": 2**64 + 1}
 
@@ -237,6 +238,29 @@ def test_an_interrupted_rollback_is_finished_at_the_next_opening(tmp_path: Path)
     (tmp_path / "rollback.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"rollback\.json"):
         Store(tmp_path)
+
+
+def test_a_rollback_is_finished_only_where_its_ledger_says_so(tmp_path: Path) -> None:
+    """And no newer checkpoint was saved after it: that one holds the ledger's newest seal."""
+    ledger = RunLedger()
+    before = ledger.sealed()
+    store = Store(tmp_path)
+    for step in (3, 6):
+        store.save(step, state(step), {**META, "sealed": before})
+    ledger.go_back(3, [5])
+    check_unfinished(tmp_path, ledger)
+    (tmp_path / "rollback.json").write_text('{"to": 3}')
+    with pytest.raises(CheckpointError, match=r"rollback\.json: tells of a rollback to step 3 that is finished"):
+        check_unfinished(tmp_path, ledger)
+    ledger.return_to = 3
+    check_unfinished(tmp_path, ledger)
+    ledger.return_to = 6
+    with pytest.raises(CheckpointError, match=r"rollback\.json"):
+        check_unfinished(tmp_path, ledger)
+    ledger.return_to = 3
+    store.save(9, state(9), {**META, "sealed": ledger.sealed()})
+    with pytest.raises(CheckpointError, match=r"(?s)incidents\.json: .*step 3 that is finished.*step 9 was"):
+        check_unfinished(tmp_path, ledger)
 
 
 def test_opening_removes_what_a_dead_save_left(tmp_path: Path) -> None:
