@@ -239,6 +239,25 @@ def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(whole: Path, tm
     assert compare(run, other, 24).startswith("history: 1 steps have no row: [6]")
 
 
+def test_steps_before_a_lost_target_are_done_again_as_they_were(whole: Path, tmp_path: Path) -> None:
+    """The checkpoint that a rollback went back to is lost, and the attempt after it goes on from an older one."""
+    run, other = tmp_path / "r", tmp_path / "other"
+    for folder in (run, other):
+        shutil.copytree(whole, folder)
+        append(folder, step=20, code="guard.rollback", to_step=8)
+    append(run, step=6, attempt=2, code="run.resumed")
+    rows = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    again = [row for row in rows if re.match(r'{"kind": "metrics", "step": [78],', row)]
+    text = "".join(rows + [row.replace('"attempt": 1', '"attempt": 2') for row in again])
+    (run / "journal.jsonl").write_text(text)
+    assert len(again) == 2
+    assert figures(run) != figures(other)
+    assert compare(run, other, 24) == ""
+    before, name, after = text.rpartition('"Loss/train": ')
+    (run / "journal.jsonl").write_text(f"{before}{name}1{after}")
+    assert compare(run, other, 24).startswith("history: ")
+
+
 @pytest.mark.parametrize(
     ("code", "touched", "past"),
     [
