@@ -7,6 +7,7 @@ a rollback passed over are renamed, never overwritten or deleted. Whether there 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -123,7 +124,7 @@ class Store:
             temporary.rename(final)
             sync_folder(self.root)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
-            raise failed("the checkpoint was not written", final, error) from error
+            raise failed("the checkpoint was not written", final, self._made_again() or error) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
@@ -244,7 +245,8 @@ class Store:
             intent.unlink()
             sync_folder(self.root)
         except OSError as error:
-            raise failed(f"the checkpoints after step {step} cannot be set aside", self.root, error) from error
+            what = f"the checkpoints after step {step} cannot be set aside"
+            raise failed(what, self.root, self._made_again() or error) from error
 
     def remove(self, step: int) -> None:
         """Delete the checkpoint of `step`; killed half-way, it is gone from `steps` all the same.
@@ -287,6 +289,16 @@ class Store:
         known = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions, known))
         sync_folder(folder)
+
+    def _made_again(self) -> OSError | None:
+        """Why a write has failed, if somebody has deleted `root`: a run must not wait for room that never comes."""
+        try:
+            self.root.mkdir()
+            sync_folder(self.root.parent)
+        except OSError:  # it is there, or the folder of the run is gone too
+            return None
+        why = "the folder was deleted, with every checkpoint in it; it is made again for the next save"
+        return FileNotFoundError(errno.ENOENT, why)
 
     def _finish_rollback(self) -> None:
         target = unfinished_rollback(self.root)

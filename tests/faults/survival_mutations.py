@@ -111,6 +111,13 @@ SURVIVAL: tuple[Mutation, ...] = (
         "tests/faults/test_deleted_checkpoints.py -k until_that_is_meant",
     ),
     Mutation(
+        4,
+        "a run whose checkpoints' folder is deleted does not wait for it",
+        "self._made_again() or error) from error\n        finally",
+        "error) from error\n        finally",
+        "tests/faults/test_deleted_checkpoints.py -k mid_run",
+    ),
+    Mutation(
         3,
         "a save that fails is told on the screen at once",
         'self.tracker.tell(saved.step, "checkpoint.failed", text, failures=count)',

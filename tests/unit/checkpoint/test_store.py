@@ -291,6 +291,24 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         Store(tmp_path / "checkpoints")
 
 
+def test_a_folder_that_is_deleted_meanwhile_is_made_again_and_that_is_told(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    store = saved(root, 3)
+    writes = (lambda: store.save(6, state(6), {**META, "step": 6}), lambda: store.discard_after(3))
+    for write in writes:
+        shutil.rmtree(root)
+        with pytest.raises(CheckpointError, match="it is made again"):
+            write()
+        write()
+    store.save(6, state(6), {**META, "step": 6})
+    assert_same(store, 6)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="No such file"):
+        writes[0]()
+    assert not (tmp_path / "away").exists()
+
+
 def test_with_nothing_valid_there_is_nothing_to_load(tmp_path: Path) -> None:
     store = saved(tmp_path, 3, 6)
     for step in (3, 6):
