@@ -346,19 +346,23 @@ def check_unfinished(root: Path, ledger: RunLedger) -> None:
     run would go back, or start over. The ledger tells of one from before its intent is written until it is done, and
     a checkpoint that was saved after it holds the ledger's newest seal. Raises CheckpointError.
     """
-    target = unfinished_rollback(root)
-    if target is not None and target != (ledger.return_to or None):
+    target, under_way = unfinished_rollback(root), ledger.return_to or None
+    if target not in (None, under_way):
         known = f"that is finished, by {LEDGER}" if target in ledger.returned_to else f"of which {LEDGER} knows nothing"
-        raise CheckpointError(
-            Problem(f"tells of a rollback to step {target} {known}", str(root / _ROLLBACK), fix=_KEEP_ALL)
-        )
-    store = Store(root, readonly=True)
-    for step in store.steps() if ledger.return_to else ():
-        if step > ledger.return_to and store.seals(step) >= len(ledger.seals):
-            what = f"tells of a rollback to step {ledger.return_to} that is finished"
-            why = f"the checkpoint of step {step} was saved after it: this is an older copy"
-            fix = "put back the run's newest copy of it, or set return_to to 0 in this one"
-            raise CheckpointError(Problem(what, str(root.parent / LEDGER), why, fix))
+        what = f"tells of a rollback to step {target} {known}"
+        raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
+    if under_way is None:
+        return
+    store, why = Store(root, readonly=True), ""
+    later = [step for step in store.steps() if step > under_way and store.seals(step) >= len(ledger.seals)]
+    if under_way not in ledger.returned_to[-1:]:
+        why = "its list of rollbacks does not end with that step: it was changed"
+    elif later:
+        why = f"the checkpoint of step {later[-1]} was saved after it: this is an older copy"
+    if why:
+        what = f"tells of a rollback to step {under_way} that is finished, or was never made"
+        fix = "put back the run's newest copy of it, or set return_to to 0 in this one"
+        raise CheckpointError(Problem(what, str(root.parent / LEDGER), why, fix))
 
 
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:

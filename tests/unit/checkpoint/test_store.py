@@ -257,9 +257,12 @@ def test_a_rollback_is_finished_only_where_its_ledger_says_so(tmp_path: Path) ->
     ledger.return_to = 6
     with pytest.raises(CheckpointError, match=r"rollback\.json"):
         check_unfinished(tmp_path, ledger)
+    (tmp_path / "rollback.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)incidents\.json: .*step 6 .*never made.*list of rollbacks"):
+        check_unfinished(tmp_path, ledger)
     ledger.return_to = 3
     store.save(9, state(9), {**META, "sealed": ledger.sealed()})
-    with pytest.raises(CheckpointError, match=r"(?s)incidents\.json: .*step 3 that is finished.*step 9 was"):
+    with pytest.raises(CheckpointError, match=r"(?s)incidents\.json: .*step 3 that is finished.*step 9 was saved"):
         check_unfinished(tmp_path, ledger)
 
 
