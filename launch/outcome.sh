@@ -5,7 +5,7 @@
 
 # supervise COMMAND...: run it, pass requests to stop on to it, return the exit code of its run.
 supervise() {
-  local told child code word starting signalled=''
+  local told child code word starting ranks signalled=''
   told=$(mktemp)
   # Job control, or bash would start the child with SIGINT ignored. It also gives the child a process group of its own,
   # so Ctrl-C at the terminal reaches this shell alone: it is sent to the whole group, as the terminal would.
@@ -27,11 +27,12 @@ supervise() {
     wait_for_ranks "$told" $((SECONDS + ${OUTCOME_WAIT:-120}))
   fi
   if [ -s "$told" ]; then
-    read -r word starting <"$told"
-    # A rank that starts takes every signal for a request to stop. If nobody asked this wrapper, and no signal ended the
-    # launcher (128 + its number), the launcher sent it because another rank had died: the next try may end the same.
+    read -r word starting ranks <"$told"
+    # A rank that starts takes every signal for a request to stop. If nobody asked this wrapper, no signal ended the
+    # launcher (128 + its number), and not every rank has a line here, the launcher sent it because another rank had
+    # died: the next try may end the same.
     if [ -n "$starting" ] && [ -z "$signalled" ] && { [ "$code" -lt 128 ] || [ "$code" -gt 192 ]; } &&
-      [ "$code" -ne 0 ] && [ "$code" -ne "$word" ]; then
+      [ "$code" -ne 0 ] && [ "$code" -ne "$word" ] && [ "$(wc -l <"$told")" -lt "$ranks" ]; then
       echo "a rank died while the others started (out of memory?): exit $code, not 75" >&2
     else
       code=$word

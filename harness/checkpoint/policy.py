@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness.checkpoint import manifest
 from harness.checkpoint.manifest import failed
-from harness.checkpoint.store import Store
+from harness.checkpoint.store import LEDGER, Store
 from harness.core.errors import CheckpointError, Problem
 from harness.core.files import read_json, write_json
 from harness.core.state import RunLedger
@@ -152,20 +152,17 @@ def newest_good(store: Store) -> int | None:
     return None
 
 
-_FILE = "incidents.json"
-
-
 def save_ledger(run_dir: Path, ledger: RunLedger) -> None:
     """Replace the run's ledger. Raises CheckpointError if it cannot be written."""
     try:
-        write_json(run_dir / _FILE, asdict(ledger))
+        write_json(run_dir / LEDGER, asdict(ledger))
     except OSError as error:
-        raise failed("cannot be written", run_dir / _FILE, error) from error
+        raise failed("cannot be written", run_dir / LEDGER, error) from error
 
 
 def load_ledger(run_dir: Path) -> RunLedger:
     """The run's ledger; a new one if it has none. Raises CheckpointError if it cannot be read as such."""
-    path = run_dir / _FILE
+    path = run_dir / LEDGER
     try:
         return RunLedger.from_json(read_json(path))
     except FileNotFoundError:

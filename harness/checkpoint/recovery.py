@@ -67,10 +67,14 @@ class Recovery:
     _since: float = 0.0
     _stands: int | None = None
 
-    def load(self, step: int) -> Meta:
-        """Restore the TrainState of `step`, as a resume (see `TrainState.resume`). Collective."""
+    def load(self, step: int, check: Callable[[Meta], None] = lambda meta: None) -> Meta:
+        """Restore the TrainState of `step`, as a resume (see `TrainState.resume`). Collective. check: asked before
+        anything is changed on disk, and may raise.
+        """
         tensors, meta = self.read(step)
         self.state.resume(tensors, meta)
+        check(meta)
+        self.store.set_aside()
         self._stands = step
         if self.engine.rank == 0:
             waiting = meta.get("waiting")

@@ -7,6 +7,7 @@ a rollback passed over are renamed, never overwritten or deleted. Whether there 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -14,7 +15,7 @@ import resource
 import shutil
 import stat
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,13 @@ from harness.checkpoint.manifest import (
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, too_many, write_json
 from harness.core.protocols import Meta, TensorDict, Tensors
+from harness.core.state import RunLedger
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
 _ROLLBACK = "rollback.json"
+LEDGER = "incidents.json"
+"""Beside the checkpoints' folder; see `policy.load_ledger`."""
 _KEEP_ALL = "delete this file to keep every checkpoint"
 # Seconds: the coarsest clocks that file systems keep of changes. What changed so lately could change again unseen.
 _CLOCK = 2.0
@@ -52,14 +56,15 @@ _Files = list[tuple[str, int, int, int, int]]
 class Store:
     """The checkpoints of one run, in `root`.
 
-    versions: written into every manifest, for people. quarantined: what was found damaged and moved aside since the
-    store was opened. A writer must hold the run's lock: opening removes what dead writers left half done and finishes
-    an interrupted `discard_after`. With `readonly` (tools, ranks other than 0) nothing on disk is ever changed.
-    Raises CheckpointError if `root` cannot be made.
+    versions: written into every manifest, for people. damaged: what `newest_valid` passed over, by step, until it is
+    set aside. quarantined: what was moved aside since the store was opened. A writer must hold the run's lock: opening
+    removes what dead writers left half done and finishes an interrupted `discard_after`. With `readonly` (tools, ranks
+    other than 0) nothing on disk is ever changed. Raises CheckpointError if `root` cannot be made.
     """
 
     def __init__(self, root: Path, versions: Mapping[str, str] | None = None, *, readonly: bool = False) -> None:
         self.root = root
+        self.damaged: dict[int, list[Problem]] = {}
         self.quarantined: list[Problem] = []
         self._versions = dict(versions or {})
         self._readonly = readonly
@@ -119,7 +124,7 @@ class Store:
             temporary.rename(final)
             sync_folder(self.root)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
-            raise failed("the checkpoint was not written", final, error) from error
+            raise failed("the checkpoint was not written", final, self._made_again() or error) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
@@ -161,6 +166,14 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
+    def seals(self, step: int) -> int:
+        """How long the ledger's chain was when the checkpoint of `step` was saved; 0 where that cannot be read."""
+        try:
+            length = read_json(self.path(step) / STATE, MAX_LARGE)["sealed"][0]
+        except (OSError, ValueError, LookupError, TypeError):
+            return 0
+        return length if type(length) is int else 0
+
     def load(self, step: int, parts: Container[str] | None = None) -> tuple[Tensors, Meta]:
         """(tensors by part and name, on the CPU; meta), verified (see `is_whole`). Raises CheckpointError with every
         problem.
@@ -183,34 +196,36 @@ class Store:
         return tensors, meta
 
     def newest_valid(self) -> int | None:
-        """Step of the newest checkpoint that verifies, None if there are none; newer ones are quarantined.
+        """Step of the newest checkpoint that verifies, None if there are none. Newer ones are `damaged`, and stay where
+        they are until the run goes on without them (`set_aside`).
 
-        Raises CheckpointError, and moves nothing, if there are checkpoints and not one verifies: a run that came far
-        must not start over unasked.
+        Raises CheckpointError if there are checkpoints and not one verifies: a run that came far must not start over
+        unasked.
         """
-        damaged: list[tuple[int, list[Problem]]] = []
+        damaged: dict[int, list[Problem]] = {}
         for step in reversed(self.steps()):
             problems = self.verify(step)
             if not problems:
-                self._set_aside(damaged)
+                self.damaged = damaged
                 return step
-            damaged.append((step, problems))
+            damaged[step] = problems
         if damaged:
             fix = "restore one from a copy of this run, or start a new run with another --name"
             none = Problem(
                 "not one of its checkpoints is whole, so there is nothing to go on from", str(self.root), fix=fix
             )
-            raise CheckpointError([none, *(problem for _, problems in damaged for problem in problems)])
+            raise CheckpointError([none, *(problem for problems in damaged.values() for problem in problems)])
         return None
 
-    def _set_aside(self, damaged: Sequence[tuple[int, list[Problem]]]) -> None:
-        if self._readonly:
-            return
-        for step, problems in damaged:
+    def set_aside(self) -> None:
+        """Rename what is `damaged` to `quarantine-*`. Raises CheckpointError."""
+        for step in [*self.damaged]:
+            self._check_writer()
             try:
-                self._quarantine(step, problems)
+                self._quarantine(step, self.damaged[step])
             except OSError as error:
                 raise failed("a damaged checkpoint cannot be moved aside", self.path(step), error) from error
+            del self.damaged[step]
 
     def discard_after(self, step: int) -> None:
         """Rename checkpoints newer than `step` to `rolledback-*` and take their good marks away.
@@ -230,7 +245,8 @@ class Store:
             intent.unlink()
             sync_folder(self.root)
         except OSError as error:
-            raise failed(f"the checkpoints after step {step} cannot be set aside", self.root, error) from error
+            what = f"the checkpoints after step {step} cannot be set aside"
+            raise failed(what, self.root, self._made_again() or error) from error
 
     def remove(self, step: int) -> None:
         """Delete the checkpoint of `step`; killed half-way, it is gone from `steps` all the same.
@@ -274,6 +290,16 @@ class Store:
         _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions, known))
         sync_folder(folder)
 
+    def _made_again(self) -> OSError | None:
+        """Why a write has failed, if somebody has deleted `root`: a run must not wait for room that never comes."""
+        try:
+            self.root.mkdir()
+            sync_folder(self.root.parent)
+        except OSError:  # it is there, or the folder of the run is gone too
+            return None
+        why = "the folder was deleted, with every checkpoint in it; it is made again for the next save"
+        return FileNotFoundError(errno.ENOENT, why)
+
     def _finish_rollback(self) -> None:
         target = unfinished_rollback(self.root)
         if target is not None:
@@ -315,14 +341,28 @@ def unfinished_rollback(root: Path) -> int | None:
     return target
 
 
-def check_unfinished(root: Path, returned_to: Sequence[int]) -> None:
-    """Refuse an unfinished rollback that is none of this run's, before it is carried out: the run would go back, or
-    start over. returned_to: the steps that the run's ledger says it has gone back to. Raises CheckpointError.
+def check_unfinished(root: Path, ledger: RunLedger) -> None:
+    """Refuse an unfinished rollback that is none of this run's, or that it has finished, before it is carried out: the
+    run would go back, or start over. The ledger tells of one from before its intent is written until it is done, and
+    a checkpoint that was saved after it holds the ledger's newest seal. Raises CheckpointError.
     """
-    target = unfinished_rollback(root)
-    if target is not None and target not in returned_to:
-        what = f"tells of a rollback to step {target}, of which incidents.json knows nothing"
+    target, under_way = unfinished_rollback(root), ledger.return_to or None
+    if target not in (None, under_way):
+        known = f"that is finished, by {LEDGER}" if target in ledger.returned_to else f"of which {LEDGER} knows nothing"
+        what = f"tells of a rollback to step {target} {known}"
         raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
+    if under_way is None:
+        return
+    store, why = Store(root, readonly=True), ""
+    later = [step for step in store.steps() if step > under_way and store.seals(step) >= len(ledger.seals)]
+    if under_way not in ledger.returned_to[-1:]:
+        why = "its list of rollbacks does not end with that step: it was changed"
+    elif later:
+        why = f"the checkpoint of step {later[-1]} was saved after it: this is an older copy"
+    if why:
+        what = f"tells of a rollback to step {under_way} that is finished, or was never made"
+        fix = "put back the run's newest copy of it, or set return_to to 0 in this one"
+        raise CheckpointError(Problem(what, str(root.parent / LEDGER), why, fix))
 
 
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:

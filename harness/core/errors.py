@@ -136,12 +136,15 @@ def tell_wrapper(exit_code: int, *, overrule: bool = False, starting: bool = Fal
 
     Every rank may tell and the first one counts; `overrule`: the run's outcome, which counts more than what a rank
     that fails because of it ends with. starting: a signal came before the run had begun, which only the wrapper can
-    tell from a launcher that ends this rank because another one died.
+    tell from a launcher that ends this rank because another one died: every rank leaves a line, with their number.
     """
     name = os.environ.get(EXIT_CODE_FILE)
     if not name:
         return
     with suppress(OSError):  # the wrapper then has the launcher's code
         path = Path(name)
-        if overrule or path.stat().st_size == 0:
-            path.write_text(f"{int(exit_code)}{' starting' if starting else ''}\n")
+        if starting:
+            with path.open("a") as file:
+                file.write(f"{int(exit_code)} starting {os.environ.get('WORLD_SIZE', '1')}\n")
+        elif overrule or path.stat().st_size == 0:
+            path.write_text(f"{int(exit_code)}\n")

@@ -92,7 +92,7 @@ def train(request: Request) -> int:
             config = adopt_vocab(folder if resuming or source is None else source.parent.parent, config)
         if resuming:
             resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
-            check_unfinished(folder / "checkpoints", load_ledger(folder).returned_to)
+            check_unfinished(folder / "checkpoints", load_ledger(folder))
         console = Console(config.train.steps, stream=None if lead else open(os.devnull, "w"))  # noqa: SIM115
         if is_finished(folder, config.train.steps) and _end_is_saved(folder):
             console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
@@ -135,7 +135,7 @@ def train(request: Request) -> int:
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
-        missing = _missing_commit(worker, folder, start or 0, request.accepted) if resuming else 0
+        missing = _missing_commit(worker, folder, store, start or 0, request.accepted) if resuming else 0
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
         telemetry = open_telemetry(
@@ -302,12 +302,12 @@ def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) ->
         raise CheckpointError(lost_ledger(str(folder / "incidents.json"), why))
 
 
-def _missing_commit(worker: Worker, folder: Path, start: int, accepted: Sequence[str]) -> int:
+def _missing_commit(worker: Worker, folder: Path, store: Store, start: int, accepted: Sequence[str]) -> int:
     """The newest checkpoint after step `start` that was committed, and that nothing which this run did has put away; 0
     if there is none. Raises CheckpointError on every rank if there is one, unless `checkpoint` is among `accepted` and
     an older one is left: a run that came far must neither start over nor go back unasked.
     """
-    missing = worker.group.broadcast(_newest_commit(folder, start) if worker.group.rank == 0 else 0)
+    missing = worker.group.broadcast(_newest_commit(folder, start, store.damaged) if worker.group.rank == 0 else 0)
     if missing and not (start and "checkpoint" in accepted):
         there = f"the newest that is there is of step {start}" if start else "none is there"
         fix = "put it back from a copy of this run, or begin anew: --resume never, with another --name or with none"
@@ -319,8 +319,9 @@ def _missing_commit(worker: Worker, folder: Path, start: int, accepted: Sequence
     return int(missing)
 
 
-def _newest_commit(folder: Path, start: int) -> int:
+def _newest_commit(folder: Path, start: int, damaged: Iterable[int]) -> int:
     """Retention never deletes the newest; damaged ones and those behind a rollback are set aside, in folders that stay.
+    damaged: those that are to be, once the run goes on.
 
     Whatever puts a checkpoint away says so in the journal, but may be killed before: then there is one folder more than
     the journal accounts for.
@@ -350,6 +351,7 @@ def _newest_commit(folder: Path, start: int) -> int:
     aside = Counter(
         int(number) for path in checkpoints.glob("*-step-*") if (number := path.name.split("-")[2]).isdecimal()
     )
+    aside.update([*damaged])
     marked = {step for step in read_marks(checkpoints) if not aside[step]}
     lost = {step for step in committed if aside[step] <= accounted[step]} | marked
     return max((step for step in lost if step > start), default=0)
@@ -358,9 +360,6 @@ def _newest_commit(folder: Path, start: int) -> int:
 def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequence[str]) -> None:
     """Load the newest valid checkpoint of this run, or the one that --resume PATH named."""
     telemetry = run.telemetry
-    for problem in run.recovery.store.quarantined:
-        telemetry.event(start or 0, "checkpoint.quarantined", text=str(problem))
-        telemetry.screen.event(f"set aside: {problem}")
     if source is not None:
         step = int(source.name.removeprefix("step-"))
         run.state.load_state_dict(*Store(source.parent, readonly=True).load(step))
@@ -374,7 +373,11 @@ def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequenc
         telemetry.screen.event(f"started from {source}")
         run.recovery.save_surely({})  # a kill before the first periodic save must not lose where the run started
     elif start is not None:
-        check_bound(start, run.recovery.load(start).get("bound"), run.recovery.bound, accepted)
+        bound_to = run.recovery.bound
+        run.recovery.load(start, lambda meta: check_bound(start, meta.get("bound"), bound_to, accepted))
+        for problem in run.recovery.store.quarantined:
+            telemetry.event(start, "checkpoint.quarantined", text=str(problem))
+            telemetry.screen.event(f"set aside: {problem}")
         applied = int(cast(OptimizerPart, run.state.parts["optimizer"]).applied)
         telemetry.count(start, applied, run.state.ledger)
         telemetry.event(start, "run.resumed")

@@ -80,6 +80,10 @@ class Damage:
     def pending(self) -> bool:
         return bool(self._saved)
 
+    def inside(self) -> list[tuple[str, ...]]:
+        """Where in the run folder it was done."""
+        return [path.relative_to(self.run).parts for path, _ in self._saved]
+
     def _find(self, what: str, chance: random.Random) -> Path | None:
         steps = sorted((self.run / "checkpoints").glob("step-*"))
         match what:

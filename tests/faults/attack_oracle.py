@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ TRACEBACK = "Traceback (most recent call last)"
 Row = tuple[int, int, str, str]
 _SPANS = re.compile(r": ([0-9][-0-9, ]*)")
 _OF_PROCESSES = ("run.", "checkpoint.", "flight.", "report.", "journal.")
-
+# Told of what was done to files, not of a step: no undisturbed run has them. `_Sequence` asks for who touched what.
+CAUSED = ("data.source", "fp8.no_table", "fp8.dropped", "resume.mismatch")
+# Counts every skip of the run; one that a rollback to an older checkpoint repeats is counted again.
+_IN_ALL = ("guard/skipped",)
+_OF_ATTEMPTS = (*_IN_ALL, "guard/rollbacks", "guard/attempt")
 
 _NOT_WRITTEN = re.compile(r"outcome\.json could not be written.*?; the run ends with (\d+): (.*)")
 _AT = re.compile(r"^outcome +(\w+)(?: at step (\d+))?", re.MULTILINE)
@@ -79,7 +83,7 @@ def compare(run: Path, undisturbed: Path, last: int, rows: Rows | None = None) -
         return f"bytes: the last checkpoint does not verify: {problems[0]}"
     names = sorted({path.name for folder in (ours, theirs) for path in folder.glob("*.safetensors")})
     wrong = [name for name in names if _bytes(ours / name) != _bytes(theirs / name)]
-    elsewhere = _rollbacks(run) != _rollbacks(undisturbed)
+    elsewhere = _rollbacks(run) != _rollbacks(undisturbed) or bool(_before_its_target(run))
     if _state(ours, elsewhere) != _state(theirs, elsewhere):
         wrong.append("state.json")
     if wrong:
@@ -100,15 +104,20 @@ def compare_history(run: Path, undisturbed: Path, last: int, altered: Rows) -> s
         key for key in ("status", "step", "applied", "skipped", "val_loss") if outcome.get(key) != expected[key]
     ]:
         return f"outcome: {', '.join(f'{key} is {outcome.get(key)}' for key in wrong)}"
-    ours, theirs = figures(run), figures(undisturbed)
+    ours, theirs = _without_repeats(run), figures(undisturbed)
+    missing = sorted({*range(1, last + 1)} - {step for step, *_ in ours})
     if _rollbacks(run) != _rollbacks(undisturbed):
         # To an older checkpoint, since the one after it was not saved: more steps are done again, to the same end.
         targets = [to for each in (run, undisturbed) for _, to in _rollbacks(each)]
-        ours, theirs = ([row for row in rows if not min(targets) < row[0] <= max(targets)] for rows in (ours, theirs))
-    if ours == theirs:
+        ours, theirs = (
+            [row for row in rows if not min(targets) < row[0] <= max(targets)]
+            for rows in (_without_repeats(run, _IN_ALL), figures(undisturbed, _IN_ALL))
+        )
+    # A row that became unreadable after the last save is done again, and written behind those that were not.
+    again = altered.touched and Counter(ours) == Counter(theirs)
+    if (ours == theirs or again) and not missing:
         return ""
     told = [event["text"] for event in events_of_rows(run) if event["code"] == "journal.changed"]
-    missing = [step for step in range(1, last + 1) if step not in {step for step, *_ in ours}]
     if missing and not _named(told, "no figures of").issuperset(missing):
         return f"history: {len(missing)} steps have no row: {missing[:20]}; told: {_told_of_rows(run)}"
     twice = sorted({row[0] for row, count in Counter(ours).items() if count > 1 and row[2] == "metrics"})
@@ -137,27 +146,29 @@ def _not_altered(ours: Counter[Row], theirs: Counter[Row], altered: Rows, gone: 
     return ""
 
 
-def figures(run: Path) -> list[Row]:
+def figures(run: Path, without: Sequence[str] = ()) -> list[Row]:
     """The rows of figures in order, then the events: what a step is switched to is told before the step before it is
-    judged, or after it where the run stops there.
+    judged, or after it where the run stops there. without: figures that are left out.
     """
     metrics_rows: list[Row] = []
     events: list[Row] = []
+    left_out = {*OF_THE_PROCESS, *without}
     if not (run / "journal.jsonl").is_file():
         return []
     for row in read_rows(run / "journal.jsonl"):
         if row["kind"] == "metrics":
-            metrics = {name: value for name, value in row["metrics"].items() if name not in OF_THE_PROCESS}
+            metrics = {name: value for name, value in row["metrics"].items() if name not in left_out}
             metrics_rows.append((row["step"], row["attempt"], "metrics", repr(sorted(metrics.items()))))
-        elif row["kind"] == "event" and not row["code"].startswith(_OF_PROCESSES):
+        elif row["kind"] == "event" and not row["code"].startswith((*_OF_PROCESSES, *CAUSED)):
             events.append((row["step"], row["attempt"], row["code"], ""))
     return metrics_rows + sorted(events, key=lambda event: event[:2])
 
 
-def events_of_rows(run: Path) -> list[dict[str, Any]]:
-    """What the journal says of itself."""
-    events = (row for row in read_rows(run / "journal.jsonl") if row["kind"] == "event")
-    return [row for row in events if row["code"].startswith("journal.")]
+def events_of_rows(run: Path, names: tuple[str, ...] = ("journal.",)) -> list[dict[str, Any]]:
+    """What the journal says of itself, or of what begins with one of `names`."""
+    path = run / "journal.jsonl"
+    events = (row for row in (read_rows(path) if path.is_file() else ()) if row["kind"] == "event")
+    return [row for row in events if row["code"].startswith(names)]
 
 
 def _told_of_rows(run: Path) -> list[str]:
@@ -176,6 +187,30 @@ def _rollbacks(run: Path) -> list[tuple[int, int]]:
     path = run / "journal.jsonl"
     rows = read_rows(path, metrics=False) if path.is_file() else ()
     return [(row["step"], row["to_step"]) for row in rows if row["kind"] == "event" and row["code"] == "guard.rollback"]
+
+
+def _before_its_target(run: Path) -> set[tuple[int, int]]:
+    """(attempt, step) of what an attempt did again before the step that the rollback had gone back to: the checkpoint
+    of that step was lost since."""
+    rolled = _rollbacks(run)
+    resumed = [(row["attempt"], row["step"]) for row in events_of_rows(run, ("run.resumed",))]
+    return {
+        (attempt, step)
+        for attempt, begin in resumed
+        for _, target in (rolled[attempt - 2 : attempt - 1] if attempt > 1 else ())
+        for step in range(begin + 1, target + 1)
+    }
+
+
+def _without_repeats(run: Path, without: Sequence[str] = ()) -> list[Row]:
+    """`figures` without those that are `_before_its_target`, as far as they are what they were the first time."""
+    again, plain = _before_its_target(run), figures(run, _OF_ATTEMPTS)
+    first = {(step, *rest) for step, attempt, *rest in plain if (attempt, step) not in again}
+    return [
+        row
+        for row, (step, attempt, *rest) in zip(figures(run, without), plain, strict=True)
+        if (attempt, step) not in again or (step, *rest) not in first
+    ]
 
 
 def _state(folder: Path, elsewhere: bool) -> dict[str, Any]:

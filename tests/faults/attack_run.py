@@ -237,7 +237,8 @@ class _Sequence:
             raise Finding(f"no word: exit code {ended.codes}, and nothing was said")
         if ended.codes[0] >= 0 and "not ended: still running, or killed" in told:
             raise Finding(f"untrue: it ends with {ended.codes}, and says that it has not ended: {told[-600:]}")
-        self._outcome(ended)
+        # A second start that came to the lock after the first had let go of it has gone on, to the end.
+        self._outcome(next((other for other in ended.others if set(other.codes) == {0}), ended))
         self._claims()
         if any(re.search(r"^step ", line) for line in told.splitlines()):
             self.damage.forget()
@@ -365,6 +366,9 @@ class _Sequence:
         if not (self.run / "config.yaml").exists():
             self.missed += 1
             return
+        if episode.change == "text" and self._takes_the_text():
+            self.missed += 1
+            return
         before = contents(self.run)
         arguments, said, mend = other_command(self.folder, episode.change)
         self.starts += 1
@@ -386,6 +390,14 @@ class _Sequence:
         if contents(self.run) != before:
             raise Finding(f"changed by a refusal: {episode.change}: {sorted(differ(before, contents(self.run)))}")
 
+    def _takes_the_text(self) -> bool:
+        """Whether a start makes its data of the text again, whatever that is now: its copy was touched, and no
+        checkpoint is bound to it. A changed text is then another run's, as in a new folder.
+        """
+        copied = "data" not in self._gone() and not any(each[0] == "data" for each in self.damage.inside())
+        store = Store(self.run / "checkpoints", readonly=True)
+        return not copied and all(store.verify(step) for step in store.steps())
+
     def _calm(self) -> None:
         """Nothing happens any more: the run goes through, at once or after what it refuses is put back."""
         self._tools()
@@ -399,11 +411,21 @@ class _Sequence:
             raise Finding(f"does not go on: {self.log[-1]}")
         if found := compare(self.run, self.undisturbed, self.steps, self.rows):
             raise Finding(found)
-        told = [each for each in events_of_rows(self.run) if each["code"] == "journal.changed"]
-        if told and "journal.jsonl" not in self.damage.touched and not self.rows.lossy:
-            raise Finding(f"false alarm: nobody touched the journal, and the run says: {told[0]['text'][:300]}")
+        self._alarms()
         if self.tracked:
             self._delivered()
+
+    def _alarms(self) -> None:
+        """What the run says of its files was done to them."""
+        touched, changed = {*self.damage.touched, *self._gone()}, {each.change for each in self.past}
+        slots = self.rows.lossy or "fp8_telemetry.bin" in touched
+        rows = "journal.jsonl" in self.damage.touched
+        true = {"journal.changed": rows or self.rows.lossy, "resume.mismatch": rows,
+                "data.source": "data" in touched or "text" in changed,
+                "fp8.no_table": slots, "fp8.dropped": slots}  # fmt: skip
+        for each in events_of_rows(self.run, tuple(true)):
+            if not true[each["code"]]:
+                raise Finding(f"false alarm: nobody did that, and the run says {each['code']}: {each['text'][:300]}")
 
     def _tools(self) -> None:
         """What reads a run reads this one, whatever was done to it."""

@@ -57,10 +57,17 @@ def base(root: Path, scenario: str) -> None:
         damage(root, 50)
 
 
+def set_aside(root: Path) -> None:
+    """As a resume does, which goes on from the newest that verifies."""
+    store = Store(root)
+    store.newest_valid()
+    store.set_aside()
+
+
 SCENARIOS: dict[str, Callable[[Path], object]] = {
     "save": lambda root: save(root, 60),
     "resave": lambda root: save(root, 50),
-    "quarantine": lambda root: Store(root).newest_valid(),
+    "quarantine": set_aside,
     "prune": lambda root: Retention(Store(root), 2).prune(),
     "discard": lambda root: Store(root).discard_after(20),
 }
@@ -82,10 +89,12 @@ def in_fork(work: Callable[[], object]) -> int:
 
 
 def look(root: Path) -> dict[str, Any]:
-    """What a new process finds after opening the store, with every load compared to what was saved."""
+    """What a new process finds that opens the store and sets aside what is damaged; every load is compared to what
+    was saved."""
     before = sorted(path.name for path in root.iterdir())
     store = Store(root)
     newest = store.newest_valid()
+    store.set_aside()
     valid = [step for step in store.steps() if not store.verify(step)]
     wrong = []
     for step in valid:

@@ -229,4 +229,11 @@ PROCESS: tuple[Mutation, ...] = (
         'if [ -n "" ] &&',
         "tests/unit/test_launch_scripts.py -k dies_while_the_others",
     ),
+    Mutation(
+        6,
+        "ranks that all had a signal while they started were asked to stop",
+        ' && [ "$(wc -l <"$told")" -lt "$ranks" ]',
+        "",
+        "tests/unit/test_launch_scripts.py -k dies_while_the_others",
+    ),
 )

@@ -63,6 +63,20 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
+        "what is refused leaves damaged checkpoints where they are",
+        "                self.damaged = damaged\n                return step",
+        "                self.damaged = damaged\n                self.set_aside()\n                return step",
+        "tests/faults/test_deleted_checkpoints.py -k where_they_are",
+    ),
+    Mutation(
+        27,
+        "what a checkpoint is bound to is asked before anything of it is written",
+        "        check(meta)\n        self.store.set_aside()\n",
+        "        self.store.set_aside()\n        check(meta)\n",
+        "tests/faults/test_other_files.py -k where_they_are",
+    ),
+    Mutation(
+        4,
         "marks of what is done again are taken away",
         "            manifest.forget_after(self._store.root, step)\n        except",
         "            pass\n        except",
@@ -71,9 +85,30 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         4,
         "a rollback that the run never made is not carried out",
-        "    if target is not None and target not in returned_to:\n",
+        "    if target not in (None, under_way):\n",
         "    if False:\n",
         "tests/faults/test_deleted_checkpoints.py -k never_made",
+    ),
+    Mutation(
+        27,
+        "a rollback's intent that is put back once it is finished is not carried out again",
+        "    if target not in (None, under_way):\n",
+        "    if target not in (None, *ledger.returned_to):\n",
+        "tests/faults/test_other_files.py -k carried_out_again",
+    ),
+    Mutation(
+        27,
+        "a ledger that is put back as of a rollback in progress does not go back again",
+        "if step > under_way and store.seals(step) >= len(ledger.seals)]",
+        "if False]",
+        "tests/faults/test_other_files.py -k carried_out_again",
+    ),
+    Mutation(
+        27,
+        "a ledger that was changed to a rollback nobody made does not go back",
+        "    if under_way not in ledger.returned_to[-1:]:\n",
+        "    if False:\n",
+        "tests/unit/checkpoint/test_store.py -k ledger_says_so",
     ),
     Mutation(
         4,
@@ -81,6 +116,13 @@ SURVIVAL: tuple[Mutation, ...] = (
         "                if missing:\n",
         "                if False:\n",
         "tests/faults/test_deleted_checkpoints.py -k until_that_is_meant",
+    ),
+    Mutation(
+        4,
+        "a run whose checkpoints' folder is deleted does not wait for it",
+        "self._made_again() or error) from error\n        finally",
+        "error) from error\n        finally",
+        "tests/faults/test_deleted_checkpoints.py -k mid_run",
     ),
     Mutation(
         3,

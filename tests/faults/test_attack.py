@@ -172,9 +172,9 @@ def test_a_wrong_end_is_seen(whole: Path, tmp_path: Path, plant: Callable[[Path]
 CHANGED = {"kind": "event", "step": 24, "attempt": 1, "time": 1.0, "code": "journal.changed"}
 
 
-def tell(run: Path, text: str) -> None:
+def append(run: Path, **row: Any) -> None:
     with (run / "journal.jsonl").open("ab") as file:
-        file.write(encode({**CHANGED, "text": text}))
+        file.write(encode({**CHANGED, **row}))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_rows_that_were_altered_must_be_told_and_no_others(
     plant(run)
     rows.change(before, figures(run))
     assert compare(run, whole, 24, rows), "nobody has told"
-    tell(run, text)
+    append(run, text=text)
     found = compare(run, whole, 24, rows)
     assert said in found if said else found == ""
     if not said:
@@ -205,15 +205,105 @@ def test_rows_that_were_altered_must_be_told_and_no_others(
         assert "history: " in compare(run, whole, 24, rows), "more than was altered"
 
 
-def judge(
-    whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[str, Any], may: list[int], lost: str = ""
+def test_a_row_that_was_spoiled_may_come_back_in_another_place(whole: Path, tmp_path: Path) -> None:
+    """One after the last save is done again; the rows behind it stand, and are not written again."""
+    run, rows = tmp_path / "r", Rows()
+    shutil.copytree(whole, run)
+    before = figures(run)
+    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    spoiled = next(line for line in lines if line.startswith('{"kind": "metrics", "step": 17,'))
+    (run / "journal.jsonl").write_text("".join(line for line in lines if line != spoiled))
+    rows.change(before, figures(run))
+    assert "1 steps have no row: [17]" in compare(run, whole, 24, rows)
+    with (run / "journal.jsonl").open("a") as file:
+        file.write(spoiled)
+    assert compare(run, whole, 24, rows) == ""
+    assert compare(run, whole, 24, Rows()).startswith("history: "), "nobody altered it"
+
+
+def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(whole: Path, tmp_path: Path) -> None:
+    """More is done again, and skipped again: that is in no other row, and no step is taken for lost."""
+    run, other = tmp_path / "r", tmp_path / "other"
+    for folder, target in ((run, 4), (other, 8)):
+        shutil.copytree(whole, folder)
+        append(folder, step=20, code="guard.rollback", to_step=target)
+    rows = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    (run / "journal.jsonl").write_text("".join(row.replace('"guard/skipped": 0', '"guard/skipped": 1') for row in rows))
+    assert figures(run) != figures(other)
+    assert compare(run, other, 24) == ""
+    kept = (run / "journal.jsonl").read_text()
+    other_loss(run)
+    assert compare(run, other, 24).startswith("history: (1, 1, 'metrics'")
+    lines = [row for row in kept.splitlines(keepends=True) if '"step": 6,' not in row]
+    (run / "journal.jsonl").write_text("".join(lines))
+    assert compare(run, other, 24).startswith("history: 1 steps have no row: [6]")
+
+
+def test_steps_before_a_lost_target_are_done_again_as_they_were(whole: Path, tmp_path: Path) -> None:
+    """The checkpoint that a rollback went back to is lost, and the attempt after it goes on from an older one."""
+    run, other = tmp_path / "r", tmp_path / "other"
+    for folder in (run, other):
+        shutil.copytree(whole, folder)
+        append(folder, step=20, code="guard.rollback", to_step=8)
+    append(run, step=6, attempt=2, code="run.resumed")
+    rows = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    again = [row for row in rows if re.match(r'{"kind": "metrics", "step": [78],', row)]
+    text = "".join(rows + [row.replace('"attempt": 1', '"attempt": 2') for row in again])
+    (run / "journal.jsonl").write_text(text)
+    assert len(again) == 2
+    assert figures(run) != figures(other)
+    assert compare(run, other, 24) == ""
+    before, name, after = text.rpartition('"Loss/train": ')
+    (run / "journal.jsonl").write_text(f"{before}{name}1{after}")
+    assert compare(run, other, 24).startswith("history: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "touched", "past"),
+    [
+        ("data.source", "data", Episode("files")), ("data.source", "", Episode("changed", change="text")),
+        ("fp8.no_table", "", Episode("disk")), ("journal.changed", "journal.jsonl", Episode("files")),
+        ("resume.mismatch", "journal.jsonl", Episode("files")),
+    ],
+)  # fmt: skip
+def test_what_is_told_of_a_file_was_done_to_it(
+    whole: Path, tmp_path: Path, code: str, touched: str, past: Episode
 ) -> None:
-    """What the oracle makes of one end of a run. lost: of what was deleted before it."""
+    sequence = sequence_of(whole, tmp_path)
+    append(sequence.run, code=code, text="x")
+    assert compare(sequence.run, whole, 24) == "", "it is no figure of a step"
+    with pytest.raises(Finding, match=f"false alarm: nobody did that, and the run says {code}"):
+        sequence._alarms()
+    sequence.past.append(past)
+    sequence.damage.touched |= {touched}
+    sequence.rows.lossy = past.family == "disk"
+    sequence._alarms()
+
+
+def test_a_text_is_the_runs_own_once_a_checkpoint_is_bound_to_it(whole: Path, tmp_path: Path) -> None:
+    sequence = sequence_of(whole, tmp_path)
+    assert not sequence._takes_the_text()
+    assert sequence.damage.apply({"what": "data", "how": "cut", "seed": 0})
+    assert not sequence._takes_the_text(), "it is refused"
+    shutil.rmtree(sequence.run / "checkpoints")
+    assert sequence._takes_the_text()
+
+
+def sequence_of(whole: Path, folder: Path) -> _Sequence:
+    """One whose run has gone through."""
     field = Field(folder)
     field._undisturbed["plain", "python", False] = whole
     sequence = _Sequence(field, draw(0, ["kill"], "python"), folder / "one")
     sequence.attack.variant = "plain"
     shutil.copytree(whole, sequence.run)
+    return sequence
+
+
+def judge(
+    whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[str, Any], may: list[int], lost: str = ""
+) -> None:
+    """What the oracle makes of one end of a run. lost: of what was deleted before it."""
+    sequence = sequence_of(whole, folder)
     if outcome:
         (sequence.run / "outcome.json").write_text(json.dumps(outcome))
     if lost:
@@ -223,6 +313,20 @@ def judge(
 
 
 STOPPED = {"status": "stopped", "exit_code": 75, "reason": "SIGTERM", "step": 20}
+
+
+def test_a_second_start_that_went_on_has_the_last_word(whole: Path, tmp_path: Path) -> None:
+    for number, (codes, outcome, said) in enumerate((([0], {}, ""), ([0], STOPPED, "claim: "), ([2], {}, "exit code"))):
+        sequence = sequence_of(whole, tmp_path / f"{number}")
+        if outcome:
+            (sequence.run / "outcome.json").write_text(json.dumps(outcome))
+        told = "error: another process is writing this run" if codes == [2] else ""
+        ended = Ended([75], "", 1.0, others=[Ended(codes, told, 1.0)])
+        if not said:
+            sequence._judge(Episode("writers", may=[75]), ended)
+            continue
+        with pytest.raises(Finding, match=said):
+            sequence._judge(Episode("writers", may=[75]), ended)
 
 
 def test_true_ends_are_taken(whole: Path, tmp_path: Path) -> None:

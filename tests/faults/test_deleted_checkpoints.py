@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,25 @@ def test_one_that_is_gone_is_refused_until_that_is_meant(tmp_path: Path) -> None
     assert train(tmp_path, *RUN, "train.steps=18").returncode == 0, "answered for"
     assert [event["step"] for event in events(run, "checkpoint.missing")] == [10]
     assert {step for step, _ in metrics(run)} == set(range(1, 19))
+
+
+def test_a_refusal_leaves_damaged_ones_where_they_are(tmp_path: Path) -> None:
+    """The newest is damaged, the one before it is gone: refused as it lies there, and set aside once that is meant."""
+    checkpoints = tmp_path / "runs" / "r" / "checkpoints"
+    assert train(tmp_path, *RUN, "train.steps=12").returncode == 0
+    (checkpoints / "step-00000012" / "state.json").write_text("{}")
+    (checkpoints / "step-00000010").rename(tmp_path / "kept")
+    there = sorted(checkpoints.rglob("*"))
+    refused = train(tmp_path, *RUN, "train.steps=14")
+    assert refused.returncode == 2, refused.stdout
+    assert "the checkpoint of step 10 was saved" in refused.stdout
+    assert "the newest that is there is of step 5" in refused.stdout
+    assert sorted(checkpoints.rglob("*")) == there, "untouched"
+    done = train(tmp_path, *RUN, "train.steps=14", "--accept-changed", "checkpoint")
+    assert done.returncode == 0, done.stdout
+    assert "resumed at step 5" in done.stdout
+    assert (checkpoints / "quarantine-step-00000012-1" / "state.json").read_text() == "{}"
+    assert len(events(tmp_path / "runs" / "r", "checkpoint.quarantined")) == 1
 
 
 def test_the_mark_of_one_that_is_gone_is_enough(tmp_path: Path) -> None:
@@ -125,6 +145,23 @@ def test_a_run_that_was_killed_before_its_first_save_starts_over_and_says_so(tmp
     done = train(tmp_path, "--name", "r", "checkpoint.every=0", "train.steps=100000", "train.max_minutes=0.01")
     assert done.returncode == 75, done.stdout
     assert "no checkpoint was saved before the run ended: it starts over" in done.stdout
+
+
+def test_a_folder_that_is_deleted_in_mid_run_is_made_again(tmp_path: Path) -> None:
+    """Told as a save that failed; the next one finds the folder, and what is asked to stop is saved."""
+    run = tmp_path / "runs" / "r"
+    command = (*RUN, "checkpoint.on_failure=continue", "train.steps=100000")
+    process = start(tmp_path, *command)
+    wait_for_step(run, 7, process)
+    (run / "checkpoints").rename(tmp_path / "gone")
+    wait_for_step(run, metrics(run)[-1][0] + 11, process)
+    process.send_signal(signal.SIGTERM)
+    code, told = process.wait(300), (tmp_path / "output.log").read_text()
+    assert code == 75, told
+    assert "the folder was deleted, with every checkpoint in it; it is made again for the next save" in told
+    assert [event["failures"] for event in events(run, "checkpoint.failed") if "failures" in event] == [1]
+    stopped = json.loads((run / "outcome.json").read_text())["step"]
+    assert f"resumed at step {stopped}" in train(tmp_path, *command, "train.max_minutes=0.001").stdout
 
 
 @pytest.mark.parametrize("to", [0, 5])

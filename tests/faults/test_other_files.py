@@ -93,6 +93,51 @@ def test_a_ledger_that_is_not_the_runs_own_is_refused(
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80], "it must not train"
 
 
+def put_back_the_intent(where: Path) -> None:
+    (where / "checkpoints" / "rollback.json").write_text(json.dumps({"to": load_ledger(where).returned_to[0]}))
+
+
+def put_back_the_ledger_of_the_rollback(where: Path) -> None:
+    """As it was while the rollback was carried out: the chain is the same as after it."""
+    ledger = load_ledger(where)
+    ledger.return_to = ledger.returned_to[0]
+    save_ledger(where, ledger)
+
+
+def put_back_both(where: Path) -> None:
+    put_back_the_intent(where)
+    put_back_the_ledger_of_the_rollback(where)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (put_back_the_intent, "checkpoints/rollback.json"),
+        (put_back_the_ledger_of_the_rollback, "incidents.json"),
+        (put_back_both, "incidents.json"),
+    ],
+)
+def test_a_rollback_that_is_finished_is_not_carried_out_again(
+    rolled_back: Path, tmp_path: Path, change: Callable[[Path], None], named: str
+) -> None:
+    folder = tmp_path / "work"
+    shutil.copytree(rolled_back, folder)
+    where = folder / "runs" / "r"
+    change(where)
+    before = {path: path.read_bytes() for path in where.rglob("*") if path.is_file() and path.name != "lock"}
+    code, told = run(folder, RESUMED)
+    assert code == CheckpointError.exit_code, told
+    assert f"runs/r/{named}: " in told
+    assert "finished" in told
+    after = {path: path.read_bytes() for path in where.rglob("*") if path.is_file() and path.name != "lock"}
+    assert after == before, "untouched"
+    (where / "checkpoints" / "rollback.json").unlink(missing_ok=True)
+    shutil.copy(rolled_back / "runs" / "r" / "incidents.json", where)
+    code, told = run(folder, RESUMED)
+    assert code == 0, told
+    assert "resumed at step 80" in told
+
+
 def other_text(where: Path) -> None:
     """The source changed, and what the run kept of the old one is gone."""
     (where / "data" / "corpus.json").unlink()
@@ -122,6 +167,20 @@ def test_what_a_checkpoint_was_trained_with_is_held_to(
     assert code == CheckpointError.exit_code, told
     assert said in told
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80]
+
+
+def test_what_is_refused_leaves_damaged_checkpoints_where_they_are(rolled_back: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    shutil.copytree(rolled_back, folder)
+    another_rate(folder / "runs" / "r")
+    checkpoints = folder / "runs" / "r" / "checkpoints"
+    (checkpoints / "step-00000080" / "state.json").write_text("{}")
+    (checkpoints / "good.json").write_text('{"good": [40, 80]}')
+    before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+    code, told = run(folder, RESUMED, "train.lr=1e-3")
+    assert code == CheckpointError.exit_code, told
+    assert "changed from 0.0005 to 0.001" in told
+    assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("name", ["outcome.json", "plan.json", "config.yaml", "journal.jsonl"])

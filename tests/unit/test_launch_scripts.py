@@ -65,14 +65,28 @@ def test_a_signal_before_any_rank_trains_is_75_and_says_so(tmp_path: Path) -> No
     assert "stopped before training began" in told
 
 
-@pytest.mark.parametrize(("launcher", "code"), [(1, 1), (247, 247), (143, 75), (130, 75)])
-def test_a_rank_that_dies_while_the_others_start_is_no_request(tmp_path: Path, launcher: int, code: int) -> None:
-    """Its launcher ends the others by a signal, which they take for a request; over 128 the launcher itself had one."""
+@pytest.mark.parametrize(
+    ("ranks", "told", "launcher", "code"),
+    [(2, 1, 1, 1), (2, 1, 247, 247), (2, 1, 143, 75), (2, 1, 130, 75), (4, 3, 1, 1), (2, 2, 1, 75), (1, 1, 247, 75)],
+)
+def test_a_rank_that_dies_while_the_others_start_is_no_request(
+    tmp_path: Path, ranks: int, told: int, launcher: int, code: int
+) -> None:
+    """Its launcher ends the others by a signal, which they take for a request; over 128 the launcher itself had one.
+    Where every rank had a signal none has died.
+    """
     starting = "import os, signal; from harness import stop; stop.end_while_importing(); "
     starting += "os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
-    child = f'"{sys.executable}" -c "{starting}"; echo $? >ended; exit {launcher}'
-    assert supervise(tmp_path, child).wait(LIMIT) == code
-    assert (tmp_path / "ended").read_text() == "75\n", "the rank's own code"
+    one = f'WORLD_SIZE={ranks} "{sys.executable}" -c "{starting}"; echo $? >>ended; '
+    assert supervise(tmp_path, f"{one * told}exit {launcher}").wait(LIMIT) == code
+    assert (tmp_path / "ended").read_text() == "75\n" * told, "the ranks' own codes"
+
+
+def test_what_a_rank_has_said_stands_whatever_signals_the_others_had(tmp_path: Path) -> None:
+    starting = "from harness.core.errors import tell_wrapper; tell_wrapper(75, starting=True)"
+    later = f'WORLD_SIZE=1 "{sys.executable}" -c "{starting}"'
+    assert supervise(tmp_path, f"{rank(2)}; {later}; exit 1").wait(LIMIT) == 2
+    assert supervise(tmp_path, f"{later}; {rank(2)}; exit 1").wait(LIMIT) == 2
 
 
 def test_another_run_that_ends_meanwhile_is_not_taken_for_this_one(tmp_path: Path) -> None:

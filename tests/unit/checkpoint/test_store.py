@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint import manifest
-from harness.checkpoint.store import Store
+from harness.checkpoint.store import Store, check_unfinished
 from harness.core.errors import CheckpointError, MisuseError
+from harness.core.state import RunLedger
 
 META: dict[str, Any] = {"step": 3, "parts": {"model": {}, "data": {"nested": [1, 2.5, None, "é"]}}, "rng": 2**64 + 1}
 
@@ -176,8 +177,11 @@ def test_every_damaged_file_is_found_and_the_one_before_is_used(tmp_path: Path, 
     assert problem.fix
     assert store.newest_valid() == 3
     assert_same(store, 3)
+    assert [step for step in names(tmp_path) if "step" in step] == ["step-00000003", "step-00000006"], "nothing moves"
+    assert (store.damaged, store.quarantined) == ({6: [problem]}, [])
+    store.set_aside()
     assert [step for step in names(tmp_path) if "step" in step] == ["quarantine-step-00000006-1", "step-00000003"]
-    assert store.quarantined == [problem]
+    assert (store.damaged, store.quarantined) == ({}, [problem])
     assert store.newest_valid() == 3
 
 
@@ -236,6 +240,32 @@ def test_an_interrupted_rollback_is_finished_at_the_next_opening(tmp_path: Path)
         Store(tmp_path)
 
 
+def test_a_rollback_is_finished_only_where_its_ledger_says_so(tmp_path: Path) -> None:
+    """And no newer checkpoint was saved after it: that one holds the ledger's newest seal."""
+    ledger = RunLedger()
+    before = ledger.sealed()
+    store = Store(tmp_path)
+    for step in (3, 6):
+        store.save(step, state(step), {**META, "sealed": before})
+    ledger.go_back(3, [5])
+    check_unfinished(tmp_path, ledger)
+    (tmp_path / "rollback.json").write_text('{"to": 3}')
+    with pytest.raises(CheckpointError, match=r"rollback\.json: tells of a rollback to step 3 that is finished"):
+        check_unfinished(tmp_path, ledger)
+    ledger.return_to = 3
+    check_unfinished(tmp_path, ledger)
+    ledger.return_to = 6
+    with pytest.raises(CheckpointError, match=r"rollback\.json"):
+        check_unfinished(tmp_path, ledger)
+    (tmp_path / "rollback.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)incidents\.json: .*step 6 .*never made.*list of rollbacks"):
+        check_unfinished(tmp_path, ledger)
+    ledger.return_to = 3
+    store.save(9, state(9), {**META, "sealed": ledger.sealed()})
+    with pytest.raises(CheckpointError, match=r"(?s)incidents\.json: .*step 3 that is finished.*step 9 was saved"):
+        check_unfinished(tmp_path, ledger)
+
+
 def test_opening_removes_what_a_dead_save_left(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     (tmp_path / ".tmp-step-00000006").mkdir()
@@ -251,7 +281,8 @@ def test_a_store_opened_to_read_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "step-00000006" / "state.json").write_bytes(b"{}")
     store = Store(tmp_path, readonly=True)
     assert store.newest_valid() == 3
-    for change in (lambda: store.save(9, {}, {}), lambda: store.discard_after(3), lambda: store.remove(3)):
+    writes = (lambda: store.save(9, {}, {}), lambda: store.discard_after(3), lambda: store.remove(3), store.set_aside)
+    for change in writes:
         with pytest.raises(MisuseError):
             change()
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
@@ -261,6 +292,24 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match="checkpoints"):
         Store(tmp_path / "checkpoints")
+
+
+def test_a_folder_that_is_deleted_meanwhile_is_made_again_and_that_is_told(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    store = saved(root, 3)
+    writes = (lambda: store.save(6, state(6), {**META, "step": 6}), lambda: store.discard_after(3))
+    for write in writes:
+        shutil.rmtree(root)
+        with pytest.raises(CheckpointError, match="it is made again"):
+            write()
+        write()
+    store.save(6, state(6), {**META, "step": 6})
+    assert_same(store, 6)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="No such file"):
+        writes[0]()
+    assert not (tmp_path / "away").exists()
 
 
 def test_with_nothing_valid_there_is_nothing_to_load(tmp_path: Path) -> None:
