@@ -110,7 +110,7 @@ class FallbackConfig(Strict):
     )
     even_db_weight: float = Field(default=22.0, description="the same for weights")
     even_db_grad_output: float = Field(
-        default=8.0, description="SQNR of which every row is an equal part, dB, under which an output gradient is bad"
+        default=7.0, description="SQNR of which every row is an equal part, dB, under which an output gradient is bad"
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="amax over that of a window before that counts as bad; null: not looked at"
