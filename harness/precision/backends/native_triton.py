@@ -2,7 +2,7 @@
 """Two Triton kernels, each one pass over a tensor, with torch operations as their equals: quantise, amax and transpose;
 and the sums behind the statistics of a cast.
 
-The operators `hopper_harness::fp8_quantize` and `fp8_stats` are a launch or two on a GPU: of statistics in torch
+The operators `hopper_harness::fp8_quantize` and `fp8_row_stats` are a launch or two on a GPU: of statistics in torch
 operations a sampled step made 5,300, and took 1.7 times the time of another (96 slots, on an H100). Triton comes with
 torch's CUDA builds; without it, or where its compiler fails or a kernel differs, torch operations do the same.
 """
