@@ -10,8 +10,11 @@ import torch
 from fp8_oracle import quantize
 from torch import Tensor
 
+from harness.core.facts import ROLES
 from harness.monitors.evidence import FallbackConfig
 from harness.precision import scaling
+from harness.precision.backends.slot_buffers import SlotBuffers
+from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import SampledStats
 
 POLICY = FallbackConfig()
@@ -90,6 +93,22 @@ def test_a_sample_that_drowns_the_others_is_seen_in_a_gradient() -> None:
     underflow, even = gradient(x)
     assert underflow < POLICY.underflow_grad_output, "which is not enough to see it"
     assert even < POLICY.even_db_grad_output
+
+
+def test_the_fused_kernel_of_a_cpu_tells_the_same_of_a_gradient() -> None:
+    names = [f"layer.{role}" for role in ROLES]
+    buffers = SlotBuffers(names, ["e4m3", "e4m3", "e5m2"], Fp8Config(), torch.device("cpu"))
+    assert buffers.kernel is not None, buffers.kernel_note
+    x = gaussian(64, 48)
+    x[:8] *= 2.0**30
+    buffers.begin_window(sample=True)
+    buffers.quantize(x, 2, record=True)
+    buffers.quantize(x, 2, record=True)  # a second micro-batch
+    stats = SampledStats(["e4m3", "e4m3", "e5m2"], torch.device("cpu"))
+    stats.begin(sample=True)
+    stats.add(2, x, torch.tensor(1.0))
+    torch.testing.assert_close(buffers.sums[2], 2 * stats.sums[2], rtol=1e-12, atol=0.0)
+    assert buffers.sums[2, 5] > 0
 
 
 def test_columns_that_vanish_take_no_row_of_a_gradient() -> None:
