@@ -384,6 +384,8 @@ class _Sequence:
         if self.damage.pending() and ended.codes == [2]:
             return
         if goes_on and set(ended.codes) <= {0, 75}:
+            if "resumed at" in ended.output and "data.source" not in ended.output:
+                raise Finding(f"no word: the text has changed, and nobody says so: {ended.output[-600:]}")
             return
         if ended.codes != [2] or not re.search(said, ended.output):
             raise Finding(f"not refused: a changed {episode.change}, codes {ended.codes}: {ended.output[-600:]}")
