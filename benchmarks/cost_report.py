@@ -173,7 +173,7 @@ def draw(stage: str, rows: Mapping[str, Row], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("validation loss over the control's, % (mean of both corpora, 95% interval)")
     axes.set_title(f"{STAGES[stage].size} parameters: FP8 (red), one part of it (blue), another recipe (green)")
-    axes.legend(loc="lower right", fontsize="small")
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")  # inside it would cover intervals
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

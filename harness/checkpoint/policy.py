@@ -25,10 +25,13 @@ class RollbackTargets:
 
     An unhealthy step starts the count of every waiting checkpoint again. Marks are on disk, the counts (`waiting`) in
     the checkpoints: after a resume, call `resumed` with those of the checkpoint that was loaded. committed: asked
-    before a mark is given, whether that checkpoint was written at all; it may wait for the answer.
+    before a mark is given, whether that checkpoint was written; while that is not known (None), its mark waits, and
+    training does not: `settled` gives it at the latest, before anything is decided by marks.
     """
 
-    def __init__(self, store: Store, healthy_steps: int, committed: Callable[[int], bool] = lambda step: True) -> None:
+    def __init__(
+        self, store: Store, healthy_steps: int, committed: Callable[[int], bool | None] = lambda step: True
+    ) -> None:
         self._store = store
         self._healthy_steps = healthy_steps
         self._committed = committed
@@ -46,9 +49,13 @@ class RollbackTargets:
 
         Raises CheckpointError if a mark cannot be written; it is tried again next time.
         """
-        for waiting in self._waiting:
-            if waiting <= step:
-                self._waiting[waiting] = self._waiting[waiting] + 1 if healthy else 0
+        for waiting, count in self._waiting.items():
+            if waiting <= step and count < self._healthy_steps:  # what is earned stays so
+                self._waiting[waiting] = count + 1 if healthy else 0
+        return self._promote()
+
+    def settled(self) -> list[int]:
+        """No save is under way any more: the steps of the checkpoints whose marks waited for that. As `observe`."""
         return self._promote()
 
     def waiting(self) -> dict[str, int]:
@@ -79,11 +86,10 @@ class RollbackTargets:
         self._waiting = {waiting: count for waiting, count in self._waiting.items() if waiting <= step}
 
     def _promote(self) -> list[int]:
-        earned = [step for step, count in self._waiting.items() if count >= self._healthy_steps]
-        lost = [step for step in earned if not self._committed(step)]
-        for step in lost:
+        there = {step: self._committed(step) for step, count in self._waiting.items() if count >= self._healthy_steps}
+        for step in (step for step, known in there.items() if known is False):
             del self._waiting[step]
-        earned = [step for step in earned if step not in lost]
+        earned = [step for step, known in there.items() if known]
         for step in earned:
             try:
                 manifest.add_mark(self._store.root, step)

@@ -125,7 +125,7 @@ class Recovery:
             return True
         while self._agreed(saver is not None and saver.busy(_ROUND)):
             pass
-        return self._agreed(saver is not None and saver.committed(step))
+        return self._agreed(saver is not None and saver.committed(step) is True)
 
     def _held(self, done: Callable[[], bool]) -> bool:
         """Wait on every rank, trying again what could not be written; False once some rank is asked to stop."""
@@ -187,7 +187,7 @@ class Recovery:
         while self._agreed(self.engine.rank == 0 and self.saver.busy(_ROUND)):
             pass
         if self.engine.rank == 0:
-            self._tell_saves()
+            self._mark(self.state.step, self.good.settled)
 
     def _agreed(self, mine: bool) -> bool:
         """Whether it holds on any rank."""
@@ -203,7 +203,7 @@ class Recovery:
         """Until what is being saved is on disk, or has failed; on ranks other than 0 there is nothing to wait for."""
         if self.engine.rank == 0:
             self.saver.wait()
-            self._tell_saves()
+            self._mark(self.state.step, self.good.settled)
 
     def observe(self, step: int, healthy: bool) -> None:
         """One judged step: checkpoints before it come closer to being good, or start again."""

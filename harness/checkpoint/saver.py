@@ -148,8 +148,8 @@ class Saver:
 
     With `staging`, training waits for one copy of the state in memory; a thread of low priority does the rest. Without,
     `begin` returns when all is done. Only the thread that made it may call it. Nothing that training decides depends
-    on how fast the disk is: the steps that are good are read when the save begins, `wait` comes before the store is
-    read for a decision, and `committed` waits for the save that it is asked about.
+    on how fast the disk is: the steps that are good are read when the save begins, and `wait` comes before the store
+    or its marks are read for a decision.
     """
 
     def __init__(
@@ -214,9 +214,11 @@ class Saver:
             self._done.append(self._now)
             self._now = None
 
-    def committed(self, step: int) -> bool:
-        """Whether the save of `step` went well; waits for it if it is under way."""
+    def committed(self, step: int) -> bool | None:
+        """Whether the save of `step` went well; None while it is under way."""
         if self._now is not None and self._now.step == step:
+            if self.busy(0.0):
+                return None
             self.wait()
         return step not in self._failed
 

@@ -22,6 +22,8 @@ from harness.core.files import cache_dir
 
 _SOURCE = Path(__file__).with_name("paper_device.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
+# Some compilers link the C++ library in: it stays inside, or torch takes its symbols for those of its own.
+_EXPORTS = "{ global: paper_use_guard; local: *; };"
 _BUILD_SECONDS = 120
 _WHERE = "harness estimate"
 _library: ctypes.CDLL | None = None
@@ -58,7 +60,7 @@ def _build() -> Path:
         what, why = "there is no C++ compiler", "a CUDA device on paper is built against the installed torch, once"
         raise MachineError(Problem(what, _WHERE, why, "install g++ (apt install g++)"))
     version = runpy.run_path(str(root / "version.py"))
-    facts = (_FLAGS, compiler, str(root), version["__version__"], version["git_version"])
+    facts = (_FLAGS, _EXPORTS, compiler, str(root), version["__version__"], version["git_version"])
     key = hashlib.sha256(_SOURCE.read_bytes() + repr(facts).encode()).hexdigest()
     folder = cache_dir()
     target = folder / f"paper_device-{key[:16]}.so"
@@ -66,7 +68,9 @@ def _build() -> Path:
         return target
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / "paper.so"
-        link = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10", "-ltorch_cpu"]
+        exports = Path(work) / "exports"
+        exports.write_text(_EXPORTS, encoding="ascii")
+        link = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", f"-Wl,--version-script={exports}", "-lc10", "-ltorch_cpu"]
         command = [compiler, *_FLAGS, f"-I{root}/include", str(_SOURCE), "-o", str(made), *link]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)

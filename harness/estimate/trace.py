@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
@@ -151,13 +152,15 @@ def on_paper(card: Card) -> Iterator[FakeTensorMode]:
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "manual_seed_all", lambda *_: None),
         (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: card.capability),
         (torch.cuda, "get_device_name", lambda *_: card.name),
         (torch.cuda, "Event", PaperEvent),
         (torch.version, "cuda", torch.version.cuda or "13.0"),
-        # Fakes would otherwise start CUDA, to be sure that it can.
+        # Fakes would otherwise start CUDA, to be sure that it can: a build with CUDA fails at that without a card.
         (FakeTensorMode, "avoid_device_init", property(lambda _: True)),
+        (fake_tensor, "init_gpu_context", lambda *_: None),
     ]
     with ExitStack() as stack:
         for owner, name, value in answers:

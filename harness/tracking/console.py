@@ -76,7 +76,7 @@ class Console:
             "loss": f"{facts.loss:.4f}",
             "lr": f"{facts.lr:.1e}",
             "norm": f"{facts.grad_norm:.2f}",
-            "rate": rate(facts.tokens / pace if pace > 0 else math.nan, self.counted),
+            "rate": self._rate(facts.tokens, pace),
             "memory": "" if math.isnan(facts.peak_memory) else f"  {facts.peak_memory:.1f} GiB",
             "mfu": "" if math.isnan(ideal) else f"  MFU {ideal / pace:.0%}",
             "fp8": f"{fp8_layers}/{fp8_total}",
@@ -96,6 +96,11 @@ class Console:
                 f"|g| {figures['norm']}  {figures['rate']}{figures['mfu']}{figures['memory']}  fp8 {figures['fp8']}  "
                 f"skipped {skipped}{back}  eta {figures['eta']}"
             )
+
+    def _rate(self, tokens: int, pace: float) -> str:
+        if pace > 0 and not tokens:  # a loop of one's own that told of none
+            return f"{1 / pace:.3g} steps/s"
+        return rate(tokens / pace if pace > 0 else math.nan, self.counted)
 
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
         """Report a validation after `step` steps: mean loss in `unit`, share of labels that were hit."""

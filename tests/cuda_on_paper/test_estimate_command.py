@@ -124,6 +124,16 @@ def test_deepspeed_is_refused_by_name(asked: str) -> None:
     assert "DeepSpeed is not estimated" in done.stderr
 
 
+def test_a_compiler_that_links_its_library_in_does_no_harm(tmp_path: Path) -> None:
+    # What an H100's machine had: torch took that library's symbols for its own, and crashed.
+    compiler = tmp_path / "static"
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -static-libstdc++ -static-libgcc\n')
+    compiler.chmod(0o755)
+    done = run("--card", "H100", *QUICK, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("paper_device-*.so"))
+
+
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
     """An empty cache and an empty PATH: there is nothing to build the device on paper with."""
     done = run("--card", "H100", *QUICK, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))

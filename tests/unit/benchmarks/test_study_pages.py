@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
+from statistics import correlation, mean, median
+from typing import Any
 
 import pytest
 
+from benchmarks.cost import CONTROLS
 from benchmarks.evidence import GRID
 from benchmarks.held_out import HARMFUL
 from benchmarks.held_out_pictures import summary
-from benchmarks.intervals import binomial_upper
+from benchmarks.intervals import binomial_upper, samples_needed, t_interval
 from harness.core.files import read_json
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 FALLBACK = " ".join((ROOT / "docs" / "fallback.md").read_text().split())
 COST = (ROOT / "docs" / "fp8_cost.md").read_text()
+COST_STAGES = {"1.4M": "screen", "3M": "quickstart", "10M": "confirm"}
 
 
 def percent(figures: dict[str, float]) -> str:
@@ -56,14 +61,87 @@ def test_healthy_runs() -> None:
     assert f"(95% upper bound of the chance of a demotion: {upper:.0%})" in FALLBACK
 
 
-def test_cost_of_fp8() -> None:
+def cost_stages() -> dict[str, dict[str, Any]]:
+    return {size: read_json(RESULTS / f"cost_{stage}.json") for size, stage in COST_STAGES.items()}
+
+
+def cost_rows(start: str) -> dict[str, list[str]]:
+    """First cell, without its markup -> the others, of all lines that begin so."""
+    lines = [line.strip("| ").replace("*", "").replace("`", "") for line in COST.splitlines() if line.startswith(start)]
+    return {cells[0]: cells[1:] for cells in (re.split(r" *\| *", line) for line in lines)}
+
+
+def pairs_of(record: dict[str, Any], variant: str) -> list[float]:
+    """The mean over both corpora of every seed, from the losses of the runs."""
+    losses = {(name, corpus, seed): loss for name, corpus, seed, loss, *_ in record["losses"]}
+    seeds = sorted({seed for name, _, seed in losses if name == variant})
+    each = [
+        [losses[variant, corpus, seed] / mean(losses[name, corpus, seed] for name in CONTROLS) - 1 for seed in seeds]
+        for corpus in ("python", "licences")
+    ]
+    return [mean(both) for both in zip(*each, strict=True)]
+
+
+def test_cost_of_fp8_answer() -> None:
+    rows = cost_rows("| 1") | cost_rows("| 3M")
+    for size, record in cost_stages().items():
+        result = record["variants"]["fp8"]["result"]
+        pooled, corpora = result["pooled"], result["by_corpus"]
+        row = rows[f"{size}, {record['size']['steps']}"]
+        assert row[:4] == [str(pooled["n"]), percent(pooled), percent(corpora["python"]), percent(corpora["licences"])]
+        assert row[4].startswith("yes" if pooled["high"] <= record["target"] else "no"), size
+        assert f"{100 * pooled['high']:+.2f}% at" in COST.replace("\n", " "), size
+        assert f"{record['runs']} runs" in COST
+        assert record["failed"] == 0
+        assert not any(row["result"]["lost"] for row in record["variants"].values())
+        assert all(figures["low"] < 0 < figures["high"] for figures in (pooled, *corpora.values()))
+        over = [figures["high"] > record["target"] for figures in (pooled, *corpora.values())]
+        assert all(over) or size == "1.4M"
+
+
+def test_cost_of_fp8_screen() -> None:
     variants = read_json(RESULTS / "cost_screen.json")["variants"]
+    screen = COST[COST.index("### 1.4M") : COST.index("### 3M")]
     cell = r"[-+]?\d\.\d\d \([-+]?\d\.\d\d to [-+]?\d\.\d\d\)"
     shown: dict[str, str] = {}
-    for names, cells in re.findall(rf"\| \**([^|]*`)[^|`]*\| \**((?:{cell},? ?)+)", COST):
+    for names, cells in re.findall(rf"\| \**([^|]*`)[^|`]*\| \**((?:{cell},? ?)+)", screen):
         shown |= dict(zip(re.findall(r"`(\w+)`", names), re.findall(cell, cells), strict=True))
     assert len(shown) > 20
     assert {name: percent(variants[name]["result"]["pooled"]) for name in shown} == shown
-    for corpus, figures in variants["fp8"]["result"]["by_corpus"].items():
-        low, high = (f"{100 * figures[key]:+.2f}%" for key in ("low", "high"))
-        assert f"{low} to {high}" in COST, corpus
+
+
+def test_cost_of_fp8_larger_sizes() -> None:
+    for size, record in cost_stages().items():
+        if size == "1.4M":
+            continue
+        rest = {name: row["result"] for name, row in record["variants"].items() if name not in (*CONTROLS, "fp8")}
+        told = {f"{size} {name}": [percent(row["pooled"]), percent(row["to_fp8"])] for name, row in rest.items()}
+        assert cost_rows(f"| {size} `") == told
+    record = cost_stages()["10M"]
+    pairs = pairs_of(record, "fp8")
+    assert asdict(t_interval(pairs)) == pytest.approx(record["variants"]["fp8"]["result"]["pooled"])
+    assert f"8 seeds\n  on both corpora and {percent(asdict(t_interval(pairs[:8])))}, an upper end as wanted" in COST
+    assert f"one of them with {100 * max(pairs[8:]):+.2f}" in COST
+    for recipe in ("most_recent", "block_e4m3"):
+        assert f"{correlation(pairs, pairs_of(record, recipe)):.2f})" in COST
+
+
+def test_cost_of_fp8_spread() -> None:
+    rows = cost_rows("| 1") | cost_rows("| 3M")
+    for size, record in cost_stages().items():
+        result = record["variants"]["fp8"]["result"]
+        pooled = result["pooled"]
+        deviations = [pooled["sd"], *(result["by_corpus"][corpus]["sd"] for corpus in ("python", "licences"))]
+        losses = {(name, corpus, seed): loss for name, corpus, seed, loss, *_ in record["losses"]}
+        groups = [
+            [losses[name, corpus, seed] for name in CONTROLS if (name, corpus, seed) in losses]
+            for corpus, seed in sorted({(corpus, seed) for _, corpus, seed in losses})
+        ]
+        apart = [max(group) / min(group) - 1 for group in groups if len(group) == len(CONTROLS)]
+        wanted = record["target"]
+        assert rows[size] == [
+            "; ".join(f"{100 * sd:.2f}" for sd in deviations),
+            f"{100 * median(apart):.3f}; {100 * max(apart):.2f}",
+            str(samples_needed(pooled["sd"], wanted)),
+            str(samples_needed(pooled["sd"], wanted - pooled["mean"])),
+        ]

@@ -88,6 +88,12 @@ def test_memory_and_mfu_are_shown_where_they_are_known() -> None:
     assert "8.2k tok/s  MFU 40%  61.3 GiB  fp8 0/0" in stream.getvalue()
 
 
+def test_a_loop_that_tells_of_no_tokens_has_its_steps_counted() -> None:
+    stream = io.StringIO()
+    Console(10, stream=stream).step(replace(facts(1), tokens=0, seconds=0.08), 0, 0, 0, 0)
+    assert "  12.5 steps/s  fp8 0/0" in stream.getvalue()
+
+
 def test_rollbacks_are_shown_once_there_are_any() -> None:
     stream = io.StringIO()
     Console(10, stream=stream).step(facts(1), 0, 0, 0, 3)
