@@ -227,7 +227,7 @@ class _Sequence:
             self._refused(episode, told)
             return
         for code in ended.codes:
-            if code not in (0, *episode.may):
+            if code not in (0, *episode.may) and not self._unheard(episode, ended):
                 raise Finding(f"exit code: {code} in an episode of {episode.family}: {told[-600:]}")
         mute = any(
             each["do"][-1] == "full" for each in episode.events
@@ -242,6 +242,14 @@ class _Sequence:
         self._claims()
         if any(re.search(r"^step ", line) for line in told.splitlines()):
             self.damage.forget()
+
+    def _unheard(self, episode: Episode, ended: Ended) -> bool:
+        """Whether one rank was asked in its first line, and its launcher's signal killed another that had not come to
+        its own: for the wrapper, which cannot see who sent it, a rank has died, and it says that and ends with 1.
+        """
+        early = all(each["at"] == "begin" for each in episode.events) and 0 < len(ended.fired) < self.attack.ranks
+        said = "a rank died while the others started" in ended.output
+        return early and said and self.attack.kind in ("torchrun", "deepspeed") and ended.codes == [1]
 
     def _halted(self, episode: Episode, ended: Ended) -> bool:
         """Whether a run has ended with 3 for good: that is true where it was to roll back, what was done to it has cost
@@ -384,6 +392,8 @@ class _Sequence:
         if self.damage.pending() and ended.codes == [2]:
             return
         if goes_on and set(ended.codes) <= {0, 75}:
+            if "resumed at" in ended.output and "data.source" not in ended.output:
+                raise Finding(f"no word: the text has changed, and nobody says so: {ended.output[-600:]}")
             return
         if ended.codes != [2] or not re.search(said, ended.output):
             raise Finding(f"not refused: a changed {episode.change}, codes {ended.codes}: {ended.output[-600:]}")

@@ -329,6 +329,18 @@ def test_a_second_start_that_went_on_has_the_last_word(whole: Path, tmp_path: Pa
             sequence._judge(Episode("writers", may=[75]), ended)
 
 
+def test_a_rank_killed_before_its_first_line_is_a_rank_that_died(whole: Path, tmp_path: Path) -> None:
+    sequence = sequence_of(whole, tmp_path)
+    sequence.attack.kind = "torchrun"
+    events = [{"at": "begin", "do": ["signal", "SIGTERM"], "rank": rank} for rank in (0, 1)]
+    both = Episode("signals", events=events, may=[75])
+    told = "launch/train.py FAILED: failed\na rank died while the others started (out of memory?): exit 1, not 75"
+    sequence._judge(both, Ended([1], told, 1.0, fired=["0"]))
+    for fired, said in ((["0", "1"], told), (["0"], "failed")):
+        with pytest.raises(Finding, match="exit code: 1"):
+            sequence._judge(both, Ended([1], said, 1.0, fired=fired))
+
+
 def test_true_ends_are_taken(whole: Path, tmp_path: Path) -> None:
     for number, end in enumerate((([0], "", {}, []), ([75], "", STOPPED, [75]), ([-9], "", {}, [-9]))):
         judge(whole, tmp_path / f"{number}", *end)
