@@ -55,6 +55,9 @@ def test_healthy_runs() -> None:
     assert (record["healthy"], record["with a demotion"]) == (len(healthy), 0)
     assert not any(row["demotions"] for row in runs)
     assert len(healthy) >= 24
+    lowest = [row["lowest even_db of a gradient"] for row in runs]
+    assert f"gradient in a run is {min(lowest):.1f} to {max(lowest):.1f} dB" in FALLBACK
+    assert min(lowest) > record["policy"]["even_db_grad_output"]
     upper = binomial_upper(0, len(healthy))
     assert record["upper bound"] == pytest.approx(upper)
     assert f"no layer left FP8 in any of the {len(runs)} runs; in {len(healthy)} of them" in FALLBACK
