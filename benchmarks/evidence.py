@@ -13,7 +13,9 @@ first that are not seen: `benchmarks.held_out`.
 
 *healthy*: short runs of the config `tiny` over learning rates, warm-ups and sizes, on the standard library's source and
 on a folder of other text, each beside a twin in bf16: switches of the one, and what the guard said of the other. A
-twin whose update was skipped had a spike: its run does not count as healthy.
+twin whose update was skipped had a spike: its run does not count as healthy. Then the false alarms as a curve: what was
+recorded of the healthy ones is fed to the controller under limits that are tighter by so many octaves (6 dB), one
+statistic at a time. A run under such limits would look more closely, and more often, than was recorded.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from benchmarks.clean import first_finding
 from benchmarks.intervals import binomial_upper
+from benchmarks.traces import read_trace
 from harness import Precision
-from harness.core.files import read_json, write_json
+from harness.core.files import atomic_file, read_json, write_json
+from harness.monitors.evidence import FallbackConfig
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tracking.journal import read_rows
 
@@ -211,6 +217,50 @@ def healthy(work: Path, other: Path, first_seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+TIGHTER = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Octaves by which limits are tightened."""
+TIGHTENED = ("saturation", "clipped", "underflow", "sqnr_db", "even_db")
+
+
+def tightened(shipped: FallbackConfig, statistic: str, octaves: float) -> FallbackConfig:
+    """The policy with the limits of one statistic, of all roles, so many octaves tighter."""
+    shares, decibels = 2.0**-octaves, 20 * math.log10(2) * octaves
+    limits = {key: value for key, value in shipped.model_dump().items() if key.startswith(statistic)}
+    return shipped.model_copy(
+        update={key: value + decibels if "_db" in key else value * shares for key, value in limits.items()}
+    )
+
+
+def alarms(runs: Sequence[Path]) -> dict[str, list[int]]:
+    """Of recorded healthy runs, how many lose a layer: by statistic, at each of TIGHTER."""
+    traces = [read_trace(run / "journal.jsonl") for run in runs]
+    return {
+        statistic: [
+            sum(
+                first_finding(tightened(policy().fallback, statistic, octaves), trace.layers, trace.facts()) is not None
+                for trace in traces
+            )
+            for octaves in TIGHTER
+        ]
+        for statistic in TIGHTENED
+    }
+
+
+def draw_alarms(found: Mapping[str, Sequence[int]], runs: int, path: Path) -> None:
+    """The curves, as a picture."""
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for statistic, counts in found.items():
+        axes.plot(TIGHTER, [100 * count / runs for count in counts], marker="o", markersize=4, label=statistic)
+    axes.set_xlabel("octaves (6 dB) by which the limits of one statistic are tightened; 0: as shipped")
+    axes.set_ylabel(f"of {runs} healthy runs lose a layer, %")
+    axes.set_ylim(-3, 103)
+    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.legend(frameon=False, fontsize=9, loc="center right")
+    with atomic_file(path) as stream:
+        figure.savefig(stream, format="png", facecolor="white", dpi=120)
+
+
 def _told(work: Path, recipe: str, seed: int, given: list[str]) -> list[dict[str, Any]]:
     folder = work / "runs" / f"{recipe}-{seed}"
     if not (folder / "outcome.json").exists():
@@ -247,6 +297,9 @@ def main() -> None:
         upper = binomial_upper(loud, len(well))
         print(f"{loud} of {len(well)} healthy runs with a demotion (95% upper bound {upper:.0%}); {len(rows)} runs")
         record |= {"runs": rows, "healthy": len(well), "with a demotion": loud, "upper bound": upper}
+        found = alarms([given.work / "runs" / f"fp8_hybrid-{row['seed']}" for row in well])
+        record |= {"octaves tighter": list(TIGHTER), "healthy runs that lose a layer": found}
+        draw_alarms(found, len(well), ROOT / "docs" / "images" / "evidence_alarms.png")
     write_json(_results(given.part), record)
 
 

@@ -80,6 +80,14 @@ def test_healthy_runs() -> None:
     assert (record["healthy"], record["with a demotion"]) == (len(healthy), 0)
     assert not any(row["demotions"] for row in runs)
     assert len(healthy) >= 24
+    tighter, lost = record["octaves tighter"], record["healthy runs that lose a layer"]
+    at = {statistic: dict(zip(tighter, counts, strict=True)) for statistic, counts in lost.items()}
+    assert {each[octaves] for each in at.values() for octaves in (0.0, 0.25)} == {0}
+    half, one = ({name: each[octaves] for name, each in at.items() if each[octaves]} for octaves in (0.5, 1.0))
+    assert (half, one) == (
+        {"saturation": len(healthy), "even_db": 1},
+        {"saturation": len(healthy), "clipped": 1, "even_db": 1},
+    ), "which the page tells"
     lowest = [row["lowest even_db of a gradient"] for row in runs]
     assert f"gradient in a run is {min(lowest):.1f} to {max(lowest):.1f} dB" in FALLBACK
     assert min(lowest) > record["policy"]["even_db_grad_output"]
