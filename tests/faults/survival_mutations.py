@@ -285,4 +285,18 @@ SURVIVAL: tuple[Mutation, ...] = (
         "if self.save_surely(metrics):",
         "tests/faults/test_no_room.py -k once",
     ),
+    Mutation(
+        2,
+        "a mark is not lost while its save is under way",
+        "if known is False):",
+        "if not known):",
+        "tests/unit/checkpoint/test_saver.py -k waits_for_its_save",
+    ),
+    Mutation(
+        2,
+        "what is earned is not lost to a step that comes before the save is done",
+        "if waiting <= step and count < self._healthy_steps:",
+        "if waiting <= step:",
+        "tests/unit/checkpoint/test_saver.py -k waits_for_its_save",
+    ),
 )
