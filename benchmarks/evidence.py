@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -179,6 +180,7 @@ GRID = (
     *((96, 3e-3, 4), (96, 1e-2, 4), (128, 1e-2, 4), (128, 1e-2, 20)),
 )
 """Width, learning rate, warm-up steps. The last four came later: in 21 of the first 24 runs the twin was healthy."""
+_GRADIENTS = "fp8/grad_output/even_db_min"
 SPIKES = ("gradient.skip", "loss.spike", "loss.skip", "nonfinite.skip")
 
 
@@ -192,24 +194,30 @@ def healthy(work: Path, other: Path, first_seed: int) -> list[dict[str, Any]]:
             given = [f"train.lr={lr}", f"train.warmup_steps={warmup}", f"train.seed={seed}"]
             given += [f"train.steps={100 if dim < 256 else 60}", "tracking.mlflow=false", "tracking.report=false"]
             args = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": heads, "ffn": ffn, "tied": True}
-            given += ["checkpoint.every=0", f"model.args={json.dumps(args)}"]
+            given += ["checkpoint.every=0", "tracking.fp8_every=1", f"model.args={json.dumps(args)}"]
             given += [f"data.path={other}"] if place else []
-            events = {recipe: _events(work, recipe, seed, given) for recipe in ("fp8_hybrid", "bf16")}
+            told = {recipe: _told(work, recipe, seed, given) for recipe in ("fp8_hybrid", "bf16")}
+            events = {recipe: [row for row in each if row["kind"] == "event"] for recipe, each in told.items()}
             switches = [row["text"] for row in events["fp8_hybrid"] if row["code"] == "precision.demote"]
             twin = sorted({row["code"] for row in events["bf16"]})
+            figures = [
+                row["metrics"].get(_GRADIENTS, math.nan) for row in told["fp8_hybrid"] if row["kind"] == "metrics"
+            ]
+            lowest = min(value for value in figures if not math.isnan(value))
             rows.append({"dim": dim, "lr": lr, "warmup": warmup, "corpus": corpus, "seed": seed, "twin": twin})
             rows[-1] |= {"healthy": not set(twin) & set(SPIKES), "demotions": switches}
+            rows[-1]["lowest even_db of a gradient"] = round(lowest, 2)
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def _events(work: Path, recipe: str, seed: int, given: list[str]) -> list[dict[str, Any]]:
+def _told(work: Path, recipe: str, seed: int, given: list[str]) -> list[dict[str, Any]]:
     folder = work / "runs" / f"{recipe}-{seed}"
     if not (folder / "outcome.json").exists():
         command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "tiny", "--recipe", recipe]
         command += ["--name", folder.name, *given]
         subprocess.run(command, cwd=work, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
-    return [row for row in read_rows(folder / "journal.jsonl") if row["kind"] == "event"]
+    return list(read_rows(folder / "journal.jsonl"))
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import sys
@@ -185,7 +184,7 @@ class Telemetry:
         """In a model with too many slots for all of them, those beyond `limits` get series of their own."""
         saturation = tuple(getattr(limits, f"saturation_{role}") for role in ROLES)
         underflow = (limits.underflow, limits.underflow, limits.underflow_grad_output)
-        even_db = (limits.even_db_input, limits.even_db_weight, math.nan)
+        even_db = (limits.even_db_input, limits.even_db_weight, limits.even_db_grad_output)
         self.slots.limits = SlotLimits(
             saturation, limits.clipped, underflow, limits.sqnr_db, limits.warmup_steps, even_db
         )

@@ -108,7 +108,13 @@ class SlotStats:
     sqnr_db: Annotated[_PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", "mean", SAMPLED)]
     even_db: Annotated[
         _PerSlot,
-        Metric("as SQNR, but of each value beside itself: all weigh alike", "dB", "fp8_even_db", "mean", SAMPLED),
+        Metric(
+            "as SQNR, but of each value (of gradients: row) beside itself: all weigh alike",
+            "dB",
+            "fp8_even_db",
+            "mean",
+            SAMPLED,
+        ),
     ] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
 

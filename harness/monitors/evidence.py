@@ -108,7 +108,10 @@ class FallbackConfig(Strict):
     even_db_input: float = Field(
         default=8.0, description="SQNR of which every value is an equal part, dB, under which an input slot is bad"
     )
-    even_db_weight: float = Field(default=22.0, description="the same for weights; gradients are not judged by it")
+    even_db_weight: float = Field(default=22.0, description="the same for weights")
+    even_db_grad_output: float = Field(
+        default=7.0, description="SQNR of which every row is an equal part, dB, under which an output gradient is bad"
+    )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="amax over that of a window before that counts as bad; null: not looked at"
     )

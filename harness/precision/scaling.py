@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.core.facts import ROLES
 from harness.precision.recipe import Fp8Config
 
 
@@ -210,34 +211,45 @@ def cast(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 
 SUMS = 6
 """How many sums `quantization_stats` gives."""
+_GRADIENT = ROLES.index("grad_output")
 
 
 def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
-    """Sums behind the statistics of one cast: float64 [6] = clipped, nonzero, flushed, sum x^2, sum error^2, and the
-    sum of min(1, error^2 / x^2).
+    """Sums behind the statistics of one cast, of each row of the last dimension: float64 [r, 6] = clipped, nonzero,
+    flushed, sum x^2, sum error^2, and the sum of min(1, error^2 / x^2).
 
     x: the unscaled tensor. quantized: `quantize(x, scale, fmt)`. clipped: |x * scale| over the largest finite value.
-    flushed: nonzero values that became zero. Sums of several calls may be added. Non-finite values are left out of
-    both sums of squares, as one of them would hide everything else.
+    flushed: nonzero values that became zero. Non-finite values are left out of both sums of squares, as one of them
+    would hide everything else. See `summed`.
     """
-    wide = x.detach().float()
-    scaled = wide * scale
+    wide = x.detach().float().reshape(-1, x.shape[-1])
+    scaled, quantized = wide * scale, quantized.reshape(wide.shape)
     finite = torch.isfinite(wide)
     nonzero = (wide != 0) & finite
     exact = torch.where(finite, wide, 0.0).double()
     error = torch.where(finite, exact - quantized.double() / scale, 0.0)
     # Of each value beside itself: what is lost of the small ones does not drown in the large ones.
     own = torch.where(nonzero, (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0), 0.0)
-    return torch.stack(
-        [
-            (scaled.abs() > FORMATS[fmt].max).sum().double(),
-            nonzero.sum().double(),
-            (nonzero & (quantized == 0)).sum().double(),
-            exact.square().sum(),
-            error.square().sum(),
-            own.sum(),
-        ]
-    )
+    counts = ((scaled.abs() > FORMATS[fmt].max), nonzero, nonzero & (quantized == 0))
+    sums = [count.sum(dim=-1).double() for count in counts]
+    return torch.stack([*sums, *(each.sum(dim=-1) for each in (exact.square(), error.square(), own))], dim=-1)
+
+
+def by_rows(slot: int) -> bool:
+    """Whether what a slot loses is told by its rows: a gradient. Slots come in threes, in the order of ROLES."""
+    return slot % len(ROLES) == _GRADIENT
+
+
+def summed(rows: Tensor, slot: int) -> Tensor:
+    """Of all rows of a cast, float64 [6]; sums of several calls may be added. rows: of `quantization_stats`.
+
+    A gradient's last sum is of its rows instead, each beside itself: nonzero * min(1, sum error^2 / sum x^2). Single
+    small values of a gradient are lost in healthy runs, too; where a whole row is, a token or a sample teaches nothing.
+    """
+    if by_rows(slot):
+        lost = (rows[:, 4] / rows[:, 3]).clamp_max_(1.0).nan_to_num_(nan=0.0)
+        rows = torch.cat([rows[:, :5], (rows[:, 1] * lost)[:, None]], dim=1)
+    return rows.sum(dim=0)
 
 
 def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
@@ -246,9 +258,10 @@ def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 
 
 def shares(sums: Tensor) -> Tensor:
-    """Clipped share, underflow, SQNR in dB, and that with every value weighing alike, float32 [4, slots].
+    """Clipped share, underflow, SQNR in dB, and that with every value (of gradients: row) weighing alike, float32
+    [4, slots].
 
-    sums: of `quantization_stats`, float64 [slots, SUMS]. The shares are of the non-zero finite values. NaN where
+    sums: of `summed`, float64 [slots, SUMS]. The shares are of the non-zero finite values. NaN where
     nothing was sampled; a cast without any error has no SQNR either.
     """
     clipped, nonzero, flushed, signal, noise, own = sums.unbind(dim=1)
@@ -302,7 +315,7 @@ class SampledStats:
             scale = FORMATS[fmt].max / rows.abs().amax(dim=-1, keepdim=True).float()
         # A tensor or row of zeros has an infinite scale; under any other it is zeros as well.
         scale = torch.where(torch.isfinite(scale), scale, 1.0)
-        self.sums[slot] += self.measure(rows, scale, fmt)
+        self.sums[slot] += summed(self.measure(rows, scale, fmt), slot)
 
     def rows(self, mean: Callable[[Tensor], Tensor]) -> Tensor:
         """float32 [4, slots]: as of `shares`; NaN where not sampled. mean: over ranks."""

@@ -180,13 +180,16 @@ class SlotBuffers(scaling.ScalingState):
         fmt = self.formats[slot]
         if self.kernel is not None and x.dtype in (torch.bfloat16, torch.float32):
             amax = self.history.data_ptr() + 4 * slot if record else self._scratch.data_ptr()
-            stats = self.sums[slot].data_ptr() if record and self.sampling else None
-            return self.kernel(x, self.scales[slot], fmt, amax, stats)
-        quantized = scaling.quantize(x, self.scale[slot], fmt)
-        if record:
-            self._stage(x, slot)
-            if self.sampling:
-                self.sums[slot] += scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
+            # The kernel knows no rows, which a gradient is measured by.
+            counts = record and self.sampling and not scaling.by_rows(slot)
+            quantized = self.kernel(x, self.scales[slot], fmt, amax, self.sums[slot].data_ptr() if counts else None)
+        else:
+            counts, quantized = False, scaling.quantize(x, self.scale[slot], fmt)
+            if record:
+                self._stage(x, slot)
+        if record and self.sampling and not counts:
+            rows = scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
+            self.sums[slot] += scaling.summed(rows, slot)
         return quantized
 
     def observe(self, x: Tensor, slot: int) -> None:

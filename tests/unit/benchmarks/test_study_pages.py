@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from statistics import correlation, mean, median
 from typing import Any
@@ -28,6 +29,30 @@ def percent(figures: dict[str, float]) -> str:
     """As the page has an interval."""
     mean, low, high = (f"{100 * figures[key]:+.2f}" for key in ("mean", "low", "high"))
     return re.sub(r"[+-]0\.00", "0.00", f"{mean} ({low} to {high})")
+
+
+def told(strengths: list[int], steps: list[int]) -> str:
+    """As the table of first faults has it: strengths that took as many steps stand together."""
+    parts: list[str] = []
+    pairs = (pair for pair in zip(steps, strengths, strict=True) if pair[0])
+    for took, group in groupby(pairs, key=lambda pair: pair[0]):
+        bits = [strength for _, strength in group]
+        parts.append(f"2^{bits[0]}{f' to 2^{bits[-1]}' if len(bits) > 1 else ''}: {took}")
+    return ", ".join(parts) or "-"
+
+
+def test_first_faults() -> None:
+    families = read_json(RESULTS / "evidence_faults_cpu.json")["families"]
+    lines = [
+        f"| {name} | {'every step' if period == '1' else f'1 of {period}'} | {told(found['strengths'], steps)} |"
+        for name, found in families.items()
+        for period, steps in found["steps"].items()
+    ]
+    assert len(lines) > 50
+    assert [line for line in lines if line not in FALLBACK] == []
+    runs = sum(len(found["strengths"]) * len(found["steps"]) for found in families.values())
+    assert not any(any(each) for found in families.values() for each in found["others"].values())
+    assert f"No other layer left in any of the {runs} runs" in FALLBACK
 
 
 def test_held_out_faults() -> None:
@@ -55,6 +80,9 @@ def test_healthy_runs() -> None:
     assert (record["healthy"], record["with a demotion"]) == (len(healthy), 0)
     assert not any(row["demotions"] for row in runs)
     assert len(healthy) >= 24
+    lowest = [row["lowest even_db of a gradient"] for row in runs]
+    assert f"gradient in a run is {min(lowest):.1f} to {max(lowest):.1f} dB" in FALLBACK
+    assert min(lowest) > record["policy"]["even_db_grad_output"]
     upper = binomial_upper(0, len(healthy))
     assert record["upper bound"] == pytest.approx(upper)
     assert f"no layer left FP8 in any of the {len(runs)} runs; in {len(healthy)} of them" in FALLBACK

@@ -10,8 +10,11 @@ import torch
 from fp8_oracle import quantize
 from torch import Tensor
 
+from harness.core.facts import ROLES
 from harness.monitors.evidence import FallbackConfig
 from harness.precision import scaling
+from harness.precision.backends.slot_buffers import SlotBuffers
+from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import SampledStats
 
 POLICY = FallbackConfig()
@@ -55,6 +58,66 @@ def test_each_value_weighs_alike(fmt: str) -> None:
     live = np.isfinite(exact) & (exact != 0)
     lost = np.minimum(1, ((told[live] - exact[live]) / exact[live]) ** 2)
     assert stats.rows(lambda values: values)[3, 0].item() == pytest.approx(-10 * np.log10(lost.mean()), rel=1e-5)
+
+
+def gradient(x: Tensor) -> tuple[float, float]:
+    """Underflow and even SQNR of `x` as the gradient of the first layer."""
+    stats = SampledStats(["e4m3", "e4m3", "e5m2"], torch.device("cpu"))
+    stats.begin(sample=True)
+    stats.add(2, x, torch.tensor(scaling.FORMATS["e5m2"].max) / x.abs().max())
+    _, underflow, _, even = stats.rows(lambda values: values)[:, 2].tolist()
+    return underflow, even
+
+
+def test_each_row_of_a_gradient_weighs_alike() -> None:
+    x = gaussian(32, 16) * torch.exp2(6 * gaussian(32, 1))
+    x[3], x[4, 2:] = 0.0, 0.0
+    x[5, :2] = torch.tensor([math.nan, math.inf])
+    finite = torch.where(x.isfinite(), x, 0.0)
+    scale = scaling.FORMATS["e5m2"].max / 2.0**8
+    stats = SampledStats(["e4m3", "e4m3", "e5m2"], torch.device("cpu"))
+    stats.begin(sample=True)
+    stats.add(2, x, torch.tensor(scale))
+    exact = finite.numpy().astype(np.float64)
+    error = quantize(finite.numpy(), scale, "e5m2").astype(np.float64) / scale - exact
+    live = (exact != 0).sum(axis=1)
+    some = live > 0
+    lost = np.minimum(1, (error[some] ** 2).sum(axis=1) / (exact[some] ** 2).sum(axis=1))
+    expected = -10 * np.log10((live[some] * lost).sum() / live.sum())
+    assert stats.rows(lambda values: values)[3, 2].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sample_that_drowns_the_others_is_seen_in_a_gradient() -> None:
+    x = gaussian() * torch.exp2(gaussian().roll(3))
+    x[:32] *= 2.0**30
+    underflow, even = gradient(x)
+    assert underflow < POLICY.underflow_grad_output, "which is not enough to see it"
+    assert even < POLICY.even_db_grad_output
+
+
+def test_the_fused_kernel_of_a_cpu_tells_the_same_of_a_gradient() -> None:
+    names = [f"layer.{role}" for role in ROLES]
+    buffers = SlotBuffers(names, ["e4m3", "e4m3", "e5m2"], Fp8Config(), torch.device("cpu"))
+    assert buffers.kernel is not None, buffers.kernel_note
+    x = gaussian(64, 48)
+    x[:8] *= 2.0**30
+    buffers.begin_window(sample=True)
+    buffers.quantize(x, 2, record=True)
+    buffers.quantize(x, 2, record=True)  # a second micro-batch
+    stats = SampledStats(["e4m3", "e4m3", "e5m2"], torch.device("cpu"))
+    stats.begin(sample=True)
+    stats.add(2, x, torch.tensor(1.0))
+    torch.testing.assert_close(buffers.sums[2], 2 * stats.sums[2], rtol=1e-12, atol=0.0)
+    assert buffers.sums[2, 5] > 0
+
+
+def test_columns_that_vanish_take_no_row_of_a_gradient() -> None:
+    """As of queries and keys where attention is saturated: two thirds of the values, in healthy runs."""
+    x = gaussian(256, 192)
+    x[:, :128] *= 2.0**-34
+    underflow, even = gradient(x)
+    assert underflow > 0.6
+    assert even > POLICY.even_db_grad_output + 10
 
 
 def test_a_hot_row_does_not_hide_the_others() -> None:
