@@ -152,11 +152,15 @@ def test_a_folder_that_is_deleted_in_mid_run_is_made_again(tmp_path: Path) -> No
     run = tmp_path / "runs" / "r"
     command = (*RUN, "checkpoint.on_failure=continue", "train.steps=100000")
     process = start(tmp_path, *command)
-    wait_for_step(run, 7, process)
-    (run / "checkpoints").rename(tmp_path / "gone")
-    wait_for_step(run, metrics(run)[-1][0] + 11, process)
-    process.send_signal(signal.SIGTERM)
-    code, told = process.wait(300), (tmp_path / "output.log").read_text()
+    try:
+        wait_for_step(run, 7, process)
+        (run / "checkpoints").rename(tmp_path / "gone")
+        wait_for_step(run, metrics(run)[-1][0] + 11, process)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(300)
+    finally:
+        process.kill()
+    told = (tmp_path / "output.log").read_text()
     assert code == 75, told
     assert "the folder was deleted, with every checkpoint in it; it is made again for the next save" in told
     assert [event["failures"] for event in events(run, "checkpoint.failed") if "failures" in event] == [1]
