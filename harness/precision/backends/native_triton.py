@@ -118,7 +118,7 @@ def _fake_quantize(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
 
 
-def _fp8_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+def _fp8_row_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """`scaling.cast_stats`: x [r, c] of a dtype in DTYPES, rows contiguous. Sums in another order."""
     spec = scaling.FORMATS[fmt]
     rows, columns = x.shape
@@ -141,8 +141,8 @@ torch.library.define(_NAME, torch.library.infer_schema(_fp8_quantize, mutates_ar
 torch.library.impl(_NAME, "default", _fp8_quantize)
 torch.library.register_fake(_NAME, _fake_quantize)
 _STATS = "hopper_harness::fp8_row_stats"
-torch.library.define(_STATS, torch.library.infer_schema(_fp8_stats, mutates_args=()))
-torch.library.impl(_STATS, "default", _fp8_stats)
+torch.library.define(_STATS, torch.library.infer_schema(_fp8_row_stats, mutates_args=()))
+torch.library.impl(_STATS, "default", _fp8_row_stats)
 torch.library.register_fake(_STATS, _fake_stats)
 _ops: Any = torch.ops.hopper_harness
 
@@ -321,7 +321,7 @@ def check(device: torch.device, thorough: bool = True) -> list[str]:
 
 
 def check_stats(device: torch.device) -> list[str]:
-    """Where the kernel's sums on `device` differ from `scaling.cast_stats` on the CPU. Empty: nowhere.
+    """Where the kernel's sums of a row on `device` differ from `scaling.cast_stats` on the CPU. Empty: nowhere.
 
     Counts are equal, sums of squares within float64's rounding: they are added up in another order. Every bfloat16
     value (but subnormal ones, of which Triton's interpreter loses some) and float32 ones between them, both formats,
@@ -335,9 +335,11 @@ def check_stats(device: torch.device) -> list[str]:
         for fmt in scaling.FORMATS:
             for scale in (torch.tensor(0.37), torch.tensor(2.0**20), torch.linspace(1e-3, 1e3, len(x))[:, None]):
                 expected = scaling.cast_stats(x, scale, fmt)
-                actual = _fp8_stats(x.to(device), scale.to(device), fmt).cpu()
-                counts = torch.equal(actual[:, :3], expected[:, :3])
-                if not counts or not torch.allclose(actual[:, 3:], expected[:, 3:], rtol=1e-9, atol=0.0):
+                actual = _fp8_row_stats(x.to(device), scale.to(device), fmt).cpu()
+                # What float64 itself rounds off: of a row that FP8 holds exactly there may be nothing else.
+                floor = 1e-20 * torch.stack([expected[:, 3], expected[:, 3], expected[:, 1]], dim=1)
+                near = (actual[:, 3:] - expected[:, 3:]).abs() <= 1e-9 * expected[:, 3:] + floor
+                if not torch.equal(actual[:, :3], expected[:, :3]) or not near.all():
                     what = f"{x.dtype} {list(x.shape)}, {scale.numel()} scale(s), {fmt}"
                     found.append(f"{actual.sum(0).tolist()} for {expected.sum(0).tolist()} of {what}")
     return found
