@@ -270,7 +270,8 @@ def test_signals_to_the_launcher_or_one_rank_stop_all(
 def test_the_launch_scripts_end_with_75(tmp_path: Path, kind: str, fault: str) -> None:
     job = script(tmp_path, kind, "train.steps=1000000")
     if fault == "starting":
-        wait_until((job.run / "lock").exists, "rank 0 has the lock", START_SECONDS)
+        lock = job.run / "lock"
+        wait_until(lambda: lock.exists() or job.process.poll() is not None, "rank 0 has the lock", START_SECONDS)
     else:
         wait_for_step(job.run, 5, job.process, START_SECONDS)
     if fault == "launcher killed":
