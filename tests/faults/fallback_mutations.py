@@ -70,9 +70,9 @@ FALLBACK = (
     ),
     Mutation(
         16,
-        "nor does the kernel that knows no rows",
-        "self.sampling and not scaling.by_rows(slot)",
-        "self.sampling",
+        "nor does it from the kernel of a CPU",
+        "amax, stats, scaling.by_rows(slot))",
+        "amax, stats)",
         "tests/unit/precision/test_hidden_values.py -k fused_kernel",
     ),
     Mutation(

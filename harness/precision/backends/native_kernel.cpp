@@ -120,16 +120,32 @@ Sums measure(const T* __restrict x, int64_t n, float scale, float max, const uin
   return Sums{double(clipped), double(nonzero), double(flushed), signal, noise, own};
 }
 
+// Of whole rows, each beside itself: what is lost of one weighs by its non-zero values.
 template <typename T>
-void run(const T* x, int64_t n, float scale, Grid g, uint16_t* q, float* amax, double* stats, int threads) {
-  const int64_t blocks = (n + kBlock - 1) / kBlock;
+Sums measure_rows(const T* x, int64_t n, int64_t row, float scale, float max, const uint16_t* q) {
+  Sums all{};
+  for (int64_t start = 0; start < n; start += row) {
+    const Sums s = measure(x + start, row, scale, max, q + start);
+    const double lost = s.noise < s.signal ? s.noise / s.signal : 1.0;
+    all.clipped += s.clipped; all.nonzero += s.nonzero; all.flushed += s.flushed;
+    all.signal += s.signal; all.noise += s.noise; all.own += s.nonzero * lost;
+  }
+  return all;
+}
+
+template <typename T>
+void run(const T* x, int64_t n, int64_t row, float scale, Grid g, uint16_t* q, float* amax, double* stats,
+         int threads) {
+  const int64_t block = row == 0 ? kBlock : row < kBlock ? kBlock / row * row : row;
+  const int64_t blocks = (n + block - 1) / block;
   std::vector<uint32_t> peaks(blocks, 0u);
   std::vector<Sums> sums(stats ? blocks : 0);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n > kSerial)
   for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t start = b * kBlock, size = start + kBlock < n ? kBlock : n - start;
+    const int64_t start = b * block, size = start + block < n ? block : n - start;
     peaks[b] = quantize_block(x + start, size, scale, g, q + start);
-    if (stats) sums[b] = measure(x + start, size, scale, g.max, q + start);
+    if (stats && row) sums[b] = measure_rows(x + start, size, row, scale, g.max, q + start);
+    else if (stats) sums[b] = measure(x + start, size, scale, g.max, q + start);
   }
   uint32_t peak = bits(*amax);  // running amax of the window: non-negative, so its bits order like its value
   for (const uint32_t p : peaks) peak = p > peak ? p : peak;
@@ -145,12 +161,13 @@ void run(const T* x, int64_t n, float scale, Grid g, uint16_t* q, float* amax, d
 extern "C" {
 
 // x: n values, float32 (is_bf16 = 0) or bfloat16. q: n bfloat16, out. amax: in and out (max). stats: 6 doubles, added
-// to (clipped, nonzero, flushed, sum x^2, sum error^2, sum min(1, error^2 / x^2)), or null. fmt: 0 E4M3, 1 E5M2.
-void harness_quantize(const void* x, int is_bf16, int64_t n, float scale, int fmt, uint16_t* q, float* amax,
-                      double* stats, int threads) {
+// to (clipped, nonzero, flushed, sum x^2, sum error^2, sum min(1, error^2 / x^2)), or null. row: 0, or values in a row,
+// and the last sum is then of rows: nonzero * min(1, sum error^2 / sum x^2). fmt: 0 E4M3, 1 E5M2.
+void harness_quantize(const void* x, int is_bf16, int64_t n, int64_t row, float scale, int fmt, uint16_t* q,
+                      float* amax, double* stats, int threads) {
   const Grid g = grid(fmt);
-  if (is_bf16) run(static_cast<const uint16_t*>(x), n, scale, g, q, amax, stats, threads);
-  else run(static_cast<const float*>(x), n, scale, g, q, amax, stats, threads);
+  if (is_bf16) run(static_cast<const uint16_t*>(x), n, row, scale, g, q, amax, stats, threads);
+  else run(static_cast<const float*>(x), n, row, scale, g, q, amax, stats, threads);
 }
 
 }

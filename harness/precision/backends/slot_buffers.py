@@ -40,16 +40,16 @@ _FORMAT_CODES = {"e4m3": 0, "e5m2": 1}
 # The largest block, in bytes, that glibc still takes from its heap once it has seen one freed.
 _LARGEST_IN_HEAP = 32 * 2**20 - 2**13
 
-Kernel = Callable[[Tensor, float, str, int, "int | None"], Tensor]
+Kernel = Callable[..., Tensor]
 
 
 @cache
 def load() -> tuple[Kernel | None, str]:
     """(kernel, what it is), or (None, why there is none).
 
-    kernel(x, scale, fmt, amax_pointer, stats_pointer): x a contiguous float32 or bfloat16 CPU tensor; returns its raw
-    FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to six doubles at
-    stats_pointer (see `scaling.quantization_stats`).
+    kernel(x, scale, fmt, amax_pointer, stats_pointer, by_rows=False): x a contiguous float32 or bfloat16 CPU tensor;
+    returns its raw FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to six
+    doubles at stats_pointer (see `scaling.quantization_stats`; by_rows: as `scaling.summed` has a gradient).
     """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
@@ -77,14 +77,16 @@ def keep_freed_memory() -> None:
 def _bind(library: ctypes.CDLL) -> Kernel:
     function = library.harness_quantize
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = [pointer, integer, ctypes.c_int64, ctypes.c_float, integer] + [pointer] * 3 + [integer]
+    count = ctypes.c_int64
+    function.argtypes = [pointer, integer, count, count, ctypes.c_float, integer] + [pointer] * 3 + [integer]
     function.restype = None
 
-    def quantize(x: Tensor, scale: float, fmt: str, amax: int, stats: int | None) -> Tensor:
+    def quantize(x: Tensor, scale: float, fmt: str, amax: int, stats: int | None, by_rows: bool = False) -> Tensor:
         out = torch.empty_like(x, dtype=torch.bfloat16)
         is_bf16 = int(x.dtype == torch.bfloat16)
         code = _FORMAT_CODES[fmt]
-        function(x.data_ptr(), is_bf16, x.numel(), scale, code, out.data_ptr(), amax, stats, torch.get_num_threads())
+        row, threads = x.shape[-1] if by_rows else 0, torch.get_num_threads()
+        function(x.data_ptr(), is_bf16, x.numel(), row, scale, code, out.data_ptr(), amax, stats, threads)
         return out
 
     return quantize
@@ -180,16 +182,14 @@ class SlotBuffers(scaling.ScalingState):
         fmt = self.formats[slot]
         if self.kernel is not None and x.dtype in (torch.bfloat16, torch.float32):
             amax = self.history.data_ptr() + 4 * slot if record else self._scratch.data_ptr()
-            # The kernel knows no rows, which a gradient is measured by.
-            counts = record and self.sampling and not scaling.by_rows(slot)
-            quantized = self.kernel(x, self.scales[slot], fmt, amax, self.sums[slot].data_ptr() if counts else None)
-        else:
-            counts, quantized = False, scaling.quantize(x, self.scale[slot], fmt)
-            if record:
-                self._stage(x, slot)
-        if record and self.sampling and not counts:
-            rows = scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
-            self.sums[slot] += scaling.summed(rows, slot)
+            stats = self.sums[slot].data_ptr() if record and self.sampling else None
+            return self.kernel(x, self.scales[slot], fmt, amax, stats, scaling.by_rows(slot))
+        quantized = scaling.quantize(x, self.scale[slot], fmt)
+        if record:
+            self._stage(x, slot)
+            if self.sampling:
+                rows = scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
+                self.sums[slot] += scaling.summed(rows, slot)
         return quantized
 
     def observe(self, x: Tensor, slot: int) -> None:

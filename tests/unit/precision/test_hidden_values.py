@@ -95,12 +95,15 @@ def test_a_sample_that_drowns_the_others_is_seen_in_a_gradient() -> None:
     assert even < POLICY.even_db_grad_output
 
 
-def test_the_fused_kernel_of_a_cpu_tells_the_same_of_a_gradient() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 48), (40, 3000), (9, 9000), (8, 1)])  # under and over what is summed at once
+def test_the_fused_kernel_of_a_cpu_tells_the_same_of_a_gradient(shape: tuple[int, int], dtype: torch.dtype) -> None:
     names = [f"layer.{role}" for role in ROLES]
     buffers = SlotBuffers(names, ["e4m3", "e4m3", "e5m2"], Fp8Config(), torch.device("cpu"))
     assert buffers.kernel is not None, buffers.kernel_note
-    x = gaussian(64, 48)
+    x = gaussian(*shape).to(dtype)
     x[:8] *= 2.0**30
+    x[0, 0], x[-1] = math.nan, 0.0
     buffers.begin_window(sample=True)
     buffers.quantize(x, 2, record=True)
     buffers.quantize(x, 2, record=True)  # a second micro-batch
