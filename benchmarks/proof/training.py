@@ -23,7 +23,7 @@ from benchmarks.proof.child import describe
 from benchmarks.proof.registry import Answer, NotHere, Task
 from benchmarks.proof.timing import spread, wait
 from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry
-from harness.core.config import RunConfig
+from harness.core.config import GuardConfig, RunConfig
 from harness.core.errors import ConfigError, MachineError
 from harness.core.facts import Halt, Rollback, StepFacts
 from harness.core.state import RunLedger
@@ -77,13 +77,17 @@ def sizes(task: Task, copies: float, largest: int = 0) -> Sequence[Size]:
     return fitting or SIZES[-1:]
 
 
-def recipe_of(backend: str, **fp8: Any) -> Recipe:
-    """The shipped recipe that `backend` ("16 bit", or one with FP8) comes first in, cut down to that rung."""
+def recipe_of(backend: str, *, fuse: bool = False, **fp8: Any) -> Recipe:
+    """The shipped recipe that `backend` ("16 bit", or one with FP8) comes first in, cut down to that rung.
+
+    fuse: with `layers.fuse`.
+    """
     if backend == "16 bit":
         return load_recipe("bf16")
     base = load_recipe("fp8_dynamic" if backend == "torchao" else "fp8_hybrid").model_dump()
     base["ladder"] = [{"backend": backend, "precision": "fp8", "tiers": list(TIERS)}]
-    return Recipe.model_validate({**base, "fp8": {**base["fp8"], **fp8}})
+    layers = {**base["layers"], "fuse": fuse}
+    return Recipe.model_validate({**base, "fp8": {**base["fp8"], **fp8}, "layers": layers})
 
 
 def best(task: Task) -> str:
@@ -93,10 +97,14 @@ def best(task: Task) -> str:
 
 @dataclass
 class Contender:
-    """A run that trains when it is its turn, one step ahead of what is judged, as in the trainer's loop."""
+    """A run that trains when it is its turn, one step ahead of what is judged, as in the trainer's loop.
+
+    fused: pairs of a norm and its Linear, and MLPs, that are computed as one.
+    """
 
     run: Run
     rung: str
+    fused: int = 0
     pending: deque[InFlight] = field(default_factory=deque)
     last: StepFacts | None = None
     demoted: set[str] = field(default_factory=set)
@@ -108,8 +116,11 @@ class Contender:
         before()
         for _ in range(count):
             self.pending.append(next_step(self.run))
-            if len(self.pending) > 1:
+            due = self.run.guard.snapshot_due()
+            while len(self.pending) > (0 if due else 1):
                 self._judge()
+            if due:
+                self.run.guard.snapshot()
         while self.pending:
             self._judge()
         wait(self.run.engine.device)
@@ -178,7 +189,7 @@ def start(
     except (ConfigError, MachineError) as error:
         raise NotHere("; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)) from error
     stack.callback(run.stop.uninstall)
-    return Contender(run, plan.resolved)
+    return Contender(run, plan.resolved, len(plan.fused_norms()) + len(plan.fused_mlps()))
 
 
 def at_the_largest(task: Task, candidates: Sequence[Size], measure: Callable[[ExitStack, Size], Answer]) -> Answer:
@@ -219,11 +230,15 @@ def warm(contender: Contender, steps: int) -> dict[str, Any]:
 
 
 def in_rounds(
-    task: Task, contenders: Mapping[str, Contender], so_far: dict[str, Any], turn: float, rounds: int
+    task: Task, contenders: Mapping[str, Contender], so_far: dict[str, Any], turn: float, rounds: int, period: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of a step, one entry a round; `so_far` plus the times is noted after each."""
+    """Seconds of a step, one entry a round; `so_far` plus the times is noted after each.
+
+    turn: seconds of one turn, in whole periods of so many steps.
+    """
     once = max(contender.steps(2) / 2 for contender in contenders.values())
     count = max(1 if task.rehearsal else 3, min(50, round(turn / once)))
+    count = period * max(1, round(count / period))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         if number and task.left() < 1.5 * count * sum(values[-1] for values in times.values()):
@@ -247,14 +262,17 @@ def compared(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[
     }
 
 
-def race(task: Task, backend: str, compiled: bool) -> Answer:
-    """The FP8 backend's step against that of bf16 (fp16 on cards without it), both eager or both compiled."""
+def race(task: Task, backend: str, compiled: bool, fuse: bool = False) -> Answer:
+    """The FP8 backend's step against that of bf16 (fp16 on cards without it), both eager or both compiled.
+
+    fuse: the FP8 backend's with norms and MLPs fused.
+    """
     over = {"engine": {"compile": "blocks" if compiled else "none"}}
 
     def measure(stack: ExitStack, size: Size) -> Answer:
         contenders: dict[str, Contender] = {}
         facts: dict[str, dict[str, Any]] = {}
-        for name, recipe in (("fp8", recipe_of(backend)), ("16 bit", recipe_of("16 bit"))):
+        for name, recipe in (("fp8", recipe_of(backend, fuse=fuse)), ("16 bit", recipe_of("16 bit"))):
             others = allocated(task.device)
             contenders[name] = start(stack, task, name, size, recipe, over)
             # Past a step that samples statistics: it is the one that takes the most memory.
@@ -264,6 +282,7 @@ def race(task: Task, backend: str, compiled: bool) -> Answer:
         figures: dict[str, Any] = {
             "backend": backend,
             "compiled": compiled,
+            "fused": contenders["fp8"].fused,
             "size": size.name,
             "model": {**size.args, "context": size.context, "parameters": size.parameters},
             "contenders": facts,
@@ -282,6 +301,7 @@ def race(task: Task, backend: str, compiled: bool) -> Answer:
         left = [layer for row in facts.values() for layer in row["left_fp8"]]
         wrong = [f"compiled code was given up for eager ({'; '.join(fell)})"] if fell else []
         wrong += [f"layers left FP8 while they were timed: {', '.join(left)}"] if left else []
+        wrong += ["nothing was fused"] if fuse and not contenders["fp8"].fused else []
         return Answer(summary, figures, "; ".join(wrong))
 
     return at_the_largest(task, sizes(task, 2.4), measure)
@@ -293,6 +313,10 @@ def native(task: Task) -> Answer:
 
 def te(task: Task) -> Answer:
     return race(task, "transformer_engine", compiled=False)
+
+
+def te_fused(task: Task) -> Answer:
+    return race(task, "transformer_engine", compiled=False, fuse=True)
 
 
 def torchao(task: Task) -> Answer:
@@ -312,15 +336,18 @@ def torchao_compiled(task: Task) -> Answer:
 
 
 def watching(task: Task) -> Answer:
-    """Steps with the journal and FP8 statistics of every step, and with the guard, over steps with neither.
+    """Steps with the journal and FP8 statistics of every step, with the guard, and as shipped (statistics of one step
+    in ten, the guard, its copy of the state in memory at one step in twenty), over steps with none of it.
 
     MLflow is a process of its own that reads the journal; it is not part of this.
     """
-    quiet = {"guard": {"enabled": False}, "tracking": {"fp8_every": NEVER}}
+    off = {"guard": {"enabled": False}, "tracking": {"fp8_every": NEVER}}
+    shipped = GuardConfig().snapshot_every
     ways = {
-        "neither": ({"stats_every": NEVER}, quiet),
-        "telemetry": ({}, {"guard": {"enabled": False}, "tracking": {"fp8_every": 1}}),
-        "guard": ({"stats_every": NEVER}, {"guard": {"enabled": True}, "tracking": {"fp8_every": NEVER}}),
+        "neither": ({"stats_every": NEVER}, off),
+        "telemetry": ({"stats_every": 1}, {**off, "tracking": {"fp8_every": 1}}),
+        "guard": ({"stats_every": NEVER}, {**off, "guard": {"enabled": True}}),
+        "as shipped": ({}, {"guard": {"snapshot_every": shipped}}),
     }
 
     def measure(stack: ExitStack, size: Size) -> Answer:
@@ -330,18 +357,24 @@ def watching(task: Task) -> Answer:
             warm(contenders[name], 2)
         figures: dict[str, Any] = {"size": size.name, "rung": contenders["neither"].rung}
         turn, rounds = (0.02, 3) if task.rehearsal else (1.0, 9)
-        times = in_rounds(task, contenders, figures, turn, rounds)
+        times = in_rounds(task, contenders, figures, turn, rounds, period=shipped)
         for contender in contenders.values():
             contender.told()
+        memory = contenders["as shipped"].run.guard.memory
+        figures["snapshots"] = memory is not None and memory.good is not None
         figures["contenders"] = compared(times, "neither")
         told = ", ".join(
             f"{name} {row['ratio']['median']:.4f} ({row['ratio']['min']:.4f}-{row['ratio']['max']:.4f})"
             for name, row in figures["contenders"].items()
             if name != "neither"
         )
-        return Answer(f"of a step without: {told}; {size.name}", figures)
+        without = "" if figures["snapshots"] else "; without snapshots, for want of memory"
+        return Answer(f"of a step without: {told}; {size.name}{without}", figures)
 
-    return at_the_largest(task, sizes(task, 3.6, largest=1), measure)
+    # A step of this width does not wait for Python, and four states of it fit a card of 80 GB.
+    wide = llama(4096, 4096, layers=4)
+    fits = not task.rehearsal and 4.4 * STATE_BYTES * wide.parameters <= torch.cuda.mem_get_info(task.device)[0]
+    return at_the_largest(task, [*([wide] if fits else []), *sizes(task, 4.6, largest=1)], measure)
 
 
 def syncs(task: Task) -> Answer:
@@ -353,7 +386,7 @@ def syncs(task: Task) -> Answer:
             name = f"{rung}, statistics {'at every step' if every == 1 else 'off'}"
             try:
                 with ExitStack() as stack:
-                    fp8 = {} if rung == "16 bit" else {"stats_every": every}
+                    fp8: dict[str, Any] = {} if rung == "16 bit" else {"stats_every": every}
                     waits(start(stack, task, f"{rung} {every}", SMALL, recipe_of(rung, **fp8)))
                 found[name] = ""
             except NotHere as error:

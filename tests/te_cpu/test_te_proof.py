@@ -25,6 +25,15 @@ def test_steps_are_compared_with_bf16(tmp_path: Path) -> None:
     assert found["fp8"]["loss"] == pytest.approx(found["16 bit"]["loss"], rel=0.05)
 
 
+def test_fused_steps_are_fused_and_apart_where_not_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "fused").mkdir()
+    (tmp_path / "apart").mkdir()
+    fused = training.te_fused(task(tmp_path / "fused"))
+    assert not fused.failed
+    assert fused.figures["fused"] == 2 * 3, "two norms and the MLP of each of two layers"
+    assert training.te(task(tmp_path / "apart")).figures["fused"] == 0
+
+
 def test_compiled_steps_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(NotHere, match="does not compile"):
         training.te_compiled(task(tmp_path))

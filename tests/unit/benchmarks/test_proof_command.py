@@ -92,6 +92,7 @@ def test_a_whole_rehearsal(tmp_path: Path) -> None:
     contenders = rows["native"]["figures"]["contenders"]
     assert (contenders["fp8"]["rung"], contenders["16 bit"]["rung"]) == ("native:fp8", "autocast:bf16")
     assert 0 < contenders["fp8"]["ratio"]["min"] <= contenders["fp8"]["ratio"]["median"]
+    assert rows["watching"]["figures"]["snapshots"], "what is timed as shipped takes snapshots"
 
 
 def test_nowhere_to_write_is_said_before_anything_runs(tmp_path: Path) -> None:

@@ -174,7 +174,11 @@ def test_a_machine_that_has_everything_lacks_nothing() -> None:
         ({"no_compiling": "no compiler"}, {"kernels", "native_compiled", "torchao_compiled"}, "no compiler"),
         ({"packages": ["pytest"]}, {"native", "watching", "saves", "syncs"}, "needs numpy, pydantic"),
         ({"packages": [*H100["packages"][:2], "rich", "safetensors", "yaml"]}, {"tests"}, "needs pytest"),
-        ({"libraries": {**H100["libraries"], "transformer_engine": "no TE"}}, {"golden", "te", "te_compiled"}, "no TE"),
+        (
+            {"libraries": {**H100["libraries"], "transformer_engine": "no TE"}},
+            {"golden", "te", "te_fused", "te_compiled"},
+            "no TE",
+        ),
         ({"libraries": {**H100["libraries"], "torchao": "no AO"}}, {"torchao", "torchao_compiled"}, "no AO"),
     ],
 )
