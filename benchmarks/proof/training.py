@@ -342,7 +342,7 @@ def watching(task: Task) -> Answer:
     MLflow is a process of its own that reads the journal; it is not part of this.
     """
     off = {"guard": {"enabled": False}, "tracking": {"fp8_every": NEVER}}
-    shipped = GuardConfig().snapshot_every
+    shipped = 2 if task.rehearsal else GuardConfig().snapshot_every
     ways = {
         "neither": ({"stats_every": NEVER}, off),
         "telemetry": ({"stats_every": 1}, {**off, "tracking": {"fp8_every": 1}}),
