@@ -360,8 +360,7 @@ def watching(task: Task) -> Answer:
         times = in_rounds(task, contenders, figures, turn, rounds, period=shipped)
         for contender in contenders.values():
             contender.told()
-        memory = contenders["as shipped"].run.guard.memory
-        figures["snapshots"] = memory is not None and memory.good is not None
+        figures["snapshots"] = contenders["as shipped"].run.guard.memory is not None
         figures["contenders"] = compared(times, "neither")
         told = ", ".join(
             f"{name} {row['ratio']['median']:.4f} ({row['ratio']['min']:.4f}-{row['ratio']['max']:.4f})"
