@@ -43,16 +43,19 @@ class GradientMonitor(KeptWindow):
     usual, on a log scale (see `robust.level`); armed after 32 of them (or `window`, if that is less).
 
     The limit for an update two steps on is max(skip_growth, e^(6 sigma)) times the usual norm. Whatever was skipped
-    stays out of the window, so a norm that changes for good by more than the limit is never accepted: rollbacks follow,
-    then the halt, whose text names the key to raise.
+    stays out of the window. Of a row of skips at a loss within its limit, none over skip_growth times the limit, the
+    weights are the reason, not the samples: whatever window comes next has such a norm, and going back would lead to
+    the same weights again. Norms of that size are applied from then on, clipped as before, while `window` applied steps
+    make them the usual ones. Beyond that, or if there is another row meanwhile, rollbacks follow, then the halt,
+    whose text names the key to raise.
 
-    Verdicts: `nonfinite.skip`, `gradient.skip`, `scaler.calibration` (all unhealthy), `gradient.growth` (healthy, once
-    per streak), else `gradient.ok`, all with limits once armed. Updates skipped for their samples or their loss are
-    other monitors' to judge; they neither extend nor end a row.
+    Verdicts: `nonfinite.skip`, `gradient.skip`, `gradient.accepted`, `scaler.calibration` (all unhealthy),
+    `gradient.growth` (healthy, once per streak), else `gradient.ok`, all with limits once armed. Updates skipped for
+    their samples or their loss are other monitors' to judge; they neither extend nor end a row.
     """
 
     key = "gradients"
-    kept = ("norms", "bad_windows", "skip_scale", "growing")
+    kept = ("norms", "bad_windows", "bad_norms", "accepted", "accepted_steps", "skip_scale", "growing")
 
     def __init__(
         self, max_consecutive_skips: int, skip_growth: float = 5.0, clip_growth: float = 3.0, window: int = 40
@@ -63,6 +66,9 @@ class GradientMonitor(KeptWindow):
         self.window = window
         self._norms: deque[float] = deque(maxlen=max(GROWTH_WINDOW, window))
         self._bad_windows: list[int] = []
+        self._bad_norms: list[float | None] = []
+        self._accepted = 0.0
+        self._accepted_steps = 0
         self._skip_scale: float | None = None
         self._growing = False
 
@@ -76,7 +82,8 @@ class GradientMonitor(KeptWindow):
         """The verdict on one step, with the limits for the step two on. Deterministic."""
         match why_skipped(facts):
             case "":
-                self._bad_windows.clear()
+                self._forget_row()
+                self._accepted_steps = max(0, self._accepted_steps - 1)
                 self._skip_scale = None
                 verdict = self._applied(facts)
             case "norm":
@@ -94,7 +101,8 @@ class GradientMonitor(KeptWindow):
         usual = level([math.log(norm) for norm in newest], AHEAD)
         room = max(math.log(self.skip_growth), SKIP_SIGMA * usual.sigma)
         clip = from_log(usual.centre + math.log(self.clip_growth))
-        return Limits(norm=from_log(usual.centre + room), clip=clip)
+        norm = from_log(usual.centre + room)
+        return Limits(norm=max(norm, self.skip_growth * self._accepted) if self._accepted_steps else norm, clip=clip)
 
     def _over(self, facts: StepFacts) -> Verdict:
         limit, usual = facts.limits.norm, median(self._norms) if self._norms else math.nan
@@ -103,8 +111,30 @@ class GradientMonitor(KeptWindow):
             f"loss {facts.loss:.4g}, window {facts.window}"
         )
         evidence = {"grad_norm": facts.grad_norm, "limit": limit, "median": jsonable(usual), "loss": facts.loss}
+        row = [*self._bad_norms, facts.grad_norm]
+        near = all(norm is not None and norm <= self.skip_growth * limit for norm in row)
+        if len(row) >= self.max_consecutive_skips and near and not self._accepted_steps:
+            return self._accept(facts, [norm for norm in row if norm is not None], what, evidence)
         advice = f"; if norms like this are right, raise guard.skip_growth ({self.skip_growth:g})"
-        return self._skip(facts, "gradient.skip", what, f"were skipped (last: {what}){advice}", evidence)
+        return self._skip(
+            facts, "gradient.skip", what, f"were skipped (last: {what}){advice}", evidence, facts.grad_norm
+        )
+
+    def _accept(self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]) -> Verdict:
+        self._accepted, self._accepted_steps = median(row), self.window
+        self._forget_row()
+        evidence = {"window": facts.window, **evidence, "consecutive": len(row), "accepted": self._accepted}
+        text = (
+            f"update skipped, weights unchanged: {what}. It is the {len(row)}th in a row, with norms of {min(row):.4g} "
+            f"to {max(row):.4g} at a loss within its limit: the weights give such gradients, not these samples. From "
+            f"step {facts.step + AHEAD} on norms up to {self.skip_growth * self._accepted:.4g} are applied, clipped. "
+            "If it comes again, lower train.lr or lengthen train.warmup_steps"
+        )
+        return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)
+
+    def _forget_row(self) -> None:
+        self._bad_windows.clear()
+        self._bad_norms.clear()
 
     def _not_finite(self, facts: StepFacts) -> Verdict:
         calibrating = is_calibration(facts.loss, facts.loss_scale, self._skip_scale)
@@ -122,8 +152,11 @@ class GradientMonitor(KeptWindow):
         what = f"loss {facts.loss:g}, gradient norm {facts.grad_norm:g}, window {facts.window}"
         return self._skip(facts, "nonfinite.skip", what, f"were not finite (last: {what})", evidence)
 
-    def _skip(self, facts: StepFacts, code: str, what: str, why: str, evidence: dict[str, Any]) -> Verdict:
+    def _skip(
+        self, facts: StepFacts, code: str, what: str, why: str, evidence: dict[str, Any], norm: float | None = None
+    ) -> Verdict:
         self._bad_windows.append(facts.window)
+        self._bad_norms.append(norm)
         run = len(self._bad_windows)
         proposal: Continue | Rollback = Continue()
         if run >= self.max_consecutive_skips:
@@ -163,6 +196,11 @@ class GradientMonitor(KeptWindow):
         if len(norms) < GROWTH_ARMED_AFTER:
             return None
         return min(median(norms), median(norms[:OLDEST]))
+
+    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
+        """Older checkpoints do not know of norms that were accepted."""
+        norms = [None for _ in meta.get("bad_windows", ())]
+        super().load_state_dict({"bad_norms": norms, "accepted": 0.0, "accepted_steps": 0, **meta})
 
 
 class ClippingMonitor(KeptWindow):

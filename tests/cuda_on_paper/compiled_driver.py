@@ -1,6 +1,8 @@
 """Run in a process of its own: inductor's code for a block of a GPT on an H100 that is not there, as a line of JSON.
 
-    python tests/cuda_on_paper/compiled_driver.py RUNG
+    python tests/cuda_on_paper/compiled_driver.py RUNG [KERNEL]
+
+KERNEL: "without" our cast kernel, as where it does not compile.
 
 The code is generated, never run: a Triton driver that knows its target and no more, and compiled modules that stop.
 """
@@ -39,6 +41,7 @@ from harness.capability.probe import probe  # noqa: E402
 from harness.estimate.roofline import find_card  # noqa: E402
 from harness.estimate.trace import on_paper  # noqa: E402
 from harness.models.gpt import build, rotary  # noqa: E402
+from harness.precision.backends import native_triton  # noqa: E402
 from harness.precision.convert import build_backend  # noqa: E402
 from harness.precision.plan import make_plan  # noqa: E402
 from harness.precision.recipe import Recipe  # noqa: E402
@@ -161,7 +164,9 @@ def noted_in_place(code: str) -> int:
     return sum(name in products for name in noted)
 
 
-def main(rung: str) -> dict[str, Any]:
+def main(rung: str, kernel: str = "") -> dict[str, Any]:
+    if kernel == "without":
+        native_triton.triton = None
     card = find_card("H100")
     backend_name, _, precision = rung.partition(":")
     recipe = Recipe.model_validate(
@@ -187,4 +192,4 @@ def main(rung: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print(json.dumps(main(*sys.argv[1:])))

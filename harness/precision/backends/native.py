@@ -95,7 +95,7 @@ class NativeLayer(nn.Module):
         linear, switching = self.slot_buffers.traced
         if self.block.switching:
             return switching(rows.to(torch.bfloat16), *given)
-        return linear(rows, *given, self.slot_buffers.gradient)
+        return linear(rows, *given, self.slot_buffers.gradient, self.slot_buffers.own_casts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
         made = memo[id(self)] = type(self).__new__(type(self))

@@ -150,6 +150,8 @@ class SlotBuffers(scaling.ScalingState):
 
     traced: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
     """`linear` and `switching` of native_fp8 where a compiler is shown the casts."""
+    own_casts = True
+    """Whether `linear` casts by a kernel of its own, which the compiler does not look into."""
 
     def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
         super().__init__(config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device))

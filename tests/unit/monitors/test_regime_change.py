@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -60,6 +62,62 @@ def test_beyond_the_limits_it_is_skipped_rolled_back_and_halted(
     assert step == CHANGE + 4 * 5 - 1, "five skips for each rollback and for the halt"
     assert isinstance(last, Halt)
     assert key in last.reason
+
+
+def test_norms_a_little_beyond_are_accepted_after_five_skips(make_facts: MakeFacts) -> None:
+    """Going back would lead to the same weights: skipped updates leave them alone."""
+    seen = list(actions(make_facts, 2.0, 10.0))
+    assert len(seen) == CHANGE + 200
+    assert all(action == Continue() for _, _, action in seen)
+    assert [step for step, applied, _ in seen if not applied] == list(range(CHANGE, CHANGE + 5 + AHEAD - 1))
+
+
+def test_a_second_row_while_norms_are_accepted_rolls_back(make_facts: MakeFacts) -> None:
+    """Norms that grow fivefold every five steps are no new usual."""
+    monitor = GradientMonitor(max_consecutive_skips=5)
+    for step in range(40):
+        monitor.observe(make_facts(step, grad_norm=1.0))
+    row = [monitor.observe(over(make_facts, 40 + n, 10.0, 5.0)) for n in range(5)]
+    assert [verdict.code for verdict in row] == ["gradient.skip"] * 4 + ["gradient.accepted"]
+    assert row[-1].limits.norm == pytest.approx(50.0)
+    assert row[-1].limits.clip == pytest.approx(3.0), "an accepted norm is clipped as before"
+    assert row[-1].skip
+    assert not row[-1].healthy
+    again = [monitor.observe(over(make_facts, 45 + n, 60.0, 50.0)) for n in range(5)]
+    assert isinstance(again[-1].proposal, Rollback)
+    assert again[-1].proposal.bad == (1045, 1046, 1047, 1048, 1049)
+
+
+@pytest.mark.parametrize("odd", [26.0, math.nan])
+def test_one_norm_far_beyond_or_not_finite_in_the_row_rolls_back(odd: float, make_facts: MakeFacts) -> None:
+    monitor = GradientMonitor(max_consecutive_skips=5)
+    for step in range(40):
+        monitor.observe(make_facts(step, grad_norm=1.0))
+    row = [monitor.observe(over(make_facts, 40 + n, odd if n == 2 else 10.0, 5.0)) for n in range(5)]
+    assert isinstance(row[-1].proposal, Rollback)
+
+
+def test_what_was_accepted_survives_a_checkpoint_and_ends_with_the_window(make_facts: MakeFacts) -> None:
+    monitor = GradientMonitor(max_consecutive_skips=5)
+    for step in range(40):
+        monitor.observe(make_facts(step, grad_norm=1.0))
+    for n in range(5):
+        monitor.observe(over(make_facts, 40 + n, 10.0, 5.0))
+    restored = GradientMonitor(max_consecutive_skips=5)
+    restored.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    for each in (monitor, restored):
+        limits = [each.observe(make_facts(45 + n, grad_norm=1.0)).limits.norm for n in range(41)]
+        assert limits[:39] == pytest.approx([50.0] * 39)
+        assert limits[39:] == pytest.approx([5.0] * 2), "norms came back: so does the limit"
+    old = {
+        name: value for name, value in monitor.state_dict().items() if not name.startswith(("accepted", "bad_norms"))
+    }
+    GradientMonitor(max_consecutive_skips=5).load_state_dict(old)
+
+
+def over(make_facts: MakeFacts, step: int, norm: float, limit: float) -> StepFacts:
+    facts = make_facts(step, grad_norm=norm, limits=Limits(norm=limit))
+    return replace(facts, applied=False)
 
 
 def test_within_the_limits_it_becomes_the_new_usual(make_facts: MakeFacts) -> None:

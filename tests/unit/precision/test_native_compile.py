@@ -7,6 +7,7 @@ kernels as eager: every difference is ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import native_support
 import pytest
@@ -28,6 +29,7 @@ from native_support import APPLY, backend_for, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from harness.precision.backends import native_triton
 from harness.precision.compiling import blocks_of
 
 # torch says these to itself while it compiles.
@@ -37,9 +39,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["carriers", "fp8_units"])
+@pytest.fixture(autouse=True, params=["carriers", "compiler's casts", "own casts"])
 def _fresh_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(native_support, "FP8_UNITS", request.param)
+    monkeypatch.setattr(native_support, "FP8_UNITS", request.param != "carriers")
+    if request.param == "own casts":
+        kernel = partial(native_triton.quantize_pair)
+        monkeypatch.setattr(native_triton, "load", lambda device: (kernel, "in the place of the kernel"))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
