@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.capability.cards import Card, card_named
+from harness.capability.cards import Card, card_named, check_usable
 from harness.capability.probe import MachineFacts, probe
-from harness.capability.tier import check_usable
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
 from harness.checkpoint.recovery import Recovery, finish_rollback, spare_folder
 from harness.checkpoint.saver import Saver, Snapshots, Staging, free_memory, room_for_snapshots
@@ -36,7 +35,7 @@ from harness.engines.process_group import Launch, ProcessGroup, choose_device, j
 from harness.engines.registry import ENGINES, choose_engine
 from harness.guard import Guard
 from harness.models import Task, build_model
-from harness.models.flops import training_flops
+from harness.models.task import training_flops
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for

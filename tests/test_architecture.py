@@ -65,7 +65,6 @@ HOMES: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "harness",
     "harness.cli",
-    "harness.core.codes",
     "harness.core.config",
     "harness.core.errors",
     "harness.core.facts",

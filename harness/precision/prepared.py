@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from harness.capability.cards import Tier, check_usable, tier_of
 from harness.capability.probe import MachineFacts, probe
-from harness.capability.tier import Tier, check_usable, tier_of
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts, world_rank, world_size
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match

@@ -31,11 +31,10 @@ from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, check_unfinished, lacks_room
-from harness.core.config import RunConfig, load_config
+from harness.core.config import RunConfig, data_doubts, left_out, load_config, unwatched, warmup_doubt
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import step_name
-from harness.core.reach import data_doubts, left_out, unwatched, warmup_doubt
 from harness.core.state import lost_ledger, state_bytes
 from harness.data.source import source_changes
 from harness.engines.torch_engine import OptimizerPart

@@ -14,8 +14,8 @@ import yaml
 from torch import Tensor, nn
 
 from harness import Precision
+from harness.capability.cards import Tier
 from harness.capability.probe import MachineFacts
-from harness.capability.tier import Tier
 from harness.core.errors import ConfigError
 from harness.estimate.roofline import find_card
 from harness.estimate.trace import facts_of
