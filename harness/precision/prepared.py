@@ -26,9 +26,9 @@ from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, StepClock, WindowBuffers
 from harness.monitors.fallback import FallbackController, WholeRunFallback
-from harness.monitors.fp8 import Fp8Monitor
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
+from harness.monitors.scales import Fp8Monitor
 from harness.precision.convert import build_backend, build_loss_scale, monitor_context
 from harness.precision.misuse import OpenWindow
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung

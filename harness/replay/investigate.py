@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness import loop
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem
@@ -30,7 +29,7 @@ from harness.engines.registry import ENGINES
 from harness.replay.answer import Answer, Sample, growth, unfit
 from harness.replay.flight import BadStep, Branches, Difference, Surroundings
 from harness.replay.origin import Finding, Origin, locate, watch
-from harness.run import Run, Share, train_step
+from harness.run import Run, Share, next_window, observe, train_step
 from harness.run_folder import read_plan
 
 NEVER_APPLIED = Limits(loss=float("-inf"))
@@ -82,12 +81,12 @@ class Rerun:
         """The run's own next step, judged at once; what the guard would do beside switches and limits is not done."""
         facts = self.take()
         self.run.state.advance()
-        loop.observe(self.run, facts)
+        observe(self.run, facts)
         return facts
 
     def take(self, limits: Limits | None = None) -> StepFacts:
         """The next step, without moving on. limits: in place of its own."""
-        window = loop.next_window(self.run)
+        window = next_window(self.run)
         return train_step(self.run, window, self.shares(window), limits).facts()
 
     def watched(self, known: set[str] | None, limits: Limits | None = None) -> tuple[StepFacts, Origin]:
@@ -107,7 +106,7 @@ class Rerun:
 
         No update: weights and optimizer stay, the rest goes back to `kept`.
         """
-        window = loop.next_window(self.run)
+        window = next_window(self.run)
         number, row = divmod(place, self.run.config.train.micro_batch)
         taken = [(share.rank, batch) for share in self.shares(window) for batch in share.batches]
         rank, batch = taken[number]
@@ -183,7 +182,7 @@ class Investigation:
         run, step, before = self.run, self.step, self.before
         if self.record is not None:
             run.run.state.limits[step] = self.record.limits_then
-        window = loop.next_window(run.run)
+        window = next_window(run.run)
         kept = run.keep()
         self.say(f"step {step}: under observation")
         plainly = self._again(kept) if run.compiled else None  # compiled code is what ran

@@ -19,7 +19,7 @@ from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
-from harness.tracking.seal import spans
+from harness.tracking.standing import spans
 
 MAX_NAMED = 8
 

@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 
-from harness import loop
 from harness.build import (
     Worker,
     build_data,
@@ -45,6 +44,7 @@ from harness.optim.schedule import Schedule, lr_jump
 from harness.precision.plan import Plan
 from harness.report.summary import trained_on
 from harness.run import Run
+from harness.run import train as train_run
 from harness.run_folder import (
     RUNS,
     Resumed,
@@ -420,7 +420,7 @@ def _drive(run: Run) -> Outcome:
     if run.engine.rank == 0:
         tell_wrapper(ExitCode.FAILED)  # until there is an outcome: without a word, a wrapper knows that none was lost
     try:
-        return loop.train(run)
+        return train_run(run)
     except BaseException as error:
         _settle(run, error)
         run.telemetry.failed(run.state.step, error)

@@ -119,7 +119,7 @@ def fire(real):
             os.kill(os.getpid(), getattr(signal, name))
         return real(*given, **named)
     return fired
-from harness import loop
+from harness import run as loop
 from harness.checkpoint.store import Store
 from harness.report import page as report
 from harness.report import summary
