@@ -26,10 +26,9 @@ from harness.core.facts import RungVerdict
 from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
-from harness.data.batches import TokenBatches, check_world
+from harness.data.batches import Prefetched, TokenBatches, Watch, check_world
 from harness.data.dataset import DatasetBatches, open_dataset
 from harness.data.mixture import Mixture, prepare_mixture
-from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.registry import ENGINES, choose_engine
@@ -40,13 +39,14 @@ from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
-from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.convert import (
     LossScale,
     autocast_dtype,
     build_backend,
     build_loss_scale,
+    check_compile,
     check_half_weights,
+    compile_blocks,
     monitor_context,
 )
 from harness.precision.plan import Plan, agree_on_rung, make_plan, take_rung

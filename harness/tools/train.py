@@ -42,7 +42,7 @@ from harness.models.huggingface import tokenizer_of
 from harness.optim.optimizers import optimizer_bytes
 from harness.optim.schedule import Schedule, lr_jump
 from harness.precision.plan import Plan
-from harness.report.summary import trained_on
+from harness.report.inspect import trained_on
 from harness.run import Run
 from harness.run import train as train_run
 from harness.run_folder import (

@@ -121,8 +121,8 @@ def fire(real):
     return fired
 from harness import run as loop
 from harness.checkpoint.store import Store
+from harness.report import inspect as summary
 from harness.report import page as report
-from harness.report import summary
 owner, member = dict(save=(Store, "save"), evaluate=(loop, "evaluate"), write=(report, "write"),
                      summary=(summary, "summary"), train_step=(loop, "train_step"))[where]
 setattr(owner, member, fire(getattr(owner, member)))

@@ -4,7 +4,7 @@ Whatever backward keeps is FP8: the input transposed, and the weight for as long
 device: scales and inverses are read there. Bit for bit the values of the bfloat16 carriers.
 
 Under torch.compile the compiler sees casts and amaxes, and fuses them with their neighbours; GEMMs, weights and the FP8
-state are in operators that it calls. A graph finds its layer by its handle (`precision.compiling`); what such an
+state are in operators that it calls. A graph finds its layer by its handle (`precision.convert`); what such an
 operator reads and writes of the FP8 state is not known to the compiler. An amax reaches its slot through the GEMM that
 follows it, so that none can be dropped, and recomputed activations record the same one again.
 
@@ -26,7 +26,7 @@ from harness.precision.backends import native_triton
 from harness.precision.backends.native_gemm import ALIGNMENT, Carrier, Fp8Pair, Operand, operands_as_they_are, padded
 from harness.precision.backends.native_gemm import plain_operand as plain
 from harness.precision.backends.slot_buffers import SlotBuffers
-from harness.precision.compiling import define, layer_of
+from harness.precision.convert import define, layer_of
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS, SampledStats
 

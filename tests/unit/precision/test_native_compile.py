@@ -28,7 +28,7 @@ from native_support import APPLY, backend_for, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from harness.precision.compiling import blocks_of
+from harness.precision.convert import blocks_of
 
 # torch says these to itself while it compiles.
 pytestmark = [

@@ -28,7 +28,7 @@ from harness.report.explain import (
     slug,
     streaks,
 )
-from harness.report.summary import summary
+from harness.report.inspect import summary
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import Journal
 
