@@ -63,6 +63,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 TORCH_FREE = (
     "harness",
+    "harness.capability.cards",
     "harness.cli",
     "harness.core.config",
     "harness.core.errors",
