@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "telemetry": ("core", "capability", "monitors", "precision", "run_folder", "tracking", "report"),
     "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
     "run": ("core", "checkpoint", "monitors", "precision", "stop", "telemetry", "guard"),
-    "replay": ("core", "checkpoint", "engines", "tracking", *LOOP),
+    "replay": ("core", "checkpoint", "tracking", *LOOP),
     "build": (*CORES, *LOOP, "replay"),
     "estimate": (*CORES, *LOOP, "build"),
     "tools": (*CORES, *LOOP, "build", "estimate", "replay"),

@@ -13,19 +13,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
-from harness.core.errors import CheckpointError, ConfigError, Problem
+from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
 from harness.core.protocols import Batch, Meta, Tensors
 from harness.core.state import RunLedger
-from harness.engines.registry import ENGINES
 from harness.replay.answer import Answer, Sample, growth, unfit
 from harness.replay.flight import BadStep, Branches, Difference, Surroundings
 from harness.replay.origin import Finding, Origin, locate, watch
@@ -167,8 +165,7 @@ class Investigation:
         self.config, self.build = branches.config_of(step, config), build
         self.attempt = branches.attempt_of(step)
         self.record: BadStep | None = branches.records.get(step)
-        self.world_size, engine = branches.ranks_of(step)
-        _refuse_foreign_scale(engine, step, read_plan(self.folder))
+        self.world_size, _ = branches.ranks_of(step)
         if self.record:
             torch.set_num_threads(self.record.threads)
         self.run = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
@@ -336,14 +333,6 @@ class Investigation:
             if was != now and (name, was) != ("engine", "ddp"):
                 found.append(f"{name}: {was} in the run, {now} here")
         return found
-
-
-def _refuse_foreign_scale(engine: str, step: int, plan: Mapping[str, Any]) -> None:
-    """An fp16 engine with a loss scale of its own keeps it and its weights in a way that no other engine continues."""
-    own = engine in ENGINES and ENGINES[engine].owns_loss_scale
-    if own and str(plan.get("resolved", "")).endswith(":fp16"):
-        what, fix = "DeepSpeed's fp16 cannot be replayed", "start the run with torchrun, or with a bf16 or FP8 recipe"
-        raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
 
 
 def _precision(resolved: str, facts: StepFacts) -> str:
