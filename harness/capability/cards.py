@@ -12,6 +12,8 @@ from enum import Enum
 from harness.capability.probe import Device, MachineFacts
 from harness.core.errors import Problem
 
+GIB = 2**30
+
 
 class Tier(Enum):
     """Generations that differ in number formats, best first."""
@@ -140,9 +142,6 @@ def _has_code_for(capability: tuple[int, int], arch_list: tuple[str, ...]) -> bo
 
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

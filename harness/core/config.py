@@ -24,6 +24,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
 """What `train.optimizer` may name without a colon."""
+_NAMED = 5
 
 
 class TrainConfig(Strict):
@@ -327,9 +328,6 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
         elif a != b:
             keys.append(prefix + key)
     return keys
-
-
-_NAMED = 5
 
 
 def warmup_doubt(train: TrainConfig) -> str:

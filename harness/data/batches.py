@@ -37,6 +37,8 @@ Words = npt.NDArray[np.uint64]
 _ROUNDS = 8
 _BLOCK = 1024
 _MASK64 = (1 << 64) - 1
+FIRST_TOLD = 10.0
+"""Seconds that a window may be waited for before it is told; then twice as many, and so on."""
 
 
 def sample_numbers(seed: int, index: int, global_batch: int, n_samples: int) -> npt.NDArray[np.int64]:
@@ -316,10 +318,6 @@ def validation_rows(wanted: int, available: int, micro_batch: int, rank: int, wo
 
 def _readable(skipped: Iterable[dict[str, str]]) -> list[str]:
     return [f"{skip['name']} ({skip['reason']})" for skip in skipped]
-
-
-FIRST_TOLD = 10.0
-"""Seconds that a window may be waited for before it is told; then twice as many, and so on."""
 
 
 class Source(Batches, Protocol):

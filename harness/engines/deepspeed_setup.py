@@ -62,6 +62,13 @@ _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         "remove the key",
     ),
 }
+QUIET = 30.0
+"""Seconds in which nothing changes in a build that no process of this machine is at: one of another machine, with a
+folder that both see, would have written something by then."""
+_LOOK = 0.2
+# Seconds of waiting that are not worth a word: what is compiled already is loaded sooner.
+_SILENT = 3.0
+_SHOWN = 200
 
 
 def check(zero_stage: int, precision: Precision, device: str) -> list[Problem]:
@@ -246,15 +253,6 @@ def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield prefix + key
         if isinstance(value, Mapping):
             yield from _paths(value, f"{prefix}{key}.")
-
-
-QUIET = 30.0
-"""Seconds in which nothing changes in a build that no process of this machine is at: one of another machine, with a
-folder that both see, would have written something by then."""
-_LOOK = 0.2
-# Seconds of waiting that are not worth a word: what is compiled already is loaded sooner.
-_SILENT = 3.0
-_SHOWN = 200
 
 
 def build_kernel(say: Callable[[str], None], seconds: float = 900.0) -> bool:

@@ -39,6 +39,8 @@ from harness.precision.layers import keep_in_fp32
 from harness.precision.plan import Plan, agree_on_fallback, pad_numbers
 from harness.precision.recipe import LossScaleConfig, Recipe, Rung
 
+_WHERE = "engine.compile=blocks"
+
 
 class LossScale:
     """value: float32 0-d, what the loss is multiplied by. tracker: good steps since the last change, float32 0-d.
@@ -172,9 +174,6 @@ def check_half_weights(recipe: Recipe, rung: Rung) -> list[Problem]:
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
     """What an engine that owns autocast (DeepSpeed) must be told: None for fp32."""
     return {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[plan.rung.precision]
-
-
-_WHERE = "engine.compile=blocks"
 
 
 def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Problem]:

@@ -37,6 +37,17 @@ if TYPE_CHECKING:
 
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 _SENTENCE = re.compile(r"[.:](?:\s|$)")
+LAST_ALERTS = 8
+MOST_CODES = 500
+MAX_TOLD = 4000
+MOST_WINDOWS = 12
+HALTED = "halted"
+_PLATEAU = "loss-that-plateaus"
+# Of the unigram entropy. The quickstart is at 0.8 and less after 50 updates.
+_LITTLE, _SOME_LENGTH = 0.95, 50
+_HALT, _ROLLBACK = "guard.halt", "guard.rollback"
+# Faults that another learning rate would not cure.
+_KEEP_LR = ("data.", "ranks.", "checkpoint.", "journal.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +128,6 @@ def slug(title: str) -> str:
 def without_marks(markdown: str) -> str:
     """Prose without Markdown's marks: `[text](address)` becomes its text."""
     return _LINK.sub(r"\1", markdown).replace("`", "").replace("**", "")
-
-
-LAST_ALERTS = 8
-MOST_CODES = 500
-MAX_TOLD = 4000
-MOST_WINDOWS = 12
-HALTED = "halted"
-_PLATEAU = "loss-that-plateaus"
-# Of the unigram entropy. The quickstart is at 0.8 and less after 50 updates.
-_LITTLE, _SOME_LENGTH = 0.95, 50
-_HALT, _ROLLBACK = "guard.halt", "guard.rollback"
-# Faults that another learning rate would not cure.
-_KEEP_LR = ("data.", "ranks.", "checkpoint.", "journal.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ SPARK = 16
 MOST_SLOTS = 20_000
 COLUMNS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
 Histories = dict[str, npt.NDArray[np.float32]]
+MAX_NAMED = 8
 
 
 def command(run: RunFolder) -> int:
@@ -134,9 +135,6 @@ def _filled(column: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Without the zeros of updates that have not happened yet."""
     used = np.flatnonzero(column)
     return column[used[0] :] if len(used) else column[:0]
-
-
-MAX_NAMED = 8
 
 
 def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> RenderableType:

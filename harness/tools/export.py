@@ -56,6 +56,7 @@ _AS_IT_IS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 _SHOWN = 8
 _FROM = 'from_pretrained("THIS FOLDER")'
 _LOADS = f"transformers.AutoModelForCausalLM.{_FROM}"
+_FELL = ("fp8", "fp16")
 
 
 class Format(StrEnum):
@@ -284,9 +285,6 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
         sync_folder(parent)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-_FELL = ("fp8", "fp16")
 
 
 @dataclass(frozen=True, slots=True)

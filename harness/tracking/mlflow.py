@@ -45,6 +45,10 @@ from harness.tracking.standing import LOSS, Seal, first_step, read_seal, spans
 
 # A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
 _UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
+# Of the machine, and of checkpoints: MLflow has them from elsewhere.
+_OTHERS = ("system/", "checkpoint/")
+# SQL has no infinity: MLflow's stores keep the largest number for it.
+_INFINITE = 1.797e308
 
 
 class CheckpointModels:
@@ -326,12 +330,6 @@ def _event_line(row: Mapping[str, Any]) -> str:
 
 def _milliseconds(row: Mapping[str, Any]) -> int:
     return round(row["time"] * 1000)
-
-
-# Of the machine, and of checkpoints: MLflow has them from elsewhere.
-_OTHERS = ("system/", "checkpoint/")
-# SQL has no infinity: MLflow's stores keep the largest number for it.
-_INFINITE = 1.797e308
 
 
 def find_run(run_dir: Path, experiment: str, uri: str) -> str:

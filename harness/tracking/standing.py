@@ -23,6 +23,8 @@ LOSS = "train/loss"
 _CHUNK = 1 << 20
 _MOST_SPANS = 8
 _DIGITS = 18
+Metrics = dict[str, float]
+_NOT_OF_THE_STEP = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 
 
 def seal_file(journal: Path) -> Path:
@@ -117,10 +119,6 @@ def spans(steps: Iterable[int]) -> str:
         else:
             found.append([step, step])
     return some([f"{a}-{b}" if a < b else str(a) for a, b in found], _MOST_SPANS)
-
-
-Metrics = dict[str, float]
-_NOT_OF_THE_STEP = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 
 
 @dataclass(frozen=True, slots=True)
