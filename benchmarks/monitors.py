@@ -39,10 +39,9 @@ from harness.build import build_data, build_plan, build_run, join_worker, open_s
 from harness.core.config import GuardConfig, RunConfig
 from harness.core.files import write_json
 from harness.core.health import grad_health
-from harness.loop import next_step
 from harness.models.gpt import build
 from harness.precision.recipe import load_recipe
-from harness.run import Run
+from harness.run import Run, next_step
 from harness.tracking.console import Console
 
 # Millions of parameters -> sizes of the shipped GPT.

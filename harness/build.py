@@ -13,41 +13,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.capability.cards import Card, card_named
+from harness.capability.cards import Card, card_named, check_usable
 from harness.capability.probe import MachineFacts, probe
-from harness.capability.tier import check_usable
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
 from harness.checkpoint.recovery import Recovery, finish_rollback, spare_folder
 from harness.checkpoint.saver import Saver, Snapshots, Staging, free_memory, room_for_snapshots
 from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts
 from harness.core.config import RunConfig
-from harness.core.errors import ConfigError, MachineError
+from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import RungVerdict
 from harness.core.files import harness_version
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
-from harness.data.batches import TokenBatches, check_world
+from harness.data.batches import Prefetched, TokenBatches, Watch, check_world
 from harness.data.dataset import DatasetBatches, open_dataset
 from harness.data.mixture import Mixture, prepare_mixture
-from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
+from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
-from harness.engines.registry import ENGINES, choose_engine
+from harness.engines.torch_engine import TorchEngine
 from harness.guard import Guard
 from harness.models import Task, build_model
-from harness.models.flops import training_flops
+from harness.models.task import training_flops
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
-from harness.precision.compiling import check_compile, compile_blocks
 from harness.precision.convert import (
     LossScale,
     autocast_dtype,
     build_backend,
     build_loss_scale,
+    check_compile,
     check_half_weights,
+    compile_blocks,
     monitor_context,
 )
 from harness.precision.plan import Plan, agree_on_rung, make_plan, take_rung
@@ -59,6 +59,30 @@ from harness.stop import StopRequest
 from harness.telemetry import Telemetry
 from harness.tracking.console import Console
 from harness.tracking.journal import JOURNAL, Journal
+
+ENGINES: dict[str, type[TorchEngine] | type[DeepSpeedEngine]] = {
+    "single": TorchEngine,
+    "ddp": TorchEngine,
+    "deepspeed": DeepSpeedEngine,
+}
+"""By their names in `engine.name`; what an engine needs and can do is declared in its class."""
+
+
+def choose_engine(name: str, launcher: str, launch: Launch) -> str:
+    """The key in ENGINES for `engine.name`; auto: DeepSpeed under its own launcher, else torch's engines by ranks.
+
+    launcher: "python", "torchrun" or "deepspeed". Raises ConfigError if the processes there are do not fit `name`.
+    """
+    if name == "auto":
+        return "deepspeed" if launcher == "deepspeed" else "ddp" if launch.world_size > 1 else "single"
+    where = f"engine.name={name}"
+    if name == "single" and launch.world_size > 1:
+        what, fix = f"{launch.world_size} ranks were started", "set engine.name to auto, or start one process"
+        raise ConfigError(Problem(what, where, "each of them would train a model of its own", fix))
+    if name != "single" and not launch.launched:
+        fix = "torchrun --nproc-per-node N launch/train.py ..., or engine.name=auto"
+        raise ConfigError(Problem("no launcher started this process", where, "it has nobody to share work with", fix))
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.saver import Snapshots, room_for_snapshots
 from harness.core.collectives import RankComparison
-from harness.core.config import CheckpointConfig, GuardConfig
+from harness.core.config import CheckpointConfig, GuardConfig, unwatched
 from harness.core.errors import HaltedError, MisuseError, Problem
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
-from harness.core.reach import unwatched
 from harness.core.schema import validate
 from harness.core.state import ExternalState, TrainState, state_bytes
 from harness.core.update import InFlight

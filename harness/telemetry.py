@@ -369,7 +369,7 @@ class Telemetry:
         """Wait for the delivery, within tracking.drain_seconds, and say how the run went."""
         if self.folder is None:
             return
-        from harness.report.summary import summary
+        from harness.report.inspect import summary
 
         delivered = self._ship.drain(self.config.drain_seconds) if self._ship else None
         self.screen.say(summary(self.folder, asdict(self._ended) if self._ended is not None else None))

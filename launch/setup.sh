@@ -161,7 +161,7 @@ run)
   shim deepspeed deepspeed.launcher.runner
   build_transformer_engine
   # Else the first run under deepspeed compiles it, for a minute, on a machine without a GPU.
-  [ "$(compute_capability)" -gt 0 ] || stage "DeepSpeed's kernel for CPUs" "$venv/bin/python" -m harness.engines.deepspeed_build ||
+  [ "$(compute_capability)" -gt 0 ] || stage "DeepSpeed's kernel for CPUs" "$venv/bin/python" -m harness.engines.deepspeed_setup ||
     echo "setup: DeepSpeed's kernel is not built: deepspeed will say why when it starts; everything else works"
   ;;
 test) need "test tools" pip_install -e '.[deepspeed,mlflow,test]' ;;

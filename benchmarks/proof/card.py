@@ -24,8 +24,8 @@ from benchmarks.proof.child import describe
 from benchmarks.proof.children import ROOT
 from benchmarks.proof.registry import Answer, Task
 from benchmarks.proof.timing import in_turns, rates, require, spread, wait
+from harness.capability.cards import check_usable
 from harness.capability.probe import MachineFacts, probe
-from harness.capability.tier import check_usable
 
 GIB = 2**30
 PACKAGES = ("numpy", "pydantic", "pytest", "rich", "safetensors", "triton", "yaml")

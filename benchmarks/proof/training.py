@@ -28,9 +28,8 @@ from harness.core.errors import ConfigError, MachineError
 from harness.core.facts import Halt, Rollback, StepFacts
 from harness.core.state import RunLedger
 from harness.core.update import InFlight
-from harness.loop import next_step
 from harness.precision.recipe import TIERS, Recipe, load_recipe
-from harness.run import Run
+from harness.run import Run, next_step
 from harness.tracking.console import Console
 
 GIB = 2**30

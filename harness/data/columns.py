@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, read_mapping
-from harness.core.target import import_extra
+from harness.core.schema import import_extra
 from harness.data.rows import FIX_COPY, NAMED, TOKENS_FIX, Listed, Part, Piece, files_below, listed, piece_of
 from harness.data.shards import Split, is_validation
 from harness.data.text import BadFiles

@@ -32,8 +32,8 @@ from harness.core.facts import UNREADABLE, Window
 from harness.core.files import read_json, write_json
 from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
+from harness.core.schema import call_target
 from harness.core.state import random_numbers_apart
-from harness.core.target import call_target
 from harness.data.batches import check_world, sample_numbers, validation_rows
 from harness.data.samples import Form, OddSampleError, first_form
 

@@ -37,10 +37,10 @@ from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
 from harness.data.registry import DOCUMENTS, PREPARED
 from harness.data.rows import Part, Piece
+from harness.data.shards import ShardWriter, smallest_dtype
 from harness.data.source import origin_of_files
 from harness.data.text import BadFiles
 from harness.data.tokenizer import Encoder, load_encoder, tokenizer_file
-from harness.data.writer import ShardWriter, smallest_dtype
 
 _T = TypeVar("_T")
 FORMAT = 1

@@ -1,14 +1,19 @@
-"""Every kind of data there is: what `data.path` leads to is looked at, and read as what it is."""
+"""Every kind of data there is: what `data.path` leads to is looked at, and read as what it is.
+
+For what is pointed at and not read, how to get it in is told: by one command or a few lines of Python.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, cast
 
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, read_mapping
-from harness.data.advice import TABLES, advice, suffix_of
 from harness.data.columns import ArrowFolder, Parquet
 from harness.data.rows import ARRAY, DocumentSource, JsonLines, PlainText
 from harness.data.text import walk
@@ -119,3 +124,121 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:  # who reads it says so
         return 0
+
+
+TARGET = "data.target=my_data:load"
+_TABLE = (
+    "a table of text in commas or tabs, which would be trained on with its quotes and numbers",
+    """python -c "import pyarrow.csv as c, pyarrow.parquet as p; """
+    """p.write_table(c.read_csv('{path}'{tabs}), '{stem}.parquet')"; """
+    "then data.path={stem}.parquet data.text_key=COLUMN. As it is, commas and all: data.format=text",
+)
+_PACKED = "compressed"
+_WEIGHTS = ("weights of a model, not data", "model.target=hf:FOLDER trains the model that lies there")
+_PICTURES = (
+    "pictures",
+    f"{TARGET}, with a class in my_data.py whose sample number i is (picture, label): docs/datasets.md has one for "
+    "folders of pictures",
+)
+_OTHER = f"{TARGET}, with a class in my_data.py that reads it: docs/datasets.md"
+_SOUND = ("sound", _OTHER)
+TABLES = (".csv", ".tsv")
+_KNOWN: dict[tuple[str, ...], tuple[str, str]] = {
+    TABLES: _TABLE,
+    (".npy",): (
+        "a NumPy array",
+        "token ids: python -c \"import numpy; numpy.load('{path}').ravel().astype('uint16').tofile('{stem}.bin')\"; "
+        "then data.path={stem}.bin (ids over 65535: uint32, and data.dtype=uint32). Anything else: "
+        f"{TARGET}, with load() returning torch.utils.data.TensorDataset(torch.from_numpy(numpy.load('{{path}}')))",
+    ),
+    (".npz",): (
+        "NumPy arrays",
+        f"{TARGET}, with, in my_data.py: def load(): a = numpy.load('{{path}}'); return "
+        "torch.utils.data.TensorDataset(torch.from_numpy(a['x']), torch.from_numpy(a['y']))",
+    ),
+    (".pt", ".pth"): (
+        "what torch.save wrote",
+        f"{TARGET}, with, in my_data.py: def load(): return torch.utils.data.TensorDataset(*torch.load('{{path}}', "
+        "weights_only=True)), if it holds tensors of inputs and labels; weights of a model go by model.target",
+    ),
+    (".h5", ".hdf5"): (
+        "HDF5",
+        f"{TARGET}, with, in my_data.py: def load(): f = h5py.File('{{path}}'); return "
+        "list(zip(f['x'][:], f['y'][:])), where it fits into memory; else a class that reads sample i",
+    ),
+    (".pkl", ".pickle"): ("a pickle, which runs code as it is opened", _OTHER),
+    (".zst",): (_PACKED, "zstd -d '{path}'; then data.path={stem}"),
+    (".gz",): (_PACKED, "gunzip -k '{path}'; then data.path={stem}"),
+    (".bz2",): (_PACKED, "bunzip2 -k '{path}'; then data.path={stem}"),
+    (".xz",): (_PACKED, "unxz -k '{path}'; then data.path={stem}"),
+    (".zip",): ("an archive", "unzip '{path}' -d '{stem}'; then data.path={stem}"),
+    (".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2"): (
+        "an archive (webdataset keeps samples so)",
+        f"mkdir '{{stem}}' && tar -xf '{{path}}' -C '{{stem}}'; then data.path={{stem}}, or for pairs {TARGET}",
+    ),
+    (".tfrecord", ".tfrecords", ".mds", ".beton", ".lmdb", ".mdb"): ("records of another library", _OTHER),
+    (".safetensors", ".gguf", ".ckpt", ".onnx"): _WEIGHTS,
+    (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"): _PICTURES,
+    (".wav", ".mp3", ".flac", ".ogg"): _SOUND,
+    (".pdf",): ("PDF", "pdftotext '{path}'; then data.path on the text"),
+    (".docx", ".odt", ".epub"): ("a document with markup", "pandoc '{path}' -t plain -o '{stem}.txt'; then data.path"),
+    (".xlsx", ".ods"): ("a spreadsheet", "save it as CSV, and then as Parquet"),
+}
+_ADVICE = {suffix: told for suffixes, told in _KNOWN.items() for suffix in suffixes}
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MOST = 3
+
+
+def suffix_of(name: str) -> str:
+    """The ending that says what a file is, lower case: `.jsonl.gz` of a compressed one."""
+    suffixes = [each.lower() for each in Path(name).suffixes[-2:]]
+    packed = len(suffixes) == 2 and suffixes[1] in (".gz", ".zst", ".xz", ".bz2")
+    joined = "".join(suffixes)
+    return (
+        joined
+        if packed and (joined in _ADVICE or suffixes[0].startswith(".json") or suffixes[0] == ".ndjson")
+        else (suffixes[-1] if suffixes else "")
+    )
+
+
+def advice(path: Path, files: Sequence[Path]) -> Problem | None:
+    """What to do with `files` at `path`, none of which is read, if that is known."""
+    known = {file: told for file in files if (told := _known(file))}
+    if not files or len(known) < len(files):
+        return None
+    (what, _), _ = Counter(known.values()).most_common(1)[0]
+    first, fix = next((file, fix) for file, (kind, fix) in known.items() if kind == what)
+    stem = str(first)[: -len(suffix_of(first.name))] if suffix_of(first.name) in _ADVICE else str(first.with_suffix(""))
+    tabs = ", parse_options=c.ParseOptions(delimiter='\\t')" if first.suffix.lower() == ".tsv" else ""
+    told = fix.format(path=first, stem=stem, tabs=tabs)
+    more = f" ({len(files)} such as {first.relative_to(path)})" if path.is_dir() else ""
+    return Problem(f"is not read: {what}{more}", f"data.path: {path}", fix=told)
+
+
+def _known(file: Path) -> tuple[str, str] | None:
+    suffix = suffix_of(file.name)
+    return _ADVICE.get(suffix) or _ADVICE.get(file.suffix.lower())
+
+
+def no_such(given: str, path: Path) -> Problem:
+    """What to do about a path that leads nowhere: an address, or a name of the hub."""
+    where = f"data.path: {given}"
+    scheme = given.partition("://")[0] if "://" in given else ""
+    name = given.removeprefix("hf://").removeprefix("datasets/")
+    if scheme in ("http", "https", "ftp"):
+        file = given.rstrip("/").rpartition("/")[2].partition("?")[0] or "FILE"
+        return Problem(
+            "is an address, and nothing is fetched", where, fix=f"curl -L -o {file} '{given}'; then data.path={file}"
+        )
+    if scheme not in ("", "hf"):
+        return Problem("is an address, and nothing is fetched", where, fix="copy it to a disk of this machine first")
+    if _HUB.fullmatch(name) and not path.parent.is_dir():
+        base = name.rpartition("/")[2]
+        why = "if it is the name of a data set on the Hugging Face hub: nothing is fetched"
+        fix = f"hf download {name} --repo-type dataset --local-dir {base}; then data.path={base}. Else check the path"
+        return Problem("no such file or folder", where, why, fix)
+    names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, names, _MOST)
+    return Problem(
+        "no such file or folder", where, fix=f"did you mean {' or '.join(near)}?" if near else "check the path"
+    )

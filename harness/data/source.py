@@ -1,6 +1,6 @@
 """What data were made of: the source's files as they were, so that what changed since is told by name.
 
-A run goes on with what it made at its beginning (`tokens`), and so does a new run on what was prepared (`prepared`);
+A run goes on with what it made at its beginning (`tokens`), and so does a new run on what was prepared (`prepare`);
 neither is what lies in the source now. `data/source.json` has each file's size, time, inode and hash. At a start a file
 with the same size, time and inode is the same; of any other the hash decides.
 """

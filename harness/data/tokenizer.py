@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from harness.core.errors import ConfigError, Problem
 from harness.core.files import MAX_LARGE, read_bounded, read_mapping
-from harness.core.target import import_extra
+from harness.core.schema import import_extra
 from harness.data.corpus import Vocabulary
 
 WHERE = "data.tokenizer"

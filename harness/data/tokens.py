@@ -2,7 +2,8 @@
 
 Text without a tokenizer is copied into the run, a snapshot: a token is a byte, so the vocabulary has 256 entries and
 the losses of any two texts compare in bits per byte. It is `data/train.bin` and `data/val.bin` (uint8). Rows, and text
-with a tokenizer, are made into token ids in `data/tokens/`. Files of token ids stay where they are (`corpus`).
+with a tokenizer, are made into token ids in `data/tokens/`. Files of token ids, and folders that `harness data prepare`
+made, stay where they are (`corpus`).
 corpus.json is written last: without it there is no data. Each file is read where it lies on disk.
 """
 
@@ -27,10 +28,10 @@ from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
 from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, too_many
 from harness.data import corpus, registry
-from harness.data.advice import no_such
-from harness.data.corpus import Tokens
+from harness.data.blocks import BLOCK, Stamp
+from harness.data.corpus import Known, Tokens, Vocabulary, write_corpus
 from harness.data.prepare import Preparation, prepare_dataset
-from harness.data.prepared import open_prepared
+from harness.data.registry import no_such
 from harness.data.shards import Shards, is_validation, read_files, read_shard, validation_beside, without_tests
 from harness.data.source import (
     COPY,
@@ -112,6 +113,7 @@ _FORMAT = 1
 # Bytes of a source that a run makes into token ids by itself: the other ranks wait, and every run does it anew.
 _TOKENIZED = 256 << 20
 _SEPARATOR = b"\n"
+_PREPARE_FIX = "prepare it again into an empty folder, or copy it again"
 _LISTED = {"files": "split", "skipped": "reason"}
 
 
@@ -228,7 +230,7 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
             known = [str(tokenizer_file(Path(config.tokenizer)).resolve()), info["tokenizer"]]
             save_origin(folder, origin_of_files(path, None, False, {}, known), TOKENS)
     elif kind == "prepared":
-        info = open_prepared(path, folder, _hold_out(config), config.tokenizer)
+        info = _open_prepared(path, folder, _hold_out(config), config.tokenizer)
         if origin := read_mapping(path / registry.PREPARED, MAX_LARGE).get("origin"):
             save_origin(folder, origin, PREPARED, path)
     else:
@@ -238,7 +240,7 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
         most = _TOKENIZED if config.tokenizer else MAX_BYTES
         if origin := prepare_dataset(wanted, folder / "tokens", most=most, anew=True).get("origin"):
             save_origin(folder, origin, TOKENS)
-        info = open_prepared(folder / "tokens", folder, _hold_out(config), None)
+        info = _open_prepared(folder / "tokens", folder, _hold_out(config), None)
     tokenizer = config.tokenizer or (str(path) if kind == "prepared" and (path / "tokenizer.json").is_file() else None)
     if tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
@@ -270,7 +272,52 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
         raise DataError(Problem("has no training files", f"data.path: {path}", fix="name one without val in its name"))
     shards = read_files(train, val, lambda file: read_shard(file, config.dtype))
     shards = Shards(shards.train, shards.val, tuple(left_out))
-    return corpus.write_corpus(folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config))
+    return write_corpus(folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config))
+
+
+def _open_prepared(path: Path, folder: Path, held_out: Callable[[int], int], tokenizer: str | None) -> dict[str, Any]:
+    """As `corpus.write_corpus`, for `folder` of a run. tokenizer: what the user gave beside it.
+
+    Raises DataError for a folder that is not whole, or was made with another tokenizer; ConfigError, OSError.
+    """
+    where = f"data.path: {path}"
+    try:
+        info = read_json(path / registry.PREPARED, MAX_LARGE)
+        vocabulary = Vocabulary(**info["vocabulary"])
+        known = {
+            str(path / shard["name"]): Known(
+                Stamp(shard["bytes"], shard["mtime_ns"], shard["inode"]),
+                bytes.fromhex(shard["blocks"]),
+                shard["largest"],
+            )
+            for shard in info["shards"]
+        }
+        names = {
+            split: [path / each["name"] for each in info["shards"] if each["split"] == split]
+            for split in ("train", "val")
+        }
+        left_out = tuple((skip["name"], skip["reason"]) for skip in info["skipped"])
+        nats, source, kind = float(info["unigram_nats"]), str(info["source"]), str(info["kind"])
+        source_files = int(info["source_files"])
+        ids, separator = vocabulary.ids, vocabulary.separator
+        if type(ids) is not int or ids < 1 or not isinstance(separator, int | None):
+            raise ValueError("its vocabulary is no number of ids")
+        if info["block_bytes"] != BLOCK:
+            raise ValueError(f"its blocks have {info['block_bytes']} bytes, not {BLOCK}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"{registry.PREPARED}: {type(error).__name__}: {error}"[:300]
+        raise DataError(Problem("is not whole", where, why, _PREPARE_FIX)) from error
+    if tokenizer and load_encoder(tokenizer).vocabulary.tokenizer != vocabulary.tokenizer:
+        was = "with another one" if vocabulary.tokenizer else "without one, as bytes"
+        fix = "leave data.tokenizer out, or prepare the source again with it"
+        raise DataError(Problem("was prepared with another tokenizer", where, f"it was made {was}", fix))
+    missing = [file.name for files in names.values() for file in files if not file.is_file()]
+    if missing:
+        raise DataError([Problem("is missing", f"{where}/{name}", fix=_PREPARE_FIX) for name in missing])
+    shards = read_files(names["train"], names["val"], lambda file: read_shard(file, "uint16"))
+    shards = Shards(shards.train, shards.val, left_out)
+    made = write_corpus(folder, source, kind, shards, vocabulary, vocabulary.separator, held_out, known, nats)
+    return {**made, "source_files": source_files}
 
 
 def _hold_out(config: DataConfig) -> Callable[[int], int]:

@@ -24,10 +24,10 @@ from harness.core.errors import CheckpointError, ConfigError, MachineError, Prob
 from harness.core.health import grad_norm
 from harness.core.protocols import Meta, Stateful, TensorDict
 from harness.core.update import DynamicLossScale, WindowBuffers, init_optimizer_state
-from harness.engines.deepspeed_build import build_kernel
-from harness.engines.deepspeed_config import (
+from harness.engines.deepspeed_setup import (
     Precision,
     build_config,
+    build_kernel,
     check,
     find_tools_of_this_python,
     preflight,

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from harness.core.errors import MisuseError, Problem
-from harness.core.target import import_extra
+from harness.core.schema import import_extra
 from harness.integrations.watch import NO_SETTINGS, Watch
 from harness.precision.api import Precision
 from harness.precision.standard import WrappedOptimizer

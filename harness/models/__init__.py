@@ -13,7 +13,7 @@ from torch import nn
 
 from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError, Problem
-from harness.core.target import call_target
+from harness.core.schema import call_target
 from harness.models import huggingface
 from harness.models.task import Task
 

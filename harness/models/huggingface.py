@@ -33,8 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from harness.core.errors import ConfigError, Problem, near_match, some
 from harness.core.facts import IGNORED
 from harness.core.files import MAX_LARGE, read_json
-from harness.core.schema import Strict, validate
-from harness.core.target import import_extra
+from harness.core.schema import Strict, import_extra, validate
 
 PREFIX = "hf:"
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"

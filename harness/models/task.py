@@ -5,7 +5,7 @@ A batch of `inputs` and `targets` (text, or pairs of a data set) goes to forward
 or to forward(inputs), which returns logits: the mean cross-entropy over them is taken here. Any other batch goes to
 forward by its names; without the labels if forward has no parameter for them. A loss may come as a 0-d tensor, as
 `.loss` or ["loss"] of the output, or beside the logits in a tuple; logits as a tensor, as `.logits`, ["logits"], or in
-a tuple.
+a tuple. What the loss of a batch costs in floating-point operations is counted here too, without computing anything.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.random import fork_rng
+from torch.utils.flop_counter import FlopCounterMode
 
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match
 from harness.core.facts import IGNORED
@@ -374,3 +375,40 @@ def _whole(model: object, name: str) -> int | None:
 
 def _shape(value: object) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+class _OnMeta(nn.Module):
+    """The model, with every parameter and buffer on torch's meta device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._held = (model,)
+        self._state = {
+            name: torch.empty_like(tensor, device="meta")
+            for named in (model.named_parameters(), model.named_buffers())
+            for name, tensor in named
+        }
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return torch.func.functional_call(self._held[0], self._state, inputs, named)
+
+
+def training_flops(model: nn.Module, task: Task, batch: Batch) -> float:
+    """FLOPs of the matrix products (convolutions, attention) of forward and backward on `batch`.
+
+    Of the model, not of how it is computed: recomputed activations count once, and causal attention as if nothing were
+    masked, which for a Transformer gives 6 N + 12 L H Q T for a token (Chowdhery et al., PaLM, arXiv 2204.02311,
+    appendix B, N without embeddings). Forward is counted by torch's `FlopCounterMode` on the meta device. Backward is
+    twice that: one product for the input and one for the weight; none for weights that are frozen. NaN for a model
+    that cannot run without values.
+    """
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            task.loss(_OnMeta(model), {name: values.to("meta") for name, values in batch.items()})
+        forward = counter.get_total_flops()
+    except Exception:
+        return math.nan  # it reads values, or computes what has no meta kernel: its MFU is not known
+    matrices: list[Tensor] = [param for param in model.parameters() if param.ndim >= 2]
+    elements = sum(param.numel() for param in matrices)
+    trained = sum(param.numel() for param in matrices if param.requires_grad)
+    return float(forward * (2 + trained / elements)) if elements else math.nan

@@ -11,11 +11,10 @@ from harness.core.protocols import Meta, Monitor, TensorDict
 from harness.monitors.base import MonitorContext
 from harness.monitors.data import DataMonitor
 from harness.monitors.fallback import FallbackController, WholeRunFallback
-from harness.monitors.fp8 import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor
 from harness.monitors.gradients import ClippingMonitor, GradientMonitor, ParameterMonitor, UnderflowMonitor
 from harness.monitors.loss import FirstLossMonitor, LossMonitor, PlateauMonitor
 from harness.monitors.ranks import RanksMonitor
-from harness.monitors.scaler import ScalerMonitor
+from harness.monitors.scales import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor, ScalerMonitor
 
 MONITORS = (
     GradientMonitor,

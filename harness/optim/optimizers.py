@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from harness.core.config import TrainConfig
 from harness.core.errors import ConfigError, HarnessError, MachineError, Problem, near_match, some
-from harness.core.target import find_target
+from harness.core.schema import find_target
 from harness.core.update import init_optimizer_state, takes_found_inf
 
 Group = dict[str, Any]

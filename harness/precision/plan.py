@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from harness.capability.tier import Tier, tier_of
+from harness.capability.cards import Tier, tier_of
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import ROLES, LayerPlan, RungVerdict
 from harness.precision.backends.registry import BACKENDS, PLAIN, can_run

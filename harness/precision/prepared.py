@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from harness.capability.cards import Tier, check_usable, tier_of
 from harness.capability.probe import MachineFacts, probe
-from harness.capability.tier import Tier, check_usable, tier_of
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts, world_rank, world_size
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
@@ -26,9 +26,9 @@ from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, StepClock, WindowBuffers
 from harness.monitors.fallback import FallbackController, WholeRunFallback
-from harness.monitors.fp8 import Fp8Monitor
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
+from harness.monitors.scales import Fp8Monitor
 from harness.precision.convert import build_backend, build_loss_scale, monitor_context
 from harness.precision.misuse import OpenWindow
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from harness.capability.cards import Tier, tier_of
 from harness.capability.probe import MachineFacts, probe
-from harness.capability.tier import Tier, tier_of
 from harness.core.collectives import max_over_ranks, world_rank
 from harness.core.errors import Problem
 from harness.core.files import cache_dir, harness_version, read_json, write_json

@@ -13,24 +13,21 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from harness import loop
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
-from harness.core.errors import CheckpointError, ConfigError, Problem
+from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
 from harness.core.protocols import Batch, Meta, Tensors
 from harness.core.state import RunLedger
-from harness.engines.registry import ENGINES
 from harness.replay.answer import Answer, Sample, growth, unfit
 from harness.replay.flight import BadStep, Branches, Difference, Surroundings
 from harness.replay.origin import Finding, Origin, locate, watch
-from harness.run import Run, Share, train_step
+from harness.run import Run, Share, next_window, observe, train_step
 from harness.run_folder import read_plan
 
 NEVER_APPLIED = Limits(loss=float("-inf"))
@@ -82,12 +79,12 @@ class Rerun:
         """The run's own next step, judged at once; what the guard would do beside switches and limits is not done."""
         facts = self.take()
         self.run.state.advance()
-        loop.observe(self.run, facts)
+        observe(self.run, facts)
         return facts
 
     def take(self, limits: Limits | None = None) -> StepFacts:
         """The next step, without moving on. limits: in place of its own."""
-        window = loop.next_window(self.run)
+        window = next_window(self.run)
         return train_step(self.run, window, self.shares(window), limits).facts()
 
     def watched(self, known: set[str] | None, limits: Limits | None = None) -> tuple[StepFacts, Origin]:
@@ -107,7 +104,7 @@ class Rerun:
 
         No update: weights and optimizer stay, the rest goes back to `kept`.
         """
-        window = loop.next_window(self.run)
+        window = next_window(self.run)
         number, row = divmod(place, self.run.config.train.micro_batch)
         taken = [(share.rank, batch) for share in self.shares(window) for batch in share.batches]
         rank, batch = taken[number]
@@ -168,8 +165,7 @@ class Investigation:
         self.config, self.build = branches.config_of(step, config), build
         self.attempt = branches.attempt_of(step)
         self.record: BadStep | None = branches.records.get(step)
-        self.world_size, engine = branches.ranks_of(step)
-        _refuse_foreign_scale(engine, step, read_plan(self.folder))
+        self.world_size, _ = branches.ranks_of(step)
         if self.record:
             torch.set_num_threads(self.record.threads)
         self.run = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
@@ -183,7 +179,7 @@ class Investigation:
         run, step, before = self.run, self.step, self.before
         if self.record is not None:
             run.run.state.limits[step] = self.record.limits_then
-        window = loop.next_window(run.run)
+        window = next_window(run.run)
         kept = run.keep()
         self.say(f"step {step}: under observation")
         plainly = self._again(kept) if run.compiled else None  # compiled code is what ran
@@ -337,14 +333,6 @@ class Investigation:
             if was != now and (name, was) != ("engine", "ddp"):
                 found.append(f"{name}: {was} in the run, {now} here")
         return found
-
-
-def _refuse_foreign_scale(engine: str, step: int, plan: Mapping[str, Any]) -> None:
-    """An fp16 engine with a loss scale of its own keeps it and its weights in a way that no other engine continues."""
-    own = engine in ENGINES and ENGINES[engine].owns_loss_scale
-    if own and str(plan.get("resolved", "")).endswith(":fp16"):
-        what, fix = "DeepSpeed's fp16 cannot be replayed", "start the run with torchrun, or with a bf16 or FP8 recipe"
-        raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
 
 
 def _precision(resolved: str, facts: StepFacts) -> str:

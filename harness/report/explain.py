@@ -1,7 +1,10 @@
 """`harness explain`: what a code or a symptom means and what to do, or what happened in a run. Starts without torch.
 
 What happened in a run, in order, and what to do now, is also said at the end of a halted run. It comes from the run
-folder: the journal's events, outcome.json, checkpoints/good.json, flight/. `python -m harness.report.explain` prints
+folder: the journal's events, outcome.json, checkpoints/good.json, flight/.
+
+The texts are in `codes.toml`. An entry is a code (`loss.spike`), several with one explanation (`run.resumed,
+run.started_from`), or a symptom, known by its slug (`loss-that-plateaus`). `python -m harness.report.explain` prints
 docs/runbook.md, the same texts as a page.
 """
 
@@ -10,8 +13,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checkpoint.manifest import read_marks
-from harness.core.codes import Entry, catalogue, without_marks
-from harness.core.errors import ExitCode, clipped, some
+from harness.core.errors import ConfigError, ExitCode, Problem, clipped, near_match, some
 from harness.core.files import step_name
 from harness.core.screen import Screen
 from harness.report import short, tool
@@ -31,6 +35,8 @@ from harness.report import short, tool
 if TYPE_CHECKING:
     from harness.tracking.history import RunHistory
 
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_SENTENCE = re.compile(r"[.:](?:\s|$)")
 LAST_ALERTS = 8
 MOST_CODES = 500
 MAX_TOLD = 4000
@@ -42,6 +48,86 @@ _LITTLE, _SOME_LENGTH = 0.95, 50
 _HALT, _ROLLBACK = "guard.halt", "guard.rollback"
 # Faults that another learning rate would not cure.
 _KEEP_LR = ("data.", "ranks.", "checkpoint.", "journal.")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One explanation. kind: "codes" (of the guard), "events" (of the run itself) or "symptoms". fields: label ->
+    Markdown text. about: a line under the title, for the page only."""
+
+    title: str
+    kind: str
+    fields: Mapping[str, str]
+    about: str = ""
+
+    @property
+    def is_symptom(self) -> bool:
+        """Whether it is what a person sees, and not a code."""
+        return self.kind == "symptoms"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its codes, or a symptom's slug."""
+        return (slug(self.title),) if self.is_symptom else tuple(self.title.split(", "))
+
+    @property
+    def line(self) -> str:
+        """The first sentence of its first field, on one line."""
+        text = without_marks(" ".join(next(iter(self.fields.values())).split()))
+        sentence = _SENTENCE.split(text, maxsplit=1)[0]
+        return sentence[:1].upper() + sentence[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """entries: in the order of the page. ranking: (code, whether its step counts as healthy, what happens) from the
+    worst to the least. page: texts of the page around them."""
+
+    entries: tuple[Entry, ...]
+    ranking: tuple[tuple[str, str, str], ...]
+    page: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Catalogue:
+        """TOML as a catalogue. Raises ValueError or LookupError if it is none."""
+        raw = tomllib.loads(text)
+        entries = [
+            Entry(title, kind, about=fields.pop("about", ""), fields=fields)
+            for kind in ("codes", "events", "symptoms")
+            for title, fields in raw[kind].items()
+        ]
+        return cls(tuple(entries), tuple(tuple(row) for row in raw["ranking"]), raw["page"])
+
+    def find(self, name: str) -> Entry:
+        """The entry of a code or a symptom. Raises ConfigError with the near match."""
+        for entry in self.entries:
+            if name in entry.names:
+                return entry
+        known = [known for entry in self.entries for known in entry.names]
+        hint = near_match(name, known)
+        fix = hint if hint.startswith("did") else "`harness explain` lists them; for a run, give its folder, runs/<run>"
+        raise ConfigError(Problem(f'no code or symptom "{name}"', "harness explain", fix=fix))
+
+    def ranked(self, codes: Iterable[str]) -> list[str]:
+        """Those of `codes` that are alerts, each once, from the one that matters most to the least."""
+        given = set(codes)
+        return [code for code, *_ in self.ranking if code in given]
+
+
+@cache
+def catalogue() -> Catalogue:
+    """The shipped one."""
+    return Catalogue.parse(Path(__file__).with_name("codes.toml").read_text(encoding="utf-8"))
+
+
+def slug(title: str) -> str:
+    """`NaN after hours` -> `nan-after-hours`."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def without_marks(markdown: str) -> str:
+    """Prose without Markdown's marks: `[text](address)` becomes its text."""
+    return _LINK.sub(r"\1", markdown).replace("`", "").replace("**", "")
 
 
 @dataclass(frozen=True, slots=True)

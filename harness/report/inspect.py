@@ -1,24 +1,35 @@
-"""`harness inspect`: a run's FP8 slots, one line each, and the moves between FP8 and BF16. Starts without torch."""
+"""`harness inspect`: a run's FP8 slots, one line each, the moves between FP8 and BF16, and the run's account. Starts
+without torch.
+
+The account is short and honest: how well, in which precision really, what happened, where to look next. It also ends
+the run itself (`summary`), and stands in its report.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from harness.checkpoint.manifest import check_header
-from harness.core.errors import ExitCode, clipped
+from harness.core.errors import ExitCode, clipped, some
 from harness.core.files import MAX_LARGE, read_json
 from harness.core.screen import Screen
-from harness.report import RunFolder
-from harness.report.summary import account
-from harness.tracking.history import MAX_TEXT, RunHistory, bare
+from harness.report import RunFolder, short, tool
+from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
+from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
+from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
+from harness.tracking.standing import spans
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
@@ -26,6 +37,7 @@ SPARK = 16
 MOST_SLOTS = 20_000
 COLUMNS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
 Histories = dict[str, npt.NDArray[np.float32]]
+MAX_NAMED = 8
 
 
 def command(run: RunFolder) -> int:
@@ -123,3 +135,210 @@ def _filled(column: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Without the zeros of updates that have not happened yet."""
     used = np.flatnonzero(column)
     return column[used[0] :] if len(used) else column[:0]
+
+
+def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> RenderableType:
+    """What to print when a run has ended, with crop=False, as commands are not wrapped. ended: its outcome, as the disk
+    may have refused outcome.json.
+
+    Raises ConfigError if `run_dir` is no run folder.
+    """
+    history = RunHistory.read(run_dir)
+    if ended is not None:
+        history = replace(history, outcome={**history.outcome, **ended})
+    table = Table.grid(padding=(0, 2))
+    halted = history.outcome.get("status") == HALTED
+    for label, text in [*account(history), *_where(history)]:
+        told = f"{HALTED}, see the post-mortem below" if halted and label == "outcome" else text
+        table.add_row(Text(label, style="bold"), Text(told))
+    if halted:
+        return Group(Text(), table, post_mortem(history))
+    return Group(Text(), table, *(command_line(*each) for each in next_steps(history)))
+
+
+def account(history: RunHistory) -> list[tuple[str, str]]:
+    """(label, text) of everything but where to look: outcome, loss, precision with proof, steps, speed, events."""
+    lines = [("outcome", _outcome(history)), ("loss", _loss(history)), ("precision", _precision(history))]
+    try:
+        trained = trained_on(history.run["data"], history.run["params"])
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        trained = [f"what the journal says of it cannot be read ({type(error).__name__})"]
+    lines += [("data", trained[0]), *(("", text) for text in trained[1:])] if trained else []
+    proof = fp8_proof(history)
+    if proof:
+        lines.append(("FP8 proof", proof))
+    lines += [("steps", _steps(history)), ("speed", _speed(history))]
+    if history.lost:
+        text = f"no figures of {len(history.lost)} steps: {spans(history.lost)}"
+        lines.append(("journal", f"{text}; what MLflow has: {tool('harness')} sync {short(history.run_dir)} --restore"))
+    counts = Counter(event["code"] for event in history.events)
+    told = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
+    return [(label, clipped(text, MAX_TEXT)) for label, text in (*lines, ("events", told))]
+
+
+def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
+    """What a run trains on, in lines: files, tokens, epochs, what was left out and why.
+
+    data: what the source says of itself. params: the config, flat. Empty in a loop that is not ours.
+    """
+    if "train_samples" not in data:
+        return []
+    sizes = [params.get(f"train.{key}") for key in ("steps", "global_batch")]
+    steps, samples = (int(size) if size is not None else 0 for size in sizes)
+    if "train_tokens" not in data:
+        return _own_data(data, _epochs(steps * samples / data["train_samples"]), steps)
+    files = data["files"]
+    lines = [
+        f"{data['source']} ({data['kind']}): {files:,} file{'s' if files > 1 else ''}, {data['train_tokens']:,} tokens "
+        f"to train on, {data['val_tokens']:,} to validate on, {data['vocab']:,} token ids; "
+        f"{steps:,} steps are {_epochs(steps * samples / data['train_samples'])}"
+    ]
+    lines += [
+        f"{part['share']:.1%} of {part['source']}: {part['train_tokens']:,} tokens, "
+        f"{_epochs(steps * samples * part['share'] / part['train_samples'])}"
+        for part in data.get("mixture", ())
+    ]
+    if left := data.get("skipped"):
+        lines.append(f"left out {len(left):,}: {some(left, MAX_NAMED)}")
+    return lines
+
+
+def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
+    """The same of a data set of the user's own."""
+    fields = ", ".join(f"{name} {dtype} {shape}" for name, (dtype, *shape) in data["fields"].items())
+    lines = [
+        f"{data['source']}: {data['train_samples']:,} samples to train on, {data['val_samples']:,} to validate on, of "
+        f"{fields}; {steps:,} steps are {epochs}"
+    ]
+    if left := data["unreadable"]:
+        lines.append(f"unreadable among the {len(data['looked_at'])} looked at: {some(left, MAX_NAMED)}")
+    return lines
+
+
+def _epochs(epochs: float) -> str:
+    return f"{epochs:.3g} epochs" if epochs < 1000 else f"{epochs:,.0f} epochs"
+
+
+def fp8_proof(history: RunHistory) -> str:
+    """How many of the planned FP8 slots ever saw a nonzero amax, and which did not; empty where none was planned."""
+    names = {bare(slot): slot for slot in history.slots()}
+    expected = history.expected_slots() | set(names)
+    if not expected:
+        dynamic = [layer for layer in history.plan.get("layers", ()) if layer["precision"] == "fp8"]
+        return "none: dynamic scaling keeps no amax" if dynamic else ""
+    silent = [names.get(slot, slot) for slot in history.silent(sorted(expected))]
+    text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
+    frozen = {bare(row["module"]) for row in history.plan.get("layers", ()) if "frozen" in row["reason"]}
+    ends = {slot for slot in silent if slot.endswith(".grad_output") and bare(slot.rpartition(".")[0]) in frozen}
+    others = [slot for slot in silent if slot not in ends]
+    text += f"; none seen by: {some(others, MAX_NAMED)}" if others else ""
+    text += f"; no gradient goes back to {some(sorted(ends), MAX_NAMED)}" if ends else ""
+    return f"{text}: frozen, and nothing before is trained" if ends else text
+
+
+def counts(history: RunHistory) -> dict[str, int]:
+    """Steps, applied and skipped updates of the branch that counts; rollbacks and demotions of the whole run."""
+    applied = history.series.get("train/step_applied", {})
+    rollbacks = history.last("guard/rollbacks") or 0
+    rollbacks = rollbacks if math.isfinite(rollbacks) else 0
+    demoted = sum(len(event["demote"]) for event in history.events if event["code"] == SWITCHED)
+    counted = {
+        "steps": len(applied),
+        "applied": sum(value == 1 for value in applied.values()),
+        "skipped": sum(value == 0 for value in applied.values()),
+        "rollbacks": int(rollbacks),
+        "demotions": demoted,
+    }
+    # Rows may be missing where a disk was full: what the state says counts.
+    known = {name: history.outcome.get(name) for name in ("applied", "skipped", "rollbacks")}
+    told = {name: value for name, value in known.items() if type(value) is int and value >= 0}
+    if len(told) == len(known):
+        counted |= told | {"steps": told["applied"] + told["skipped"]}
+    return counted
+
+
+def _outcome(history: RunHistory) -> str:
+    outcome = history.outcome
+    if not outcome.get("status"):
+        return "not ended: still running, or killed"
+    reason = f": {outcome['reason']}" if outcome.get("reason") else ""
+    at = f" at step {outcome['step']}" if "step" in outcome else ""
+    return f"{outcome['status']}{at}{reason}"
+
+
+def _loss(history: RunHistory) -> str:
+    value, last = history.last("val/loss"), history.last("train/loss")
+    unit = "" if history.unit == "loss" else f" {history.unit}"
+    if history.of_own_loop:  # whose loss may be anything
+        kinds = (("validation", value), ("last training loss", last))
+        return ", ".join(f"{kind} {loss:.4g}" for kind, loss in kinds if loss is not None) or "none"
+    if value is None:
+        return "no validation" + (f"; last training loss {last:.4f}{unit}" if last is not None else "")
+    accuracy = history.last("val/accuracy")
+    hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+    if history.unit != BYTES:
+        text = f"validation {value:.4f}{unit}{hits}"
+        if not history.unigram_nats:
+            return text
+        little = "; little more is learned than how often each token occurs" if learned_little(history) else ""
+        ratio = value / history.unigram_nats
+        return f"{text}; unigram entropy of the corpus {history.unigram_nats:.4f}, ratio {ratio:.3f}{little}"
+    bits = value / math.log(2)
+    text = f"validation {bits:.4f} bits per byte ({value:.4f} nats){hits}"
+    unigram = history.unigram
+    if not unigram:
+        return text
+    little = "; little more is learned than how often each byte occurs" if learned_little(history) else ""
+    return f"{text}; unigram entropy of the corpus {unigram:.4f}, ratio {bits / unigram:.3f}{little}"
+
+
+def _precision(history: RunHistory) -> str:
+    plan = history.plan
+    if not plan:
+        return "no plan.json"
+    effective = plan.get("effective") or "not recorded"
+    return f"requested {plan['requested']}, resolved {plan['resolved']}, effective {effective}"
+
+
+def _steps(history: RunHistory) -> str:
+    found = counts(history)
+    demoted = sorted({span[0] for span in history.demotions()})
+    text = f"{found['steps']}: {found['applied']} applied, {found['skipped']} skipped; rollbacks {found['rollbacks']}; "
+    return text + f"demotions {found['demotions']}" + (f" ({some(demoted, MAX_NAMED)})" if demoted else "")
+
+
+def _speed(history: RunHistory) -> str:
+    found = {
+        key: [value for value in history.series.get(f"train/{key}", {}).values() if math.isfinite(value)]
+        for key in ("tokens_per_second", "mfu", "peak_memory_gib")
+    }
+    rates, shares, sizes = found.values()
+    counted = history.run["data"].get("counted", "tokens")
+    told = [f"{statistics.median(rates):,.0f} {counted}/s (median)" if rates else "not measured"]
+    told += [f"MFU {statistics.median(shares):.1%} (median)"] if shares else []
+    what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
+    told += [f"peak memory {max(sizes):.2f} GiB{what}"] if sizes else []
+    return ", ".join(told)
+
+
+def _where(history: RunHistory) -> list[tuple[str, str]]:
+    run_dir = history.run_dir
+    lines = [("MLflow", _mlflow(run_dir))]
+    if (run_dir / "report.html").exists():
+        lines.append(("report", short(run_dir / "report.html")))
+    if history.slots():
+        lines.append(("FP8 slots", f"{tool('harness')} inspect {short(run_dir)}"))
+    return lines
+
+
+def _mlflow(run_dir: Path) -> str:
+    if not (run_dir / POSITION).exists() and not (run_dir / "shipper.log").exists():
+        return "off"
+    if not delivered(run_dir):
+        command = f"{tool('harness')} sync {short(run_dir)}"
+        return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
+    uri, page = tracking_uri(), run_page(run_dir)
+    if uri.startswith(("http://", "https://")):
+        return f"delivered to {uri}{page}"
+    then = f", then http://127.0.0.1:5000{page}" if page else ""
+    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}{then}"

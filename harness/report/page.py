@@ -22,7 +22,7 @@ from harness.core.files import atomic_file
 from harness.core.screen import say
 from harness.report import RunFolder, label
 from harness.report.fp8_pictures import ROLE_COLOURS, pictures
-from harness.report.summary import account
+from harness.report.inspect import account
 from harness.tracking.console import fold, rung_lines
 from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, Series, bare, split_slot
 from harness.tracking.slot_file import PARQUET, write_parquet

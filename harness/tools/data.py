@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from harness.core.errors import ConfigError, DataError, ExitCode, Problem
-from harness.data.advice import no_such
 from harness.data.prepare import Preparation, Progress, prepare_dataset
-from harness.data.registry import DOCUMENTS, look
+from harness.data.registry import DOCUMENTS, look, no_such
 
 
 def command(

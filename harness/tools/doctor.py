@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from harness.capability.cards import Tier, check_usable, tier_of
 from harness.capability.probe import MachineFacts, probe
-from harness.capability.tier import Tier, check_usable, tier_of
 from harness.core.errors import ExitCode
 from harness.core.files import shipped
 

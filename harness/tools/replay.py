@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.core.errors import DataError, Problem
+from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.screen import say
 from harness.report import RunFolder
 from harness.tools.restored import check_recipe
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from harness.build import Worker
     from harness.core.config import RunConfig
     from harness.core.state import RunLedger
+    from harness.replay.flight import Branches
     from harness.replay.investigate import Rerun
 
 REPORT = "replay.json"
@@ -50,6 +51,7 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     # One process plays all ranks, whatever engine the run was told to take.
     config = load_config(str(branches.folder / "config.yaml"), ["engine.name=auto"])
     check_recipe(branches.folder, config.recipe)
+    _refuse_foreign_scale(branches, step)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
         build = partial(rebuild, branches.folder, Path(scratch), join_worker(config, "python"))
         answer = Investigation(branches, step, config, build, say).answer(anomaly)
@@ -60,6 +62,18 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     write_json(report, plain(answer))
     say(f"report: {report}")
     return 0
+
+
+def _refuse_foreign_scale(branches: Branches, step: int) -> None:
+    """An fp16 engine with a loss scale of its own keeps it and its weights in a way that no other engine continues."""
+    from harness.build import ENGINES
+    from harness.run_folder import read_plan
+
+    _, engine = branches.ranks_of(step)
+    own = engine in ENGINES and ENGINES[engine].owns_loss_scale
+    if own and str(read_plan(branches.folder).get("resolved", "")).endswith(":fp16"):
+        what, fix = "DeepSpeed's fp16 cannot be replayed", "start the run with torchrun, or with a bf16 or FP8 recipe"
+        raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
 
 
 def rebuild(

@@ -46,7 +46,7 @@ def _restored(run: Path, experiment: str) -> bool:
     from harness.run_folder import RunLock
 
     try:
-        from harness.tracking.restore import find_run, restore
+        from harness.tracking.mlflow import find_run, restore
     except ImportError as error:
         fix = "pip install 'hopper-harness[mlflow]'"
         raise MachineError(Problem("MLflow cannot be asked", "--restore", str(error), fix)) from error

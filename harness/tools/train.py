@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 
-from harness import loop
 from harness.build import (
     Worker,
     build_data,
@@ -31,11 +30,10 @@ from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, check_unfinished, lacks_room
-from harness.core.config import RunConfig, load_config
+from harness.core.config import RunConfig, data_doubts, left_out, load_config, unwatched, warmup_doubt
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import step_name
-from harness.core.reach import data_doubts, left_out, unwatched, warmup_doubt
 from harness.core.state import lost_ledger, state_bytes
 from harness.data.source import source_changes
 from harness.engines.torch_engine import OptimizerPart
@@ -44,8 +42,9 @@ from harness.models.huggingface import tokenizer_of
 from harness.optim.optimizers import optimizer_bytes
 from harness.optim.schedule import Schedule, lr_jump
 from harness.precision.plan import Plan
-from harness.report.summary import trained_on
+from harness.report.inspect import trained_on
 from harness.run import Run
+from harness.run import train as train_run
 from harness.run_folder import (
     RUNS,
     Resumed,
@@ -421,7 +420,7 @@ def _drive(run: Run) -> Outcome:
     if run.engine.rank == 0:
         tell_wrapper(ExitCode.FAILED)  # until there is an outcome: without a word, a wrapper knows that none was lost
     try:
-        return loop.train(run)
+        return train_run(run)
     except BaseException as error:
         _settle(run, error)
         run.telemetry.failed(run.state.step, error)

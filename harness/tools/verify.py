@@ -6,7 +6,7 @@ from harness.core.errors import ExitCode
 from harness.core.screen import say
 from harness.report import RunFolder
 from harness.tracking.journal import JOURNAL, require_run
-from harness.tracking.seal import Seal
+from harness.tracking.standing import Seal
 
 
 def command(run: RunFolder) -> int:

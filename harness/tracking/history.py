@@ -22,8 +22,8 @@ from harness.core.facts import ROLES
 from harness.core.files import MAX_LARGE, read_mapping
 from harness.core.metrics import SLOT_ROWS
 from harness.tracking.journal import JOURNAL, read_rows, require_run
-from harness.tracking.seal import LOSS, first_step
 from harness.tracking.slot_file import SlotSteps, rewritten
+from harness.tracking.standing import LOSS, first_step
 
 SWITCHED = "precision.switched"
 BYTES = "nats per byte"

@@ -21,8 +21,7 @@ from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match
 from harness.core.files import atomic_file, read_json, too_many, write_json
-from harness.tracking.seal import Seal, first_step, lacking, spans
-from harness.tracking.standing import StandingRows
+from harness.tracking.standing import Seal, StandingRows, first_step, lacking, spans
 
 
 class RowClock:

@@ -29,13 +29,12 @@ from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
 from harness.core.state import seed_everything
 from harness.engines.torch_engine import ModelPart, OptimizerPart
-from harness.loop import train
 from harness.models import Task, build_model
 from harness.models.gpt import GPT, build
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import Schedule
 from harness.precision.recipe import Recipe, load_recipe
-from harness.run import seed_step
+from harness.run import seed_step, train
 from harness.tracking.console import Console
 from tests.support.ranks import run_ranks
 

@@ -9,9 +9,8 @@ import pytest
 
 from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry, read_ledger
 from harness.core.config import load_config
-from harness.loop import train
 from harness.precision.recipe import load_recipe
-from harness.run import RUNG
+from harness.run import RUNG, train
 from harness.tracking.console import Console
 from tests.support.runs import TEXT, metrics
 

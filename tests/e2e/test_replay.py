@@ -164,6 +164,17 @@ def test_steps_without_a_record(backward_run: Path, monkeypatch: pytest.MonkeyPa
     assert not (backward_run / "flight" / "step-00000400").exists()
 
 
+def test_a_step_under_anothers_loss_scale_is_refused(backward_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(backward_run, tmp_path / "r", symlinks=True)
+    record = next((run / "flight").glob("step-*/record.json"))
+    record.write_text(json.dumps({**json.loads(record.read_text()), "engine": "deepspeed"}))
+    replay(run, BAD, False, lambda text: None)
+    plan = json.loads((run / "plan.json").read_text())
+    (run / "plan.json").write_text(json.dumps({**plan, "resolved": "autocast:fp16"}))
+    with pytest.raises(ConfigError, match="step 8: DeepSpeed's fp16 cannot be replayed"):
+        replay(run, BAD, False, lambda text: None)
+
+
 def no_room(facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
     """A flight recorder on a full disk."""
     raise OSError(28, "No space left on device")

@@ -100,7 +100,8 @@ def main() -> None:
     from harness import cli
 
     if waiting:
-        from harness import loop, telemetry
+        from harness import run as loop
+        from harness import telemetry
         from harness.checkpoint.store import Store
         from harness.tools import train as job
 

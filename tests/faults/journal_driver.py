@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.tracking.journal import Journal
-from harness.tracking.seal import Seal
+from harness.tracking.standing import Seal
 
 MODES = {"kill": 1, "full": 2, "once": 3}
 IMPATIENT = "impatient-"

@@ -74,7 +74,8 @@ def shared_driver() -> Driver:
 
 def main(faults: dict[str, Any]) -> None:
     """Become the command, with its faults in place."""
-    from harness import cli, loop, telemetry
+    from harness import cli, telemetry
+    from harness import run as loop
     from harness.capability import probe
 
     if faults["at_end"]:

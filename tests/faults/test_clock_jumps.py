@@ -91,7 +91,7 @@ def test_only_the_rows_clock_reads_the_wall_clock() -> None:
         and node.attr in reading.get(node.value.id, ())
     ]
     places = {place.partition(":")[0] for place in found}
-    compare = {"harness/checkpoint/store.py", "harness/engines/deepspeed_build.py"}
+    compare = {"harness/checkpoint/store.py", "harness/engines/deepspeed_setup.py"}
     assert places == {"harness/tracking/journal.py", *compare}, found
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.tracking.journal import JOURNAL, Journal, delivered, read_rows
-from harness.tracking.seal import Seal, read_seal, seal_file
+from harness.tracking.standing import Seal, read_seal, seal_file
 from tests.support.runs import events, harness, metrics, train
 
 pytestmark = pytest.mark.faults(27)

@@ -29,9 +29,8 @@ from harness.core.errors import CheckpointError, ExitCode
 from harness.core.files import MAX_VALUES
 from harness.core.screen import Screen
 from harness.report.explain import explain
-from harness.report.inspect import inspect
+from harness.report.inspect import inspect, summary
 from harness.report.page import write
-from harness.report.summary import summary
 from harness.tracking.slot_file import FIGURES, SlotSteps
 from tests.support.runs import harness, train
 

@@ -15,7 +15,7 @@ from hostile import JSON, SCREEN, SECONDS, YAML, Trap
 from harness.core.config import load_config, parse_overrides
 from harness.core.errors import ConfigError
 from harness.core.schema import read_yaml
-from harness.engines.deepspeed_config import build_config
+from harness.engines.deepspeed_setup import build_config
 from harness.precision.recipe import load_recipe
 from harness.run_folder import choose_folder
 

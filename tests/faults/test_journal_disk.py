@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from harness.tracking.journal import JOURNAL, Journal
-from harness.tracking.seal import Seal
+from harness.tracking.standing import Seal
 from tests.support.runs import ROOT, events, metrics, train
 
 HERE = Path(__file__).parent

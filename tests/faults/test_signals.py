@@ -119,10 +119,10 @@ def fire(real):
             os.kill(os.getpid(), getattr(signal, name))
         return real(*given, **named)
     return fired
-from harness import loop
+from harness import run as loop
 from harness.checkpoint.store import Store
+from harness.report import inspect as summary
 from harness.report import page as report
-from harness.report import summary
 owner, member = dict(save=(Store, "save"), evaluate=(loop, "evaluate"), write=(report, "write"),
                      summary=(summary, "summary"), train_step=(loop, "train_step"))[where]
 setattr(owner, member, fire(getattr(owner, member)))

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 from harness.core.errors import ExitCode
-from harness.data.batches import TokenBatches
+from harness.data.batches import Prefetched, TokenBatches, Watch
 from harness.data.blocks import BLOCK, SAMPLED
-from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import prepare
 from tests.support.runs import ROOT, environment, events, metrics, train
 from tests.unit.data.token_files import config, headerless, some_ids

@@ -13,8 +13,8 @@ from te_gpu_support import FP8_MAX, LENGTH, batch, gradients, largest, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.capability.cards import tier_of
 from harness.capability.probe import probe
-from harness.capability.tier import tier_of
 from harness.core.errors import CheckpointError
 from harness.precision import scaling
 from harness.precision.backends import te_library

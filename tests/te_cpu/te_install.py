@@ -196,7 +196,7 @@ cpu_torch = _facade()
 
 def as_on_a_card() -> None:
     """The harness may take transformer_engine:fp8 on the CPU: its rules say what a card of CAPABILITY could do."""
-    from harness.capability.tier import Tier
+    from harness.capability.cards import Tier
     from harness.precision.backends.registry import BACKENDS
 
     declared = BACKENDS["transformer_engine"]

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harness.core.codes import Catalogue, Entry, catalogue
 from harness.core.config import RunConfig
 from harness.core.metrics import page as metrics_page
 from harness.precision.recipe import Recipe
-from harness.report.explain import runbook
+from harness.report.explain import Catalogue, Entry, catalogue, runbook
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
@@ -79,7 +78,7 @@ def test_what_nothing_says_is_not_explained() -> None:
 @pytest.mark.parametrize("code", CODES)
 def test_the_runbook_explains(code: str) -> None:
     entry = KNOWN.find(code)
-    assert tuple(entry.fields) == FIELDS, f"harness/core/codes.toml: {code}"
+    assert tuple(entry.fields) == FIELDS, f"harness/report/codes.toml: {code}"
     assert all(text.strip() for text in entry.fields.values())
 
 

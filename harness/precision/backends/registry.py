@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from harness.capability.cards import Tier
 from harness.capability.probe import Device, MachineFacts
-from harness.capability.tier import Tier
 
 Answer = tuple[bool, str]
 Rule = Callable[[MachineFacts, Tier, str], Answer]

@@ -29,7 +29,7 @@ from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends.native_triton import load_stats
-from harness.precision.compiling import Block, Blocks, define, layer_of, register
+from harness.precision.convert import Block, Blocks, define, layer_of, register
 from harness.precision.layers import pickled_as_linear
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.recipe import Recipe

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from harness.capability.cards import Tier
 from harness.capability.probe import Device, MachineFacts, NvidiaSmi
-from harness.capability.tier import Tier
 
 CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 CUDA_12 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")

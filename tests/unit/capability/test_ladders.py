@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 from card_support import CARDS, CUDA_12, machine
 
+from harness.capability.cards import check_usable
 from harness.capability.probe import LibraryFacts, MachineFacts, NvidiaSmi
-from harness.capability.tier import check_usable
 from harness.core.files import shipped
 from harness.precision.plan import resolve
 from harness.precision.recipe import Recipe, load_recipe

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from harness.capability.cards import Tier, tier_of
 from harness.capability.probe import Device, LibraryFacts, MachineFacts
-from harness.capability.tier import Tier, tier_of
 from harness.precision.backends.registry import can_run
 
 OK = LibraryFacts("1.0", True, "installed")

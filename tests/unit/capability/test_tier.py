@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from card_support import CARDS, CUDA_12, machine
 
+from harness.capability.cards import Tier, check_usable, tier_of
 from harness.capability.probe import Device, MachineFacts, NvidiaSmi
-from harness.capability.tier import Tier, check_usable, tier_of
 
 
 def blind(**changes: object) -> MachineFacts:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from harness.core.config import RunConfig, TrainConfig
-from harness.core.reach import data_doubts, left_out, warmup_doubt
+from harness.core.config import RunConfig, TrainConfig, data_doubts, left_out, warmup_doubt
 from harness.optim.schedule import Schedule
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.core.errors import MachineError
-from harness.engines import deepspeed_build
-from harness.engines.deepspeed_build import free_build_lock
+from harness.engines import deepspeed_setup
+from harness.engines.deepspeed_setup import free_build_lock
 
 LONG_AGO = time.time() - 3600
 # What torch does with the lock of a build, by a process that can be killed.
@@ -56,20 +56,20 @@ def test_what_a_killed_build_leaves_is_taken_away_and_said(tmp_path: Path) -> No
 def test_one_that_changed_just_now_may_be_another_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "lock"
     lock.touch()
-    monkeypatch.setattr(deepspeed_build, "_SILENT", 0.0)
+    monkeypatch.setattr(deepspeed_setup, "_SILENT", 0.0)
     said: list[str] = []
     with pytest.raises(MachineError, match=r"no process of this machine, perhaps one of another"):
         free_build_lock(lock, 0.5, said.append)
     assert lock.exists()
     assert said[0].startswith("waiting for at most ")
-    monkeypatch.setattr(deepspeed_build, "QUIET", 0.5)
+    monkeypatch.setattr(deepspeed_setup, "QUIET", 0.5)
     free_build_lock(lock, 300, said.append)
     assert not lock.exists()
 
 
 def test_a_living_owner_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "lock"
-    monkeypatch.setattr(deepspeed_build, "_SILENT", 0.0)
+    monkeypatch.setattr(deepspeed_setup, "_SILENT", 0.0)
     with owner(lock, 1.5) as process:
         age(tmp_path)
         said: list[str] = []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.core.errors import ConfigError
-from harness.engines.deepspeed_config import Precision, build_config, check, preflight
+from harness.engines.deepspeed_setup import Precision, build_config, check, preflight
 
 
 def build(precision: Precision = "fp32", user: str | None = None, **changes: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_a_missing_json_names_the_shipped_ones() -> None:
 
 
 def test_checks_need_neither_torch_nor_deepspeed() -> None:
-    code = "import sys, harness.engines.deepspeed_config as m; assert m.check(3, 'fp32', 'cpu'); "
+    code = "import sys, harness.engines.deepspeed_setup as m; assert m.check(3, 'fp32', 'cpu'); "
     code += "print(sorted({'torch', 'deepspeed'} & sys.modules.keys()))"
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(

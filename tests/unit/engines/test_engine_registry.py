@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from harness.build import ENGINES, choose_engine
 from harness.core.config import EngineConfig
 from harness.core.errors import ConfigError
 from harness.engines.process_group import Launch, read_launch
-from harness.engines.registry import ENGINES, choose_engine
 
 
 def launched(ranks: int) -> Launch:

@@ -14,8 +14,8 @@ from harness.core.facts import StepFacts
 from harness.core.metrics import row
 from harness.core.state import RunLedger
 from harness.models import Task
-from harness.models.flops import training_flops
 from harness.models.gpt import build
+from harness.models.task import training_flops
 
 T, BATCH, DIM, LAYERS, FFN, VOCAB = 32, 3, 64, 2, 96, 256
 

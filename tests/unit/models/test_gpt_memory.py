@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from harness import Precision
 from harness.models import Task
-from harness.models.flops import training_flops
 from harness.models.gpt import GPT, build
+from harness.models.task import training_flops
 
 RECIPES = ("fp32", "bf16", "fp16_scaler", "fp8_hybrid", "fp8_dynamic", "fp8_block")
 ASKED = ({"recompute": "mlp"}, {"recompute": "block"}, {"recompute": "block", "recompute_every": 2})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.core.facts import Continue, SlotStats, StepFacts, Verdict
-from harness.monitors.fp8 import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor
+from harness.monitors.scales import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor
 from harness.precision import scaling
 
 MakeFacts = Callable[..., StepFacts]

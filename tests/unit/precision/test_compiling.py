@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.models.gpt import build
-from harness.precision.compiling import EagerWatch, blocks_of, check_compile, compile_blocks
+from harness.precision.convert import EagerWatch, blocks_of, check_compile, compile_blocks
 from harness.precision.recipe import Rung
 
 CPU = torch.device("cpu")

@@ -14,11 +14,21 @@ import pytest
 from rich.console import Console
 
 from harness.checkpoint.manifest import add_mark
-from harness.core.codes import Catalogue, catalogue, slug
 from harness.core.errors import ConfigError
 from harness.core.screen import Screen
-from harness.report.explain import cause, distinct, explain, go_on, plain, post_mortem, streaks
-from harness.report.summary import summary
+from harness.report.explain import (
+    Catalogue,
+    catalogue,
+    cause,
+    distinct,
+    explain,
+    go_on,
+    plain,
+    post_mortem,
+    slug,
+    streaks,
+)
+from harness.report.inspect import summary
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import Journal
 
@@ -107,7 +117,7 @@ def test_the_command_starts_without_torch_and_refuses_the_unknown() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nonfinite.skip\n")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "harness.core.codes" in imported
+    assert "harness.core.screen" in imported
     assert not imported & {"torch", "numpy", "mlflow"}
     wrong = command("nonfinite.skp")
     assert wrong.returncode == 2

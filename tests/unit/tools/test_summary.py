@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from harness.report import tool
-from harness.report.summary import summary
+from harness.report.inspect import summary
 from harness.tracking.journal import Journal, Position
 
 LAYERS = ("blocks.0.up", "blocks.1.up")

@@ -1,7 +1,13 @@
-"""FP8 slots of the run as a whole: infinite amaxes, dead slots, storms of saturation or underflow, frozen scales."""
+"""Scales: what makes values fit a format.
+
+FP8 slots of the run as a whole: infinite amaxes, dead slots, storms of saturation or underflow, frozen scales. The loss
+scale of fp16: low is worth knowing, collapsed means that nothing is learned any more.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import some
-from harness.core.facts import ROLES, SlotStats, StepFacts, Verdict, jsonable
+from harness.core.facts import ROLES, Halt, SlotStats, StepFacts, Verdict, jsonable
 from harness.monitors.base import KeptWindow, MonitorContext
 
 NAMED_IN_TEXT = 5
@@ -244,3 +250,73 @@ class Fp8FrozenMonitor(KeptWindow):
         )
         figures = {self._names[place]: jsonable(float(ratio[place])) for place in places}
         return Verdict("fp8.frozen", step, text, evidence={"slots": figures, "updates": self.updates})
+
+
+class ScalerMonitor(KeptWindow):
+    """Watches the loss scale. Without a scaler (scale always 1) it stays silent.
+
+    floor: a calibrated scale below this is reported. Calibrated means that an update was applied under a scale over 1:
+    the skips before it are the scaler's search for its range. window, share: more skips than this share of the last
+    `window` steps since then are reported. A scaler at rest skips once in its growth interval, which is thousands of
+    steps. Skips for bad data, a spike or a loss that is itself not finite are not the scaler's.
+
+    Verdicts: `scaler.low` (healthy, once per streak), `scaler.overflow` (healthy, once until half of the skips are
+    gone), `scaler.collapse` (unhealthy, proposes a halt) when a scale that was over 1 reaches 1 or less, else
+    `scaler.ok`. When two are due, `scaler.overflow` follows one step later.
+    """
+
+    key = "scaler"
+    kept = ("scaling", "calibrated", "low", "skips", "overflowing")
+
+    def __init__(self, floor: float = 1024.0, window: int = 200, share: float = 0.05) -> None:
+        self.floor = floor
+        self.share = share
+        self._scaling = False
+        self._calibrated = False
+        self._low = False
+        self._skips: deque[int] = deque(maxlen=window)
+        self._overflowing = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> ScalerMonitor | None:
+        """Only where there is a scale: to a run that comes from fp16 and has none, its being 1 would be a collapse."""
+        return cls() if context.scales_loss else None
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic."""
+        if facts.fell_back_to:  # the whole run left fp16, and with it the need for a scale
+            return Verdict("scaler.ok", facts.step)
+        scale = facts.loss_scale
+        self._scaling = self._scaling or scale > 1
+        if not self._scaling:
+            return Verdict("scaler.ok", facts.step)
+        evidence = {"loss_scale": scale, "window": facts.window}
+        if scale <= 1:
+            reason = (
+                f"the loss scale collapsed to {scale:g}: fp16 gradients overflow at any useful scale. "
+                "Lower train.lr or train.max_grad_norm, check the data, or use a bf16 or fp32 recipe"
+            )
+            return Verdict(
+                "scaler.collapse", facts.step, reason, healthy=False, proposal=Halt(reason), evidence=evidence
+            )
+        self._calibrated = self._calibrated or facts.applied
+        if self._calibrated:
+            foreign = facts.bad_data or facts.over_limits or not math.isfinite(facts.loss)
+            self._skips.append(int(not facts.applied and not foreign))
+        was_low, self._low = self._low, self._calibrated and scale < self.floor
+        if self._low and not was_low:
+            text = f"the loss scale fell to {scale:g}, under {self.floor:g}: small fp16 gradients are flushed to zero"
+            return Verdict("scaler.low", facts.step, text, evidence=evidence)
+        return self._overflow(facts) or Verdict("scaler.ok", facts.step)
+
+    def _overflow(self, facts: StepFacts) -> Verdict | None:
+        skips, limit = sum(self._skips), self.share * (self._skips.maxlen or 0)
+        was, self._overflowing = self._overflowing, skips > (limit / 2 if self._overflowing else limit)
+        if was or not self._overflowing:
+            return None
+        text = (
+            f"{skips} of the last {len(self._skips)} updates overflowed in fp16 and were skipped (loss scale now "
+            f"{facts.loss_scale:g}): this is no search for the right scale, which ends after a few steps"
+        )
+        evidence = {"skips": skips, "steps": len(self._skips), "loss_scale": facts.loss_scale}
+        return Verdict("scaler.overflow", facts.step, text, evidence=evidence)
