@@ -46,8 +46,6 @@ class Engine(Protocol):
     """Its state is whole on every rank, and can be copied in memory between two steps."""
     any_optimizer: ClassVar[bool]
     """It steps and saves any optimizer; else only fused AdamW and SGD."""
-    on_paper: ClassVar[bool]
-    """Its step runs on fake tensors of a card that is not there: `harness estimate` knows what it takes."""
     rank: int
     world_size: int
     device: torch.device

@@ -134,8 +134,7 @@ def differing(path: Path, digests: bytes, sampled: bool) -> list[int]:
 class BlockCache:
     """Blocks that were checked, the most recently used of all files; for several threads."""
 
-    def __init__(self, most: int = CACHED) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -149,7 +148,7 @@ class BlockCache:
     def put(self, path: str, number: int, block: bytes) -> None:
         with self._lock:
             self._blocks[path, number] = block
-            while len(self._blocks) > self._most:
+            while len(self._blocks) > CACHED:
                 self._blocks.popitem(last=False)
 
 

@@ -120,7 +120,8 @@ class TokenData:
     """A run's tokens, read when they are wanted. train, val: of a snapshot uint8, one token per byte.
 
     info: the contents of `corpus.json`. Of a snapshot: source, files (name, split, bytes), skipped files, sha256 of
-    each split and of both in a row, unigram_bits_per_byte. Of a corpus: see `corpus.write_corpus`.
+    each split and of both in a row, unigram_bits_per_byte (entropy of the whole text's bytes: what a model that only
+    counts bytes reaches). Of a corpus: see `corpus.write_corpus`.
     """
 
     train: TokenFile | Tokens | npt.NDArray[np.uint8]
@@ -131,11 +132,6 @@ class TokenData:
     def sha256(self) -> str:
         """Of a snapshot: hash of the training bytes followed by the validation bytes. Of a corpus: of what it is."""
         return self.info["sha256"]
-
-    @property
-    def unigram_bits_per_byte(self) -> float:
-        """Entropy of the whole text's byte distribution, in bits: what a model that only counts bytes reaches."""
-        return self.info["unigram_bits_per_byte"]
 
     @property
     def vocab(self) -> int:

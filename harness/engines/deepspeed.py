@@ -179,7 +179,6 @@ class DeepSpeedEngine(ProcessGroup):
     owns_loss_scale: ClassVar = True
     snapshots: ClassVar = False  # ZeRO would have to gather its partitions for every copy
     any_optimizer: ClassVar = False  # its flat partitions have no matrices, and its gathers no tensor subclasses
-    on_paper: ClassVar = False
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:

@@ -308,7 +308,6 @@ class TorchEngine(ProcessGroup):
     owns_loss_scale: ClassVar = False
     snapshots: ClassVar = True
     any_optimizer: ClassVar = True
-    on_paper: ClassVar = True
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:

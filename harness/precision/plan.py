@@ -176,9 +176,9 @@ class Plan:
         return {**self.as_dict(), "effective": told, "effective_layers": layers}
 
 
-def pad_numbers(name: str, width: int = 2) -> str:
+def pad_numbers(name: str) -> str:
     """Zero-pad the numeric parts of a dotted name, so that charts sort: blocks.3.mlp -> blocks.03.mlp."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", lambda match: match.group().zfill(width), name)
+    return re.sub(r"(?<![^.])\d+(?![^.])", lambda match: match.group().zfill(2), name)
 
 
 def resolve(recipe: Recipe, facts: MachineFacts) -> tuple[Rung | None, list[RungVerdict]]:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from harness.core.protocols import PrecisionBackend
     from harness.precision.plan import Plan
 
-FP32 = "fp32"
-
 
 @dataclass(frozen=True)
 class Restored:
