@@ -315,7 +315,7 @@ class DeepSpeedEngine(ProcessGroup):
 
     @lost_rank_named()
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """As `core.update.Gradients.measure`; DeepSpeed owns the scaled gradients: `shares` has no effect."""
+        """As `core.protocols.Gradients.measure`; DeepSpeed owns the scaled gradients: `shares` has no effect."""
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
         if self._sharded:
             norm = self._sharded_norm() / loss_scale
@@ -325,7 +325,7 @@ class DeepSpeedEngine(ProcessGroup):
 
     @lost_rank_named()
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """As `core.update.Gradients.apply`; then the gradients are zeroed.
+        """As `core.protocols.Gradients.apply`; then the gradients are zeroed.
 
         At ZeRO 0, where DeepSpeed would write NaN into the weights, a bad update never reaches it. At ZeRO 1 and 2 a
         bad flag is turned into an infinite gradient, which DeepSpeed's own overflow check then drops on every rank.

@@ -389,14 +389,14 @@ class TorchEngine(ProcessGroup):
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """As `core.update.Gradients.measure`. Raises ConfigError for parameters that DDP would wait for in vain."""
+        """As `core.protocols.Gradients.measure`. Raises ConfigError for parameters that DDP would wait for in vain."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
         return self._gradients.measure(shares)
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """As `core.update.Gradients.apply`; then the gradients are zeroed."""
+        """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
         self._set_lr()
         figures = self._gradients.apply(skip, overflow, norm, clip)
         self._buffers.settle(figures["applied"])

@@ -14,10 +14,9 @@ from typing import Any
 
 from harness.core.config import RunConfig
 from harness.core.errors import shown
+from harness.core.facts import as_it_ran
 from harness.tracking.history import RunHistory, bare, split_slot
 from harness.tracking.journal import JOURNAL, read_rows
-
-_FELL = ("fp8", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +37,11 @@ class Stamp:
         silent = {bare(split_slot(slot)[0]) for slot, _ in slots} - {
             bare(split_slot(slot)[0]) for slot, saw in slots if saw
         }
-        ran: dict[str, str] = {}
-        for layer in plan["layers"]:
-            name, precision = bare(layer["module"]), layer["precision"]
-            if fell_to and precision in _FELL:
-                precision = fell_to
-            elif precision == "fp8" and name in demoted:
-                precision = "bf16"
-            elif precision == "fp8" and name in silent:
-                precision = "unused"
-            ran[layer["module"]] = precision
-        return ran
+        return {
+            layer["module"]: as_it_ran(layer["precision"], fell_to, name in demoted, name in silent)
+            for layer in plan["layers"]
+            for name in [bare(layer["module"])]
+        }
 
 
 @dataclass(frozen=True, slots=True)

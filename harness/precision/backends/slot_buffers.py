@@ -236,7 +236,7 @@ class SlotBuffers(scaling.ScalingState):
         self._scales_changed()
 
     def stats(self, sums: Tensor) -> Tensor:
-        """float32 [7, slots], rows as in core.metrics.SLOT_ROWS, of the window that ended. sums: `self.sums`, rank-reduced.
+        """float32 [7, slots], rows as in core.metrics.SLOT_ROWS, of the window that ended. sums: `sums`, rank-reduced.
 
         scale is the one in use when the window began. Rows from clipped on are NaN where nothing was sampled.
         """
