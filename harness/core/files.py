@@ -202,7 +202,7 @@ def find(kind: str, name_or_path: str) -> Path:
     match if there is no such file.
     """
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
-        path = _home(name_or_path)
+        path = home(name_or_path)
         if _is_file(path):
             return path
         fix = f"check the path, or use a shipped name: {', '.join(shipped(kind))}"
@@ -222,7 +222,8 @@ def find(kind: str, name_or_path: str) -> Path:
     )
 
 
-def _home(path: str) -> Path:
+def home(path: str) -> Path:
+    """`path` with the folder that ~ stands for; as it is where ~ stands for none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:  # ~ of a user who does not exist
