@@ -31,7 +31,7 @@ from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, check_unfinished, lacks_room
-from harness.core.config import RunConfig, load_config
+from harness.core.config import RunConfig, flat, load_config
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import step_name
@@ -57,7 +57,6 @@ from harness.run_folder import (
     check_resumable,
     choose_folder,
     fit_vocab,
-    flat,
     forget_outcome,
     forget_run,
     is_checkpoint_name,
