@@ -165,9 +165,6 @@ def load_ledger(run_dir: Path) -> RunLedger:
     except FileNotFoundError:
         return RunLedger()
     except (OSError, ValueError) as error:
-        raise CheckpointError(_damaged(path, str(error))) from error
-
-
-def _damaged(path: Path, why: str) -> Problem:
-    fix = "restore it from another copy of the run; without it, skipped data would be trained on and budgets forgotten"
-    return Problem("cannot be read", str(path), why=why, fix=fix)
+        without = "without it, skipped data would be trained on and budgets forgotten"
+        fix = f"restore it from another copy of the run; {without}"
+        raise CheckpointError(Problem("cannot be read", str(path), str(error), fix)) from error

@@ -190,6 +190,12 @@ def resource_dir(kind: str) -> Path:
     )
 
 
+def with_this_package() -> dict[str, str]:
+    """The environment for a child process that is to import this very package, wherever it is started."""
+    folders = filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+
+
 def shipped(kind: str) -> list[str]:
     """Names of the shipped recipes or configs."""
     return sorted(path.stem for path in resource_dir(kind).glob("*.yaml"))

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import DataError, MachineError, Problem, some
-from harness.core.files import MAX_LARGE, read_json, read_mapping, write_json
+from harness.core.files import MAX_LARGE, read_json, read_mapping, with_this_package, write_json
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
 from harness.data.registry import DOCUMENTS, PREPARED
@@ -427,11 +427,9 @@ class _Pool:
         return self._problems
 
     def _serve(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "harness.data.prepare", str(self._out), str(os.getpid())]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=with_this_package()
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None

@@ -46,6 +46,13 @@ class Restored:
         told = f"{self.plan.resolved}, fell to {fell}" if fell else self.plan.resolved
         return f"{told}, {demoted} layers in BF16" if demoted and not fell else told
 
+    @property
+    def vocab_size(self) -> int | None:
+        """As the model says it; None if it does not."""
+        from harness.models import Task
+
+        return Task(self.model, self.config.model.target).vocab_size
+
     @contextmanager
     def computing(self, fp32: bool) -> Iterator[None]:
         """Forwards in here leave no trace. fp32: in float32 throughout, without TF32; else as in the run."""

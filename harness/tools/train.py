@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -84,7 +84,7 @@ def train(request: Request) -> int:
     if problems := worker.group.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
         raise MachineError([Problem(**each) for each in problems])
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
-    with _Locked(folder, lead) as lock:
+    with RunLock(folder) if lead else nullcontext() as lock:
         resuming = (folder / "config.yaml").exists()
         resumed = None
         if resuming or source:
@@ -240,22 +240,6 @@ def _find_folder(request: Request, source: Path | None) -> Path:
         if read_source(folder) == source.resolve() and (folder / "config.yaml").exists():
             return folder
     return choose_folder(config_name, recipe, request.name, "never", steps)
-
-
-class _Locked:
-    """The run's lock on rank 0, nothing on the others."""
-
-    def __init__(self, folder: Path, lead: bool) -> None:
-        self._lock = RunLock(folder) if lead else None
-
-    def __enter__(self) -> RunLock | None:
-        if self._lock:
-            self._lock.acquire()
-        return self._lock
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock:
-            self._lock.release()
 
 
 def _room(folder: Path, bytes_each: int) -> list[Problem]:
