@@ -87,8 +87,7 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
         )
     problems: list[Problem] = []
     for name, each in [("training", train), *([] if val is None else [("validation", val)])]:
-        lacks = [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]
-        if lacks:
+        if lacks := [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]:
             what = f"its {name} data, a {type(each).__name__}, have no {' and no '.join(lacks)}"
             fix = "return an object that has them, or a pair of such (training, validation)"
             problems.append(Problem(what, where, "samples are asked for by number, in any order", fix))

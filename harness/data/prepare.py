@@ -275,8 +275,7 @@ def _origin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     suffixes = None if plan["kind"] == "text" else source.suffixes
     known = [tokenizer, plan["vocabulary"]["tokenizer"]] if tokenizer else None
     made = origin_of_files(Path(plan["source"]), suffixes, plan["kind"] != "Arrow", files, known)
-    changed = [path for path, stamp in files.items() if Stamp.of(path) != stamp]
-    if changed:
+    if changed := [path for path, stamp in files.items() if Stamp.of(path) != stamp]:
         fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
         raise DataError([Problem("changed while it was prepared", f"data.path: {path}", fix=fix) for path in changed])
     return made

@@ -235,11 +235,9 @@ class DeepSpeedEngine(ProcessGroup):
         precision: Precision = (
             "fp16" if autocast_dtype == torch.float16 else "fp32" if autocast_dtype is None else "bf16"
         )
-        problems = check(zero_stage, precision, device.type)
-        if problems:
+        if problems := check(zero_stage, precision, device.type):
             raise ConfigError(problems)
-        missing = preflight(device.type)
-        if missing:
+        if missing := preflight(device.type):
             raise MachineError(missing)
         launch = read_launch()
         if not launch.launched:

@@ -167,8 +167,7 @@ def build_config(
         ours["zero_allow_untested_optimizer"] = True
     defaults = {"zero_optimization": {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}}
     theirs = {} if user is None else _read_json(user)
-    problems = _conflicts(theirs, ours, user or "")
-    if problems:
+    if problems := _conflicts(theirs, ours, user or ""):
         raise ConfigError(problems)
     return merge(merge(defaults, theirs), ours)
 

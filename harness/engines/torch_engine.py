@@ -437,8 +437,7 @@ def shares_buffers(model: nn.Module) -> bool:
 
 def _require_gradients(model: nn.Module) -> None:
     """Raise ConfigError naming parameters that the first step left without a gradient: DDP would stop at the next."""
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
+    if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
         raise ConfigError(
             Problem(
                 f"{len(unused)} parameters took no part in the loss, such as {unused[0]}",

@@ -279,8 +279,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:
     """Refuse a ledger that is older than what the journal has. Raises CheckpointError on every rank."""
-    lost = worker.group.broadcast(journaled if journaled > attempt else 0)
-    if lost:
+    if lost := worker.group.broadcast(journaled if journaled > attempt else 0):
         why = f"the journal has steps of attempt {lost}; incidents.json knows of {attempt}"
         raise CheckpointError(lost_ledger(str(folder / "incidents.json"), why))
 
