@@ -90,10 +90,13 @@ def command(
     from harness.checkpoint.manifest import failed
     from harness.checkpoint.store import Store
     from harness.report.passport import Contents, model_card
+    from harness.tools.restored import choose
     from harness.tracking.history import RunHistory
 
     store = Store(folder / "checkpoints", readonly=True)
-    at = _choose(store, step)
+    at = choose(store, step)
+    if store.damaged:
+        say(f"passed over, for they do not verify: steps {some(sorted(store.damaged), _SHOWN)}")
     tensors, meta = store.load(at, parts=("model", "fp8"))
     state, of_model = tensors["model"], meta["parts"]["model"]
     if format is Format.safetensors:
@@ -157,24 +160,6 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
     if kept.is_file() and file_sha256(kept) == wanted:
         return [kept], f"SHA-256 `{wanted}`, the run's own copy: the file was changed or moved since"
     return [], f"SHA-256 `{wanted}`, which is not here: it was gone or changed when this was exported"
-
-
-def _choose(store: Store, step: int | None) -> int:
-    """The step to export, which is verified as it is loaded. Says which newer ones are damaged. Raises CheckpointError
-    if there is none."""
-    steps = store.steps()
-    if step is None:
-        newest = store.newest_valid()
-        if newest is None:
-            fix = "train longer, or save earlier with checkpoint.every"
-            raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
-        if damaged := [each for each in steps if each > newest]:
-            say(f"passed over, for they do not verify: steps {some(damaged, _SHOWN)}")
-        return newest
-    if step not in steps:
-        fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
-        raise CheckpointError(Problem(f"no checkpoint of step {step}", str(store.root), fix=fix))
-    return step
 
 
 def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
