@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from harness.core.config import RunConfig, changed_keys
+from harness.core.config import RunConfig, changed_keys, flat
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, near_match, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, sync_folder, write_json
@@ -288,17 +288,6 @@ def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A dumped config by dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
 
 
 def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:

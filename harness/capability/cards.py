@@ -52,8 +52,7 @@ def tier_of(facts: MachineFacts) -> tuple[Tier, str]:
         return Tier.CPU, "torch sees no GPU"
     weakest = min(facts.devices, key=lambda device: device.capability)
     text = f"{weakest.name}, compute capability {_dotted(weakest.capability)}"
-    others = {device.capability for device in facts.devices} - {weakest.capability}
-    if others:
+    if any(device.capability != weakest.capability for device in facts.devices):
         text += f", the weakest of {len(facts.devices)} (choose cards with CUDA_VISIBLE_DEVICES)"
     for floor, tier in _FLOORS:
         if weakest.capability >= floor:

@@ -92,8 +92,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError("lists no state")
     if len(files) > _MAX_FILES:
         raise ValueError(f"lists {len(files)} files, more than {_MAX_FILES}")
-    outside = [name for name in files if not _NAME.fullmatch(name)]
-    if outside:
+    if outside := [name for name in files if not _NAME.fullmatch(name)]:
         raise ValueError(f"lists names that are not plain files: {outside}")
     return content
 

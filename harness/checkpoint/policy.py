@@ -118,7 +118,7 @@ class Retention:
         if not old or not self._store.is_whole(steps[-1]):
             return []
         marked = manifest.read_marks(self._store.root) if good_steps is None else good_steps
-        spared = {self._newest_good(steps, marked), best(self._store, self._metric)}
+        spared = {newest_good(self._store, marked, settled=False), best(self._store, self._metric)}
         missing = _AT_LEAST - sum(self._store.is_whole(step) for step in kept)
         removed: list[int] = []
         for step in reversed(old):
@@ -131,10 +131,6 @@ class Retention:
             removed.append(step)
         return removed[::-1]
 
-    def _newest_good(self, steps: Sequence[int], marked: Sequence[int]) -> int | None:
-        there = (step for step in sorted(marked, reverse=True) if step in steps)
-        return next((step for step in there if self._store.is_whole(step)), None)
-
 
 def best(store: Store, metric: str) -> int | None:
     """Step of the checkpoint whose `metric` is the lowest (the newest of equals); None if none has it."""
@@ -143,13 +139,14 @@ def best(store: Store, metric: str) -> int | None:
     return -ranked[0][1] if ranked else None
 
 
-def newest_good(store: Store) -> int | None:
-    """Step of the newest checkpoint of `store` that is marked good and verifies."""
-    present = set(store.steps())
-    for step in reversed(manifest.read_marks(store.root)):
-        if step in present and store.is_whole(step, settled=True):
-            return step
-    return None
+def newest_good(store: Store, marked: Sequence[int] | None = None, settled: bool = True) -> int | None:
+    """Step of the newest checkpoint of `store` that is marked good (default: on disk) and verifies.
+
+    settled: as for `Store.is_whole`.
+    """
+    marked = manifest.read_marks(store.root) if marked is None else marked
+    there = sorted(set(store.steps()).intersection(marked), reverse=True)
+    return next((step for step in there if store.is_whole(step, settled)), None)
 
 
 def save_ledger(run_dir: Path, ledger: RunLedger) -> None:
@@ -168,9 +165,6 @@ def load_ledger(run_dir: Path) -> RunLedger:
     except FileNotFoundError:
         return RunLedger()
     except (OSError, ValueError) as error:
-        raise CheckpointError(_damaged(path, str(error))) from error
-
-
-def _damaged(path: Path, why: str) -> Problem:
-    fix = "restore it from another copy of the run; without it, skipped data would be trained on and budgets forgotten"
-    return Problem("cannot be read", str(path), why=why, fix=fix)
+        without = "without it, skipped data would be trained on and budgets forgotten"
+        fix = f"restore it from another copy of the run; {without}"
+        raise CheckpointError(Problem("cannot be read", str(path), str(error), fix)) from error

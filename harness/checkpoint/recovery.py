@@ -17,7 +17,7 @@ from harness.checkpoint.policy import RollbackTargets
 from harness.checkpoint.saver import Saved, Saver
 from harness.checkpoint.store import Store
 from harness.core.config import CheckpointConfig
-from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem
+from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, clock
 from harness.core.protocols import Engine, Meta, Tensors, Tracker
 from harness.core.schema import read_yaml
 from harness.core.state import RunLedger, TrainState, state_hash
@@ -148,7 +148,7 @@ class Recovery:
                 time.sleep(min(_ROUND, config.retry_seconds))
             if done():
                 if self.engine.rank == 0:
-                    text = f"there was room after {_clock(time.monotonic() - began)}: training goes on"
+                    text = f"there was room after {clock(time.monotonic() - began)}: training goes on"
                     self.tracker.tell(step, "checkpoint.saved_again", text)
                 return True
 
@@ -307,7 +307,7 @@ class Recovery:
         count, config = self._failures, self.config
         if count > _TOLD and count & (count - 1):
             return
-        since = f", for {_clock(time.monotonic() - self._since)}" if count > 1 else ""
+        since = f", for {clock(time.monotonic() - self._since)}" if count > 1 else ""
         what = f"{count} save{'s' if count > 1 else ''} in a row failed{since}"
         stands = "none stands" if self._stands is None else f"the newest that stands is of step {self._stands}"
         text = f"{saved.error}\n    {what}; {stands}, and a crash would lose what came after it"
@@ -320,13 +320,6 @@ class Recovery:
         """For the tracker: what became of the checkpoints of `steps`."""
         for step in steps:
             self.tracker.note("checkpoint", step=step, state=state, **fields)
-
-
-def _clock(seconds: float) -> str:
-    """`0:41`, `2:05:09`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def spare_folder(path: str | None, folder: Path) -> Path | None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -81,23 +82,18 @@ class Staging:
             self._arrived.synchronize()
 
     def _lay_out(self, tensors: Tensors, layout: list[tuple[str, str, torch.Size, torch.dtype]]) -> None:
-        offset, places = 0, []
-        for named in tensors.values():
-            for tensor in named.values():
-                places.append(offset)
-                offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        if offset > self._block.numel():
-            self._allocate(offset)
-        place = iter(places)
+        sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for named in tensors.values() for t in named.values()]
+        if sum(sizes) > self._block.numel():
+            self._allocate(sum(sizes))
+        offsets = accumulate(sizes, initial=0)
         self._views = {
-            part: {name: self._view(next(place), tensor) for name, tensor in named.items()}
+            part: {name: self._view(next(offsets), tensor) for name, tensor in named.items()}
             for part, named in tensors.items()
         }
         self._layout = layout
 
     def _view(self, offset: int, like: Tensor) -> Tensor:
-        size = like.numel() * like.element_size()
-        return self._block[offset : offset + size].view(like.dtype).view(like.shape)
+        return self._block[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
     def _allocate(self, size: int) -> None:
         if self._pinned:

@@ -77,8 +77,8 @@ class Store:
             raise failed("the checkpoint folder cannot be made", root, error) from error
         for leftover in root.glob(f"{_TMP}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if (root / _ROLLBACK).exists():
-            self._finish_rollback()
+        if (target := unfinished_rollback(root)) is not None:
+            self.discard_after(target)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -299,11 +299,6 @@ class Store:
             return None
         why = "the folder was deleted, with every checkpoint in it; it is made again for the next save"
         return FileNotFoundError(errno.ENOENT, why)
-
-    def _finish_rollback(self) -> None:
-        target = unfinished_rollback(self.root)
-        if target is not None:
-            self.discard_after(target)
 
     def _check_writer(self) -> None:
         if self._readonly:

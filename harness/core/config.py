@@ -318,6 +318,17 @@ def load_config(name_or_path: str, overrides: Sequence[str] = (), recipe: str | 
     return validate(RunConfig, merge(base, over), source)
 
 
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a dumped config, or of any mapping of mappings, by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Dotted keys whose values differ between two config dumps."""
     keys: list[str] = []

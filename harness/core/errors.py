@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
+from math import isfinite
 from pathlib import Path
 
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -118,6 +119,15 @@ def some(items: Sequence[object], most: int) -> str:
     """The first `most` of `items`, and how many more there are: `a, b and 3 more`."""
     rest = len(items) - most
     return ", ".join(map(str, items[:most])) + (f" and {rest} more" if rest > 0 else "")
+
+
+def clock(seconds: float) -> str:
+    """`0:41`, `2:05:09`."""
+    if not isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def near_match(name: str, known: Sequence[str]) -> str:

@@ -343,6 +343,18 @@ class LayerPlan:
     first: str = ""
 
 
+def as_it_ran(planned: str, fell_to: str, demoted: bool, silent: bool) -> str:
+    """What a module ran in that was to run in `planned`: "unused" if that was FP8 and none of its slots saw an amax.
+
+    fell_to: where the whole run went, empty if it stayed.
+    """
+    if fell_to and planned in ("fp8", "fp16"):
+        return fell_to
+    if planned != "fp8":
+        return planned
+    return "bf16" if demoted else "unused" if silent else "fp8"
+
+
 @dataclass(frozen=True, slots=True)
 class RungVerdict:
     """One rung of a recipe's ladder and why it was taken or not."""

@@ -190,6 +190,12 @@ def resource_dir(kind: str) -> Path:
     )
 
 
+def with_this_package() -> dict[str, str]:
+    """The environment for a child process that is to import this very package, wherever it is started."""
+    folders = filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+
+
 def shipped(kind: str) -> list[str]:
     """Names of the shipped recipes or configs."""
     return sorted(path.stem for path in resource_dir(kind).glob("*.yaml"))
@@ -202,7 +208,7 @@ def find(kind: str, name_or_path: str) -> Path:
     match if there is no such file.
     """
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
-        path = _home(name_or_path)
+        path = home(name_or_path)
         if _is_file(path):
             return path
         fix = f"check the path, or use a shipped name: {', '.join(shipped(kind))}"
@@ -222,7 +228,8 @@ def find(kind: str, name_or_path: str) -> Path:
     )
 
 
-def _home(path: str) -> Path:
+def home(path: str) -> Path:
+    """`path` with the folder that ~ stands for; as it is where ~ stands for none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:  # ~ of a user who does not exist

@@ -36,8 +36,39 @@ class Stateful(Protocol):
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
 
 
-class Engine(Protocol):
-    """Owns ranks, gradients and the optimizer step. One for a single process and DDP, one for DeepSpeed."""
+class Gradients(Protocol):
+    """Who owns a window's gradients and their optimizer: torch's own (`core.update.TorchGradients`), or an engine."""
+
+    device: torch.device
+
+    def measure(self, shares: bool) -> dict[str, Tensor]:
+        """Figures by the names of StepFacts, fp32 0-d: `grad_norm` and `loss_scale`, the same on every rank where ranks
+        exchange gradients; `shares`: `grad_zeros` and `grad_near_limit` too.
+        """
+        ...
+
+    def max_(self, values: Tensor) -> Tensor:
+        """Maximum over ranks of a small fp32 tensor, in place and in one collective."""
+        ...
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over ranks of a small fp32 tensor, the same bits on each."""
+        ...
+
+    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+        """Unscale, clip and apply unless `skip` is 1.0; figures as `measure` gives them, `applied` among them.
+
+        skip, overflow: fp32 0-d, 0.0 or 1.0, the same on every rank; overflow: some rank's norm is not finite. norm:
+        what `measure` gave. clip: clip to this norm if it is under the owner's own limit.
+        """
+        ...
+
+
+class Engine(Gradients, Protocol):
+    """Owns ranks, gradients and the optimizer step. One for a single process and DDP, one for DeepSpeed.
+
+    `apply` zeroes the gradients, too, and its figures hold `lr` and `applied_steps`.
+    """
 
     name: str
     owns_loss_scale: ClassVar[bool]
@@ -46,11 +77,8 @@ class Engine(Protocol):
     """Its state is whole on every rank, and can be copied in memory between two steps."""
     any_optimizer: ClassVar[bool]
     """It steps and saves any optimizer; else only fused AdamW and SGD."""
-    on_paper: ClassVar[bool]
-    """Its step runs on fake tensors of a card that is not there: `harness estimate` knows what it takes."""
     rank: int
     world_size: int
-    device: torch.device
     module: torch.nn.Module
     """What to call: the model, or its DDP / DeepSpeed wrapper."""
     lr_factor: float
@@ -62,26 +90,6 @@ class Engine(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of `loss` (already divided by the number of micro-batches); applies the loss scale."""
-        ...
-
-    def measure(self, shares: bool) -> dict[str, Tensor]:
-        """Of the window's gradients, see `core.update.Gradients`."""
-        ...
-
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """Clip and apply the update unless `skip` is 1.0, then zero the gradients; see `core.update.Gradients`.
-
-        Gradients are clipped to the lesser of the engine's own limit and `clip`. The figures hold `lr` and
-        `applied_steps`, too.
-        """
-        ...
-
-    def max_(self, values: Tensor) -> Tensor:
-        """Maximum over ranks of a small fp32 tensor, in place and in one collective."""
-        ...
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean over ranks of a small fp32 tensor, identical on every rank."""
         ...
 
     def max(self, values: Tensor) -> Tensor:
@@ -103,7 +111,7 @@ class Engine(Protocol):
         ...
 
 
-class PrecisionBackend(Protocol):
+class PrecisionBackend(Stateful, Protocol):
     """How the plan's rung computes. Slot and layer names are padded (blocks.03.mlp.down.input)."""
 
     layers: tuple[str, ...]
@@ -158,10 +166,6 @@ class PrecisionBackend(Protocol):
     def fall_back(self, precision: str) -> None:
         """Run everything in `precision` ("bf16" | "fp32") from the next step on, for good."""
         ...
-
-    def state_dict(self) -> tuple[TensorDict, Meta]: ...
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
 
 
 class Batches(Protocol):

@@ -360,10 +360,6 @@ class TrainState:
             tensors[name], meta["parts"][name] = self.parts[name].state_dict()
         return tensors, meta
 
-    def hash(self) -> str:
-        """SHA-256 of everything that `state_dict` gives. Collective: every rank must call it."""
-        return state_hash(*self.state_dict())
-
     def load_state_dict(
         self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], parts: Iterable[str] | None = None
     ) -> None:

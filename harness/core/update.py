@@ -24,7 +24,7 @@ from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.facts import Limits, SlotStats, StepFacts
 from harness.core.health import by_device_and_dtype, grad_health
 from harness.core.metrics import REDUCED, SCALARS, SLOT_ROWS, read
-from harness.core.protocols import NO_LIMITS, PrecisionBackend
+from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -111,34 +111,6 @@ class DynamicLossScale(Protocol):
 
     def update(self, overflow: Tensor, skip: Tensor) -> None:
         """Grow or back off, once per step. overflow, skip: fp32 0-d, 0.0 or 1.0."""
-        ...
-
-
-class Gradients(Protocol):
-    """Who owns a window's gradients and their optimizer: torch's own here, DeepSpeed's in its engine."""
-
-    device: torch.device
-
-    def measure(self, shares: bool) -> dict[str, Tensor]:
-        """Figures by the names of StepFacts, fp32 0-d: `grad_norm` and `loss_scale`, the same on every rank where ranks
-        exchange gradients; `shares`: `grad_zeros` and `grad_near_limit` too.
-        """
-        ...
-
-    def max_(self, values: Tensor) -> Tensor:
-        """Maximum over ranks, in place."""
-        ...
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean over ranks, the same bits on each."""
-        ...
-
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """Unscale, clip and apply unless `skip` is 1.0; figures as `measure` gives them, `applied` among them.
-
-        skip, overflow: fp32 0-d, 0.0 or 1.0, the same on every rank; overflow: some rank's norm is not finite. norm:
-        what `measure` gave. clip: clip to this norm if it is under the owner's own limit.
-        """
         ...
 
 

@@ -69,7 +69,7 @@ def scan(path: Path, see: Callable[[int, bytes], None] | None = None) -> bytes:
     workers = min(8, len(os.sched_getaffinity(0)))
 
     def hashed(start: int) -> tuple[int, bytes, bytes]:
-        data = _read_fully(descriptor, start, min(_CHUNK, size - start))
+        data = read_fully(descriptor, start, min(_CHUNK, size - start))
         view = memoryview(data)
         return start, data, b"".join(digest(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 
@@ -96,12 +96,13 @@ def _ahead(pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Sequence[_
         yield each.result()
 
 
-def _read_fully(descriptor: int, start: int, count: int) -> bytes:
+def read_fully(descriptor: int, start: int, count: int) -> bytes:
+    """`count` bytes from `start` on. Raises OSError, and Damaged if the file ends before."""
     read = os.pread(descriptor, count, start)
     while len(read) < count and (rest := os.pread(descriptor, count - len(read), start + len(read))):
         read += rest
     if len(read) != count:
-        raise Damaged(f"it ends at byte {start + len(read)}")
+        raise Damaged(f"it ends at byte {os.fstat(descriptor).st_size}")
     return read
 
 
@@ -123,7 +124,7 @@ def differing(path: Path, digests: bytes, sampled: bool) -> list[int]:
         wrong: list[int] = []
         for number in sorted({place * max(0, blocks - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)}):
             if number < blocks:
-                data = _read_fully(descriptor, number * BLOCK, min(BLOCK, size - number * BLOCK))
+                data = read_fully(descriptor, number * BLOCK, min(BLOCK, size - number * BLOCK))
                 if digest(data) != digests[number * DIGEST : (number + 1) * DIGEST]:
                     wrong.append(number)
         return wrong
@@ -134,8 +135,7 @@ def differing(path: Path, digests: bytes, sampled: bool) -> list[int]:
 class BlockCache:
     """Blocks that were checked, the most recently used of all files; for several threads."""
 
-    def __init__(self, most: int = CACHED) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -149,7 +149,7 @@ class BlockCache:
     def put(self, path: str, number: int, block: bytes) -> None:
         with self._lock:
             self._blocks[path, number] = block
-            while len(self._blocks) > self._most:
+            while len(self._blocks) > CACHED:
                 self._blocks.popitem(last=False)
 
 
@@ -185,7 +185,7 @@ class CheckedFile:
         start = number * BLOCK
         self._reading(self.path)
         try:
-            block = _read_fully(self._descriptor, start, min(BLOCK, self._size - start))
+            block = read_fully(self._descriptor, start, min(BLOCK, self._size - start))
         except OSError as error:
             raise Damaged(f"{self.path}: bytes {start} to {start + BLOCK}: {error.strerror}") from error
         except Damaged as error:

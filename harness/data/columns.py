@@ -32,8 +32,7 @@ class Parquet:
         for file, split in files:
             try:
                 with library.ParquetFile(file) as opened:
-                    problem = _column(opened.schema_arrow, key, file)
-                    if problem:
+                    if problem := _column(opened.schema_arrow, key, file):
                         problems.append(problem)
                         continue
                     groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]

@@ -224,8 +224,7 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
             same = asdict(stamp) == {key: file[key] for key in ("size", "mtime_ns", "inode")}
             if stamp.size != file["size"]:
                 raise Damaged(f"it has {stamp.size} bytes, and had {file['size']}{_larger(path, file, info)}")
-            wrong = differing(path, digests, sampled=same)
-            if wrong:
+            if wrong := differing(path, digests, sampled=same):
                 blocks = len(digests) // DIGEST
                 why = f"{len(wrong)} of {blocks} blocks of {BLOCK} bytes differ: {some(wrong, _NAMED)}"
                 raise Damaged(f"{why}{_larger(path, file, info)}")

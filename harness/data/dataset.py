@@ -87,8 +87,7 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
         )
     problems: list[Problem] = []
     for name, each in [("training", train), *([] if val is None else [("validation", val)])]:
-        lacks = [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]
-        if lacks:
+        if lacks := [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]:
             what = f"its {name} data, a {type(each).__name__}, have no {' and no '.join(lacks)}"
             fix = "return an object that has them, or a pair of such (training, validation)"
             problems.append(Problem(what, where, "samples are asked for by number, in any order", fix))
@@ -257,18 +256,13 @@ def _probe(train: Split, val: Split, seed: int, name: str, bad: str) -> tuple[Fo
         ]
         hashes, faults = dict[str, str](), list[str]()
         for label, split, place, epoch in looked:
-            try:
-                hashes[label] = _hash(form.batch([form.taken(read(split, place, seed, epoch))]))
-            except Exception as error:
-                hashes[label] = f"unreadable: {type(error).__name__}"
-                faults.append(f"sample {place} of {label.split()[0]}: {_told(split, place, error)}")
-        others: list[str] = []
-        for label, split, place, epoch in reversed(looked):
-            try:
-                again = _hash(form.batch([form.taken(read(split, place, seed, epoch))]))
-            except Exception as error:
-                again = f"unreadable: {type(error).__name__}"
-            others += [label] if again != hashes[label] else []
+            hashes[label], fault = _looked_at(form, split, place, seed, epoch)
+            faults += [f"sample {place} of {label.split()[0]}: {fault}"] if fault else []
+        others = [
+            label
+            for label, split, place, epoch in reversed(looked)
+            if _looked_at(form, split, place, seed, epoch)[0] != hashes[label]
+        ]
     if others:
         why = "a resume, other ranks and the search for bad samples read them again, and must see the same"
         fix = (
@@ -293,6 +287,14 @@ def _first_form(train: Split, seed: int, name: str) -> Form:
         except Exception as error:
             problems.append(Problem(f"sample {place} cannot be read: {_told(train, place, error)}", name))
     raise DataError(problems)
+
+
+def _looked_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tuple[str, str]:
+    """A sample's hash, or what kind of error it gives in place of one; and what is wrong with it, empty if nothing."""
+    try:
+        return _hash(form.batch([form.taken(read(split, place, seed, epoch))])), ""
+    except Exception as error:
+        return f"unreadable: {type(error).__name__}", _told(split, place, error)
 
 
 def _hash(sample: Batch) -> str:

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import DataError, MachineError, Problem, some
-from harness.core.files import MAX_LARGE, read_json, read_mapping, write_json
+from harness.core.files import MAX_LARGE, read_json, read_mapping, with_this_package, write_json
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
 from harness.data.registry import DOCUMENTS, PREPARED
@@ -275,8 +275,7 @@ def _origin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     suffixes = None if plan["kind"] == "text" else source.suffixes
     known = [tokenizer, plan["vocabulary"]["tokenizer"]] if tokenizer else None
     made = origin_of_files(Path(plan["source"]), suffixes, plan["kind"] != "Arrow", files, known)
-    changed = [path for path, stamp in files.items() if Stamp.of(path) != stamp]
-    if changed:
+    if changed := [path for path, stamp in files.items() if Stamp.of(path) != stamp]:
         fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
         raise DataError([Problem("changed while it was prepared", f"data.path: {path}", fix=fix) for path in changed])
     return made
@@ -427,11 +426,9 @@ class _Pool:
         return self._problems
 
     def _serve(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "harness.data.prepare", str(self._out), str(os.getpid())]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=with_this_package()
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None

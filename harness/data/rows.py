@@ -5,7 +5,6 @@ A part is a range of one file that can be read alone, in bounded memory, and alw
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import zlib
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, read_bounded
 from harness.data.shards import Split, is_validation, named_splits, text_beside, validation_beside, without_tests
-from harness.data.text import FIX_FILE, UTF16, BadFiles, walk
+from harness.data.text import FIX_FILE, BadFiles, no_text, walk
 
 PIECE = 1 << 20
 """Bytes of a text that are tokenized at once: longer ones are cut after a line."""
@@ -233,7 +232,7 @@ class PlainText:
                     continue
                 size = file.stat().st_size
                 with file.open("rb") as stream:
-                    fault = "empty" if not size else _no_text(stream.read(_LOOKED_AT), size <= _LOOKED_AT)
+                    fault = "empty" if not size else no_text(stream.read(_LOOKED_AT), size <= _LOOKED_AT)
             except OSError as error:
                 fault = f"cannot be read: {error.strerror}"
                 if bad == "auto":
@@ -266,7 +265,7 @@ class PlainText:
                 after = min(_cut(stream, place + PIECE, size), end)
                 stream.seek(place)
                 text = stream.read(after - place)
-                yield Piece(text, f"{part.path}, byte {place}", after >= size, _no_text(text, True))
+                yield Piece(text, f"{part.path}, byte {place}", after >= size, no_text(text))
                 place = after
 
 
@@ -303,18 +302,6 @@ def piece_of(value: Any, key: str, where: str) -> Piece:
         except UnicodeEncodeError:
             return Piece("", where, fault=f'"{key}" has half of a surrogate pair')
     return Piece(value, where, fault="" if value else "empty")
-
-
-def _no_text(content: bytes, whole: bool) -> str:
-    if content.startswith(UTF16):
-        return "UTF-16, not UTF-8"
-    if b"\0" in content:
-        return "binary: it has NUL bytes"
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(content, final=whole)
-    except UnicodeDecodeError:
-        return "binary: it is not UTF-8"
-    return ""
 
 
 def listed(parts: list[Part], left_out: list[tuple[str, str]], problems: list[Problem], path: Path) -> Listed:

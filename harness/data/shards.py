@@ -101,8 +101,7 @@ def read_shard(path: Path, dtype: str) -> Shard:
 
 def _no_ids(head: bytes, dtype: str) -> str:
     """What a file without a header begins like, if that is no token ids: those have zeros, or bytes of all values."""
-    known = next((name for start, name in _OTHERS.items() if head.startswith(start)), "")
-    if known:
+    if known := next((name for start, name in _OTHERS.items() if head.startswith(start)), ""):
         return known
     plain = len(head) >= _LETTERS and not head.translate(None, _PRINTED)
     return "text" if plain and dtype != "uint8" else ""

@@ -154,10 +154,11 @@ def _read_file(path: Path, root: Path) -> bytes | str:
         content = path.read_bytes()
     except (OSError, RuntimeError) as error:
         raise DataError(_unreadable(path, error)) from error
-    return _not_text(content) or content
+    return no_text(content) or content
 
 
-def _not_text(content: bytes) -> str:
+def no_text(content: bytes, whole: bool = True) -> str:
+    """Why `content` is no text, empty if it is; whole: it does not go on, perhaps within a character."""
     if not content:
         return "empty"
     if content.startswith(UTF16):
@@ -167,7 +168,7 @@ def _not_text(content: bytes) -> str:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, len(content), _CHUNK):
-            decoder.decode(content[start : start + _CHUNK], final=start + _CHUNK >= len(content))
+            decoder.decode(content[start : start + _CHUNK], final=whole and start + _CHUNK >= len(content))
     except UnicodeDecodeError:
         return "binary: it is not UTF-8"
     return ""

@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
-from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, too_many
+from harness.core.files import MAX_LARGE, atomic_file, home, read_json, read_mapping
 from harness.data import corpus, registry
-from harness.data.blocks import BLOCK, Stamp
+from harness.data.blocks import BLOCK, Damaged, Stamp, read_fully
 from harness.data.corpus import Known, Tokens, Vocabulary, write_corpus
 from harness.data.prepare import Preparation, prepare_dataset
 from harness.data.registry import no_such
@@ -59,8 +59,6 @@ class TokenFile:
     Raises OSError, and ValueError for anything but a regular file of `size` bytes.
     """
 
-    dtype = np.dtype(np.uint8)
-
     def __init__(self, path: Path, size: int) -> None:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError("it is not a regular file")
@@ -85,20 +83,13 @@ class TokenFile:
         for start in range(0, self._size, _CHUNK):
             yield self._read(start, min(_CHUNK, self._size - start))
 
-    def tobytes(self) -> bytes:
-        """All of it at once. Raises DataError."""
-        return b"".join(self.chunks())
-
     def _read(self, start: int, count: int) -> bytes:
         try:
-            data = os.pread(self._descriptor, count, start)
-            while len(data) < count and (more := os.pread(self._descriptor, count - len(data), start + len(data))):
-                data += more
+            return read_fully(self._descriptor, start, count)
         except OSError as error:
             raise self._lost(f"bytes {start} to {start + count}: {error.strerror}") from error
-        if len(data) < count:
-            raise self._lost(f"it ends at byte {os.fstat(self._descriptor).st_size}; it had {self._size}")
-        return data
+        except Damaged as error:
+            raise self._lost(f"{error}; it had {self._size}") from error
 
     def _lost(self, why: str) -> DataError:
         return DataError(
@@ -122,7 +113,8 @@ class TokenData:
     """A run's tokens, read when they are wanted. train, val: of a snapshot uint8, one token per byte.
 
     info: the contents of `corpus.json`. Of a snapshot: source, files (name, split, bytes), skipped files, sha256 of
-    each split and of both in a row, unigram_bits_per_byte. Of a corpus: see `corpus.write_corpus`.
+    each split and of both in a row, unigram_bits_per_byte (entropy of the whole text's bytes: what a model that only
+    counts bytes reaches). Of a corpus: see `corpus.write_corpus`.
     """
 
     train: TokenFile | Tokens | npt.NDArray[np.uint8]
@@ -133,11 +125,6 @@ class TokenData:
     def sha256(self) -> str:
         """Of a snapshot: hash of the training bytes followed by the validation bytes. Of a corpus: of what it is."""
         return self.info["sha256"]
-
-    @property
-    def unigram_bits_per_byte(self) -> float:
-        """Entropy of the whole text's byte distribution, in bits: what a model that only counts bytes reaches."""
-        return self.info["unigram_bits_per_byte"]
 
     @property
     def vocab(self) -> int:
@@ -198,7 +185,7 @@ def prepare_in(
             ) from error
     info = _read_info(folder)
     snapshot = info.get("format") == _FORMAT
-    data = _open(folder) if snapshot else _open_corpus(folder, info, config, lead, reading)
+    data = _open(folder, info) if snapshot else _open_corpus(folder, info, config, lead, reading)
     _check_length(data.info["source"], len(data.train), len(data.val), config, global_batch)
     return data
 
@@ -206,7 +193,7 @@ def prepare_in(
 def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
     """Write corpus.json, after what it describes. Raises OSError, DataError, ConfigError."""
     (folder / RECORD).unlink(missing_ok=True)
-    path = _home(config.path) if config.path else None
+    path = home(config.path) if config.path else None
     if path and not path.exists() and (whole := path.with_name(f"{path.name}.bin")).is_file():
         path = whole  # as Megatron names its pairs of files
     if config.path and path and not os.path.lexists(path):
@@ -341,7 +328,7 @@ def _open_corpus(
         info = corpus.parse_corpus(info)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise DataError(_undescribed(folder, error)) from error
-    info = corpus.relocate(folder, written := info, _home(config.path) if config.path else None)
+    info = corpus.relocate(folder, written := info, home(config.path) if config.path else None)
     if lead:
         checked = corpus.check_corpus(folder, info)
         if checked != written:
@@ -350,13 +337,6 @@ def _open_corpus(
                 corpus.save_corpus(folder, info)
     splits = corpus.open_corpus(folder, info, config.packing == "documents", reading)
     return TokenData(splits["train"], splits["val"], info)
-
-
-def _home(path: str) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:  # ~ of a user who does not exist
-        return Path(path)
 
 
 def _undescribed(folder: Path, error: Exception) -> Problem:
@@ -394,12 +374,7 @@ def _write(folder: Path, text: Text, train: Sequence[Document], val: Sequence[Do
     info["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in text.skipped]
     info["sha256"] = overall.hexdigest()
     info["unigram_bits_per_byte"] = unigram_entropy(counts)
-    described = dump_json(info)
-    if len(described) > MAX_LARGE or too_many(described):
-        fix = "join small files into larger ones"
-        raise DataError(Problem(f"{len(info['files'])} files are too many", text.source, fix=fix))
-    with atomic_file(folder / "corpus.json") as stream:
-        stream.write(described)
+    corpus.save_corpus(folder, info)
 
 
 def _chunks(documents: Sequence[Document]) -> Iterator[bytes]:
@@ -411,12 +386,11 @@ def _chunks(documents: Sequence[Document]) -> Iterator[bytes]:
             yield document.content[start : start + _CHUNK]
 
 
-def _open(folder: Path) -> TokenData:
+def _open(folder: Path, info: Mapping[str, Any]) -> TokenData:
     """The snapshot in `folder`. Raises DataError naming each file of it that does not match its hash."""
     try:
-        info = read_json(folder / "corpus.json", MAX_LARGE)
         expected = _expected(info)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(_undescribed(folder, error)) from error
     splits: dict[str, TokenFile] = {}
     problems: list[Problem] = []

@@ -179,7 +179,6 @@ class DeepSpeedEngine(ProcessGroup):
     owns_loss_scale: ClassVar = True
     snapshots: ClassVar = False  # ZeRO would have to gather its partitions for every copy
     any_optimizer: ClassVar = False  # its flat partitions have no matrices, and its gathers no tensor subclasses
-    on_paper: ClassVar = False
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:
@@ -236,11 +235,9 @@ class DeepSpeedEngine(ProcessGroup):
         precision: Precision = (
             "fp16" if autocast_dtype == torch.float16 else "fp32" if autocast_dtype is None else "bf16"
         )
-        problems = check(zero_stage, precision, device.type)
-        if problems:
+        if problems := check(zero_stage, precision, device.type):
             raise ConfigError(problems)
-        missing = preflight(device.type)
-        if missing:
+        if missing := preflight(device.type):
             raise MachineError(missing)
         launch = read_launch()
         if not launch.launched:
@@ -316,7 +313,7 @@ class DeepSpeedEngine(ProcessGroup):
 
     @lost_rank_named()
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """As `core.update.Gradients.measure`; DeepSpeed owns the scaled gradients: `shares` has no effect."""
+        """As `core.protocols.Gradients.measure`; DeepSpeed owns the scaled gradients: `shares` has no effect."""
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
         if self._sharded:
             norm = self._sharded_norm() / loss_scale
@@ -326,7 +323,7 @@ class DeepSpeedEngine(ProcessGroup):
 
     @lost_rank_named()
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """As `core.update.Gradients.apply`; then the gradients are zeroed.
+        """As `core.protocols.Gradients.apply`; then the gradients are zeroed.
 
         At ZeRO 0, where DeepSpeed would write NaN into the weights, a bad update never reaches it. At ZeRO 1 and 2 a
         bad flag is turned into an infinite gradient, which DeepSpeed's own overflow check then drops on every rank.

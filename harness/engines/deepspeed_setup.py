@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.core.config import merge
+from harness.core.config import flat, merge
 from harness.core.errors import ConfigError, HarnessError, MachineError, Problem
 from harness.core.files import read_json, resource_dir
 
@@ -185,8 +185,7 @@ def build_config(
         ours["zero_allow_untested_optimizer"] = True
     defaults = {"zero_optimization": {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}}
     theirs = {} if user is None else _read_json(user)
-    problems = _conflicts(theirs, ours, user or "")
-    if problems:
+    if problems := _conflicts(theirs, ours, user or ""):
         raise ConfigError(problems)
     return merge(merge(defaults, theirs), ours)
 
@@ -213,13 +212,12 @@ def _read_json(name_or_path: str) -> dict[str, Any]:
 
 def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) -> list[Problem]:
     problems: list[Problem] = []
-    wanted = dict(_leaves(ours))
     for key in _paths(theirs):
         for why, (refused, fix) in _REFUSED.items():
             if key in refused:
                 problems.append(Problem(f'key "{key}" is refused', source, why, fix))
-    given = dict(_leaves(theirs))
-    for key, value in wanted.items():
+    given = flat(theirs)
+    for key, value in flat(ours).items():
         other = given.get(key, value)
         if other != value:
             problems.append(
@@ -238,14 +236,6 @@ def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) 
     if "zero_optimization" in theirs and not isinstance(theirs["zero_optimization"], Mapping):
         problems.append(Problem('key "zero_optimization" must be an object', source, fix="write { ... }"))
     return problems
-
-
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

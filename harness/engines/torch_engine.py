@@ -308,7 +308,6 @@ class TorchEngine(ProcessGroup):
     owns_loss_scale: ClassVar = False
     snapshots: ClassVar = True
     any_optimizer: ClassVar = True
-    on_paper: ClassVar = True
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:
@@ -390,14 +389,14 @@ class TorchEngine(ProcessGroup):
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """As `core.update.Gradients.measure`. Raises ConfigError for parameters that DDP would wait for in vain."""
+        """As `core.protocols.Gradients.measure`. Raises ConfigError for parameters that DDP would wait for in vain."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
         return self._gradients.measure(shares)
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """As `core.update.Gradients.apply`; then the gradients are zeroed."""
+        """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
         self._set_lr()
         figures = self._gradients.apply(skip, overflow, norm, clip)
         self._buffers.settle(figures["applied"])
@@ -438,8 +437,7 @@ def shares_buffers(model: nn.Module) -> bool:
 
 def _require_gradients(model: nn.Module) -> None:
     """Raise ConfigError naming parameters that the first step left without a gradient: DDP would stop at the next."""
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
+    if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
         raise ConfigError(
             Problem(
                 f"{len(unused)} parameters took no part in the loss, such as {unused[0]}",

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,17 +27,14 @@ _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
 _EXPORTS = "{ global: paper_use_guard; local: *; };"
 _BUILD_SECONDS = 120
 _WHERE = "harness estimate"
-_library: ctypes.CDLL | None = None
 
 
+@cache
 def load() -> None:
     """Put the device on paper into this process; a second call does nothing.
 
     Raises MisuseError if torch is loaded already; MachineError without torch or a C++ compiler, or if the build fails.
     """
-    global _library
-    if _library is not None:
-        return
     if "torch" in sys.modules:
         what, why = "torch is loaded already", "it has asked for CUDA once, and keeps the answer"
         raise MisuseError(Problem(what, _WHERE, why, "call harness.estimate.device.load() first, in its own process"))
@@ -44,12 +42,6 @@ def load() -> None:
     import torch  # noqa: F401  # its own guard registers itself while it is loaded
 
     library.paper_use_guard()
-    _library = library
-
-
-def loaded() -> bool:
-    """Whether the device on paper is in this process."""
-    return _library is not None
 
 
 def _build() -> Path:

@@ -70,10 +70,8 @@ _CAT_PER_LAUNCH = 128
 
 def touched(tensor: Tensor) -> int:
     """Bytes of the distinct elements: an expanded dimension counts once."""
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else min(size, 1)
-    return count * tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size if stride else min(size, 1) for size, stride in sizes) * tensor.element_size()
 
 
 def kernels(func: Any, name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]) -> int:
@@ -137,15 +135,9 @@ def traffic(name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequenc
 
 def flops(name: str, args: Sequence[Any], outs: Sequence[Tensor]) -> float:
     """Of GEMMs, convolutions and attention, 2 for a multiplication with its addition; causal attention has half."""
-    if name in ("mm", "_scaled_mm", "_scaled_mm_v2"):
-        left, right = args[0], args[1]
-        return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
-    if name == "addmm":
-        left, right = args[1], args[2]
-        return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
-    if name in ("bmm", "baddbmm"):
-        left, right = args[-2:] if name == "bmm" else args[1:3]
-        return 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
+    if name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"):
+        left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+        return 2.0 * math.prod(left.shape) * right.shape[-1]
     if name == "_grouped_mm":
         left, right = args[0], args[1]
         groups = left.shape[0] if left.ndim == right.ndim == 3 else 1

@@ -434,8 +434,7 @@ def _wrong_scaling(scaling: object) -> list[Problem]:
         return []
     if not isinstance(scaling, Mapping) or set(scaling) != set(SCALING):
         return [Problem(f"{scaling!r} is not a mapping with the keys of Llama 3.1", where, fix=fix)]
-    odd = [key for key in SCALING if not _number(scaling[key]) or scaling[key] <= 0]
-    if odd:
+    if odd := [key for key in SCALING if not _number(scaling[key]) or scaling[key] <= 0]:
         return [Problem(f"{key} {scaling[key]!r} is not over 0", where, fix=fix) for key in odd]
     if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return [Problem("high_freq_factor is not over low_freq_factor", where, fix=fix)]

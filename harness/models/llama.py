@@ -80,7 +80,7 @@ def from_llama(state: Mapping[str, Tensor], settings: Settings) -> dict[str, Ten
     return made | ({"lm_head.weight": made["embed.weight"]} if settings.tied else {})
 
 
-def config_of(settings: Settings, context: int, dtype: str = "float32") -> dict[str, Any]:
+def config_of(settings: Settings, context: int) -> dict[str, Any]:
     """config.json of the same model for transformers. context: tokens that it was trained on at a time."""
     kind = "qwen3" if settings.qk_norm else "llama"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": settings.rope_base}
@@ -110,8 +110,8 @@ def config_of(settings: Settings, context: int, dtype: str = "float32") -> dict[
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        "dtype": "float32",
+        "torch_dtype": "float32",
     }
 
 

@@ -100,8 +100,7 @@ class FallbackController(KeptWindow):
 
     def _follow(self, facts: StepFacts) -> None:
         """Take over what ran in BF16 in this step; a layer that changed starts with no evidence."""
-        unknown = [layer for layer in facts.demoted if layer not in self._index]
-        if unknown:
+        if unknown := [layer for layer in facts.demoted if layer not in self._index]:
             raise MisuseError(unknown_names(unknown, "demoted layers"))
         demoted = np.zeros_like(self._demoted)
         demoted[[self._index[layer] for layer in facts.demoted]] = True

@@ -56,8 +56,7 @@ class Responder:
             return Continue()
         skips = [verdict for verdict in verdicts if verdict.skip]
         self.ledger.skips += len(skips)
-        halts = [v.proposal.reason for v in verdicts if isinstance(v.proposal, Halt)]
-        if halts:
+        if halts := [v.proposal.reason for v in verdicts if isinstance(v.proposal, Halt)]:
             return Halt("; ".join(halts))
         if skips and self.ledger.skips > self.guard.max_skips:
             return Halt(
@@ -67,8 +66,7 @@ class Responder:
                 "them, raise guard.max_skips, guard.skip_growth or guard.spike_sigma, in a new run: "
                 "--name NEW --resume runs/<run>/checkpoints/step-<good>"
             )
-        rollbacks = [v.proposal for v in verdicts if isinstance(v.proposal, Rollback)]
-        if rollbacks:
+        if rollbacks := [v.proposal for v in verdicts if isinstance(v.proposal, Rollback)]:
             return self._rollback(rollbacks)
         switches = [(v.step, v.proposal) for v in verdicts if isinstance(v.proposal, Switch)]
         return self._switch(switches) if switches else Continue()
@@ -179,8 +177,7 @@ class Judge:
         verdicts = tuple(monitor.observe(facts) for monitor in self.monitors)
         action = self.responder.decide(verdicts)
         due = facts.step + SWITCH_DELAY
-        more = max((verdict.sample_steps for verdict in verdicts), default=0)
-        if more:
+        if more := max((verdict.sample_steps for verdict in verdicts), default=0):
             self.state.dense_sampling = self.state.dense_sampling.extended(due, more)
         limits = functools.reduce(Limits.stricter, (verdict.limits for verdict in verdicts), NO_LIMITS)
         if limits != NO_LIMITS:

@@ -254,8 +254,7 @@ def _muon_matrices(model: nn.Module, train: TrainConfig) -> Named:
     if not isinstance(patterns, list) or not all(isinstance(each, str) for each in cast("list[Any]", patterns)):
         raise ConfigError(Problem(f"{patterns!r} is no list of patterns", where, fix='such as ["head.*"]'))
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    vain = [each for each in patterns if not any(fnmatchcase(name, each) for name, _ in named)]
-    if vain:
+    if vain := [each for each in patterns if not any(fnmatchcase(name, each) for name, _ in named)]:
         known = [name for name, _ in named]
         raise ConfigError(Problem(f"matches no parameter: {', '.join(vain)}", where, fix=near_match(vain[0], known)))
     apart = _embeddings(model)

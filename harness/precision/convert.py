@@ -118,8 +118,7 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
     compiled = {id(each) for each in modules if each._compiled_call_impl is not None} | within
     changed = {row.module for row in plan.layers if row.precision == "fp8"} | set(plan.keep_fp32)
     named = dict(model.named_modules(remove_duplicate=False))
-    found = sorted(name for name in changed if name in named and id(named[name]) in compiled)
-    if found:
+    if found := sorted(name for name in changed if name in named and id(named[name]) in compiled):
         why = "its compiled call would go on computing what it was, whatever the plan says"
         fix = "compile after prepare(), or the blocks around it"
         raise MisuseError([Problem("was compiled before it was prepared", name, why, fix) for name in found])

@@ -54,8 +54,7 @@ class LayerFilter:
     def kept_out(self, linear: nn.Linear) -> str:
         """Why `linear`, a Linear of the model, stays out of FP8; empty if it does not."""
         layers, names = self._layers, self._names[linear]
-        excluded = _first_match([*layers.exclude, *layers.exclude_if_present], names)
-        if excluded:
+        if excluded := _first_match([*layers.exclude, *layers.exclude_if_present], names):
             return f"excluded by name ({excluded})"
         if not _first_match(layers.include, names):
             return "not in layers.include"
@@ -378,8 +377,7 @@ def _declared(
             continue
         parts = dict(module.named_modules(remove_duplicate=False))
         for one, other in declaration.items():
-            missing = [each for each in (one, other) if parts.get(each) is None or not each]
-            if missing:
+            if missing := [each for each in (one, other) if parts.get(each) is None or not each]:
                 fix = "name parts of the module itself, as in its named_modules()"
                 problems.append(Problem(f"has no part {', '.join(map(repr, missing))}", where, fix=fix))
             else:

@@ -97,8 +97,7 @@ class OpenWindow:
 
     def check_gradients(self, call: str) -> None:
         """Raises MisuseError if gradients are not as the last `backward` left them."""
-        changed = [p for p, mark in self._marks.items() if p.grad is not None and _mark(p) != mark]
-        if changed:
+        if changed := [p for p, mark in self._marks.items() if p.grad is not None and _mark(p) != mark]:
             what = f"{len(changed)} gradients were changed after backward()"
             why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
             raise misuse(call, what, why, "clip with step(optimizer, max_grad_norm=...), and leave gradients alone")

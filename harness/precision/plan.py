@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.capability.cards import Tier, tier_of
 from harness.core.errors import ConfigError, MachineError, Problem
-from harness.core.facts import ROLES, LayerPlan, RungVerdict
+from harness.core.facts import ROLES, LayerPlan, RungVerdict, as_it_ran
 from harness.precision.backends.registry import BACKENDS, PLAIN, can_run
 from harness.precision.recipe import Recipe, Rung
 
@@ -161,24 +161,20 @@ class Plan:
             nonzero = (tensors["history"].amax(dim=0) > 0).tolist()
             slots = zip(backend.slot_names, nonzero, strict=True)
             used = {slot.rpartition(".")[0] for slot, saw_amax in slots if saw_amax}
-        layers: dict[str, str] = {}
-        for layer in self.layers:
-            name, precision = pad_numbers(layer.module), layer.precision
-            if backend.fell_back_to and precision in ("fp8", "fp16"):
-                precision = backend.fell_back_to
-            elif precision == "fp8" and name in backend.demoted:
-                precision = "bf16"
-            elif precision == "fp8" and name not in used:
-                precision = "unused"
-            layers[layer.module] = precision
+        fell_to, demoted = backend.fell_back_to, backend.demoted
+        layers = {
+            layer.module: as_it_ran(layer.precision, fell_to, name in demoted, name not in used)
+            for layer in self.layers
+            for name in [pad_numbers(layer.module)]
+        }
         counts = sorted(Counter(layers.values()).items())
         told = ", ".join(f"{precision}: {count} modules" for precision, count in counts)
         return {**self.as_dict(), "effective": told, "effective_layers": layers}
 
 
-def pad_numbers(name: str, width: int = 2) -> str:
+def pad_numbers(name: str) -> str:
     """Zero-pad the numeric parts of a dotted name, so that charts sort: blocks.3.mlp -> blocks.03.mlp."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", lambda match: match.group().zfill(width), name)
+    return re.sub(r"(?<![^.])\d+(?![^.])", lambda match: match.group().zfill(2), name)
 
 
 def resolve(recipe: Recipe, facts: MachineFacts) -> tuple[Rung | None, list[RungVerdict]]:

@@ -54,8 +54,7 @@ class Prepared:
 
     def __init__(self, recipe: Recipe, model: nn.Module, seed: int = 0) -> None:
         facts = probe()
-        unusable = check_usable(facts)
-        if unusable:
+        if unusable := check_usable(facts):
             raise MachineError(unusable)
         self.device = _device_of(model, facts)
         self.plan = _plan(recipe, facts, self.device, model)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from harness.capability.cards import Tier, tier_of
 from harness.capability.probe import MachineFacts, probe
 from harness.core.collectives import max_over_ranks, world_rank
 from harness.core.errors import Problem
-from harness.core.files import cache_dir, harness_version, read_json, write_json
+from harness.core.files import cache_dir, harness_version, read_json, with_this_package, write_json
 from harness.core.protocols import PrecisionBackend
 from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.backends.registry import BACKENDS, PLAIN
@@ -292,13 +291,11 @@ def _time(
         "tokens": tokens,
         "device": str(device),
     }
-    root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     with tempfile.TemporaryDirectory(prefix="shape-times-") as folder:
         write_json(Path(folder) / "request.json", request)
         command = [sys.executable, "-m", "harness.precision.shape_probe", folder]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT_SECONDS, env=environment)
+            subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT_SECONDS, env=with_this_package())
             times = json.loads((Path(folder) / "times.json").read_text())
         except (OSError, subprocess.SubprocessError) as error:
             detail = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()

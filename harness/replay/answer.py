@@ -273,8 +273,7 @@ def _without_origin(answer: Answer) -> list[str]:
 
 
 def _gradients(answer: Answer) -> list[str]:
-    bad = [each for each in answer.gradients if each.bad]
-    if bad:
+    if bad := [each for each in answer.gradients if each.bad]:
         named = some([each.parameter for each in bad], SHOWN)
         return [f"gradients not finite in the end: {len(bad)} of {len(answer.gradients)} parameters: {named}"]
     if not answer.bad(answer.here) or answer.here.bad_data:
@@ -289,8 +288,7 @@ def _gradients(answer: Answer) -> list[str]:
 def _samples(answer: Answer) -> list[str]:
     if not answer.samples:
         return []
-    bad = [sample for sample in answer.samples if sample.bad]
-    if bad:
+    if bad := [sample for sample in answer.samples if sample.bad]:
         head = f"samples: {len(bad)} of {answer.window_size} are bad alone:"
         return [head, *(f"  {_sample(sample)}" for sample in bad[:SHOWN])]
     # What went over its limit in the window is what to look for in its samples.

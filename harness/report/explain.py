@@ -235,13 +235,11 @@ def next_steps(history: RunHistory) -> list[tuple[str, str]]:
     """(label, command) of what to type next; empty for a run with nothing to explain."""
     run = shlex.quote(short(history.run_dir))
     lines: list[tuple[str, str]] = []
-    code = cause(history)
-    if code:
+    if code := cause(history):
         lines += [("explain", f"{tool('harness')} explain {code}"), ("in order", f"{tool('harness')} explain {run}")]
     if learned_little(history):
         lines.append(("poor loss", f"{tool('harness')} explain {_PLATEAU}"))
-    kept = flights(history.run_dir)
-    if kept:
+    if kept := flights(history.run_dir):
         also = f"  (kept too: {', '.join(map(str, kept[1:]))})" if len(kept) > 1 else ""
         lines.append(("origin", f"{tool('harness')} replay {run} --step {kept[0]}{also}"))
     return lines

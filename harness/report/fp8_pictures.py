@@ -137,7 +137,7 @@ def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
         "80% in the dark band, all in the light one. Dotted: the format's largest value",
         fontsize=10, x=0.01, ha="left",
     )  # fmt: skip
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
@@ -164,7 +164,7 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
         f"Binary exponents in {label(history.run_dir.name)}, and what each format holds (thin: only with fewer digits)",
         fontsize=10, x=0.01, ha="left",
     )  # fmt: skip
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _ranges(axes: Axes, top: float) -> None:
@@ -199,7 +199,7 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     )
     axes.grid(color=GRID, linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)
-    _save(figure, path)
+    save(figure, path)
     return True
 
 
@@ -210,7 +210,8 @@ def _grid(rows: int, columns: int, width: float, height: float, share_x: bool = 
     return figure, figure.subplots(rows, columns, squeeze=False, sharex=share_x)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG, as a whole; its path again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as stream:
         figure.savefig(stream, format="png", facecolor="white")

@@ -164,8 +164,7 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         trained = [f"what the journal says of it cannot be read ({type(error).__name__})"]
     lines += [("data", trained[0]), *(("", text) for text in trained[1:])] if trained else []
-    proof = fp8_proof(history)
-    if proof:
+    if proof := fp8_proof(history):
         lines.append(("FP8 proof", proof))
     lines += [("steps", _steps(history)), ("speed", _speed(history))]
     if history.lost:

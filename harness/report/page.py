@@ -21,7 +21,7 @@ from harness.core.facts import ROLES
 from harness.core.files import atomic_file
 from harness.core.screen import say
 from harness.report import RunFolder, label
-from harness.report.fp8_pictures import ROLE_COLOURS, pictures
+from harness.report.fp8_pictures import GRID, INK, ROLE_COLOURS, pictures, save
 from harness.report.inspect import account
 from harness.tracking.console import fold, rung_lines
 from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, Series, bare, split_slot
@@ -142,7 +142,6 @@ BEYOND = 1e100
 MAX_ROWS = 6000
 OCTAVES = 2.0
 """The colour scale ends at a factor 2**OCTAVES on either side of 1."""
-INK = "#222222"
 
 
 def loss_plot(history: RunHistory, path: Path) -> bool:
@@ -173,9 +172,9 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
         )
         bits.set_ylabel("bits per byte")
     axes.set_title(f"Loss of {label(history.run_dir.name)}", loc="left", fontsize=11)
-    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.grid(color=GRID, linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)
-    _save(figure, path)
+    save(figure, path)
     return True
 
 
@@ -225,7 +224,7 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
     )
     bar.ax.set_yticklabels([f"{2.0**tick:g}" for tick in ticks])
     bar.set_label("saturation ratio")
-    _save(figure, path)
+    save(figure, path)
     return True
 
 
@@ -234,12 +233,6 @@ def _figure(width: float, height: float) -> tuple[Any, Axes]:
 
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     return figure, figure.add_subplot()
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as stream:
-        figure.savefig(stream, format="png", facecolor="white")
 
 
 def _finite(series: Series) -> tuple[list[int], list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.capability.cards import Tier, check_usable, tier_of
+from harness.capability.cards import GIB, Tier, check_usable, tier_of
 from harness.capability.probe import MachineFacts, probe
 from harness.core.errors import ExitCode
 from harness.core.files import shipped
@@ -12,7 +12,6 @@ from harness.core.files import shipped
 if TYPE_CHECKING:
     from rich.console import Console
 
-_GIB = 2**30
 _LOW_DISK_GIB = 5
 
 
@@ -66,7 +65,7 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     bf16 = ", ".join(facts.cpu_bf16_isa) or "no bf16 instructions: bf16 is slow here"
     rows.append(("cpu", f"{facts.cpu_cores} cores, {bf16}"))
     disk = _gib(facts.disk_free_bytes) + " free here"
-    if facts.disk_free_bytes < _LOW_DISK_GIB * _GIB:
+    if facts.disk_free_bytes < _LOW_DISK_GIB * GIB:
         disk += ": little, keep room for three checkpoints (12 bytes per parameter each)"
     rows += [("memory", _gib(facts.memory_bytes)), ("disk", disk)]
     for name, library in facts.libraries.items():
@@ -136,4 +135,4 @@ def _next_command(facts: MachineFacts, tier: Tier) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB"
+    return f"{size / GIB:.1f} GiB"

@@ -110,7 +110,7 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
         raise ConfigError(Problem("the run's data are no tokens", "harness eval", why, "see val/loss in its journal"))
     made = Score([], [], [])
     with restored.computing(fp32):
-        for batch in _portions(batches, _vocab_size(restored)):
+        for batch in _portions(batches, restored.vocab_size):
             on = {name: each.to(restored.device) for name, each in batch.items()}
             logits, targets = restored.logits(on["inputs"], on.get("segments")).float(), on["targets"]
             if logits.shape[:2] != targets.shape:
@@ -196,12 +196,6 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
 
 def _with_data(config: RunConfig, changed: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update=changed)})
-
-
-def _vocab_size(restored: Restored) -> int | None:
-    from harness.models import Task
-
-    return Task(restored.model, restored.config.model.target).vocab_size
 
 
 def _portions(batches: Sequence[Batch], vocab_size: int | None) -> Iterator[Batch]:

@@ -20,6 +20,7 @@ import typer
 
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, shown, some
+from harness.core.facts import as_it_ran
 from harness.core.files import MAX_LARGE, file_sha256, read_mapping, sync_folder, write_json
 from harness.core.schema import read_yaml, validate
 from harness.core.screen import say
@@ -56,7 +57,6 @@ _AS_IT_IS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 _SHOWN = 8
 _FROM = 'from_pretrained("THIS FOLDER")'
 _LOADS = f"transformers.AutoModelForCausalLM.{_FROM}"
-_FELL = ("fp8", "fp16")
 
 
 class Format(StrEnum):
@@ -96,9 +96,12 @@ def command(
 
     from harness.checkpoint.manifest import failed
     from harness.checkpoint.store import Store
+    from harness.tools.restored import choose
 
     store = Store(folder / "checkpoints", readonly=True)
-    at = _choose(store, step)
+    at = choose(store, step)
+    if store.damaged:
+        say(f"passed over, for they do not verify: steps {some(sorted(store.damaged), _SHOWN)}")
     tensors, meta = store.load(at, parts=("model", "fp8"))
     state, of_model = tensors["model"], meta["parts"]["model"]
     if format is Format.safetensors:
@@ -162,24 +165,6 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
     if kept.is_file() and file_sha256(kept) == wanted:
         return [kept], f"SHA-256 `{wanted}`, the run's own copy: the file was changed or moved since"
     return [], f"SHA-256 `{wanted}`, which is not here: it was gone or changed when this was exported"
-
-
-def _choose(store: Store, step: int | None) -> int:
-    """The step to export, which is verified as it is loaded. Says which newer ones are damaged. Raises CheckpointError
-    if there is none."""
-    steps = store.steps()
-    if step is None:
-        newest = store.newest_valid()
-        if newest is None:
-            fix = "train longer, or save earlier with checkpoint.every"
-            raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
-        if damaged := [each for each in steps if each > newest]:
-            say(f"passed over, for they do not verify: steps {some(damaged, _SHOWN)}")
-        return newest
-    if step not in steps:
-        fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
-        raise CheckpointError(Problem(f"no checkpoint of step {step}", str(store.root), fix=fix))
-    return step
 
 
 def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
@@ -305,17 +290,11 @@ class Stamp:
         silent = {bare(split_slot(slot)[0]) for slot, _ in slots} - {
             bare(split_slot(slot)[0]) for slot, saw in slots if saw
         }
-        ran: dict[str, str] = {}
-        for layer in plan["layers"]:
-            name, precision = bare(layer["module"]), layer["precision"]
-            if fell_to and precision in _FELL:
-                precision = fell_to
-            elif precision == "fp8" and name in demoted:
-                precision = "bf16"
-            elif precision == "fp8" and name in silent:
-                precision = "unused"
-            ran[layer["module"]] = precision
-        return ran
+        return {
+            layer["module"]: as_it_ran(layer["precision"], fell_to, name in demoted, name in silent)
+            for layer in plan["layers"]
+            for name in [bare(layer["module"])]
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.core.errors import CheckpointError, ConfigError, Problem
+from harness.core.errors import CheckpointError, ConfigError, Problem, some
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from harness.build import Worker
+    from harness.checkpoint.store import Store
     from harness.core.config import RunConfig
     from harness.core.protocols import PrecisionBackend
     from harness.precision.plan import Plan
 
-FP32 = "fp32"
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class Restored:
         demoted = len(self.precision.demoted)
         told = f"{self.plan.resolved}, fell to {fell}" if fell else self.plan.resolved
         return f"{told}, {demoted} layers in BF16" if demoted and not fell else told
+
+    @property
+    def vocab_size(self) -> int | None:
+        """As the model says it; None if it does not."""
+        from harness.models import Task
+
+        return Task(self.model, self.config.model.target).vocab_size
 
     @contextmanager
     def computing(self, fp32: bool) -> Iterator[None]:
@@ -115,7 +123,7 @@ def restore(run: Path, step: int | None = None) -> Restored:
     from harness.run_folder import read_plan
 
     store = Store(folder / "checkpoints", readonly=True)
-    found = _choose(store, step)
+    found = choose(store, step)
     check_recipe(folder, config.recipe)
     recipe, planned = load_recipe(config.recipe), read_plan(folder)
     worker = join_worker(config, "python")
@@ -148,16 +156,16 @@ def _read(run: Path) -> tuple[Path, RunConfig]:
     return folder, load_config(str(folder / "config.yaml"), ["engine.name=auto", "engine.compile=none"])
 
 
-def _choose(store: Any, step: int | None) -> int:
+def choose(store: Store, step: int | None) -> int:
+    """The checkpoint of `step`, or the newest that verifies. Raises CheckpointError if there is none."""
     if step is None:
-        newest = store.newest_valid()
-        if newest is None:
+        if (newest := store.newest_valid()) is None:
             fix = "train longer, or save earlier with checkpoint.every"
             raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
         return newest
-    if step not in store.steps():
-        there = ", ".join(map(str, store.steps())) or "none"
-        raise CheckpointError(Problem(f"there is no checkpoint of step {step}", str(store.root), fix=f"there: {there}"))
+    if step not in (steps := store.steps()):
+        fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
+        raise CheckpointError(Problem(f"there is no checkpoint of step {step}", str(store.root), fix=fix))
     return step
 
 

@@ -123,9 +123,7 @@ def write_on(
     """
     import torch
 
-    from harness.models import Task
-
-    vocab_size = Task(restored.model, restored.config.model.target).vocab_size
+    vocab_size = restored.vocab_size
     if vocab_size is not None and max(ids) >= vocab_size:
         what = f"token {max(ids)} of the prompt is outside of the model's {vocab_size}"
         raise ConfigError(Problem(what, "TEXT", fix="give the tokenizer that the model was trained with"))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -30,7 +30,7 @@ from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, check_unfinished, lacks_room
-from harness.core.config import RunConfig, data_doubts, left_out, load_config, unwatched, warmup_doubt
+from harness.core.config import RunConfig, data_doubts, flat, left_out, load_config, unwatched, warmup_doubt
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import step_name
@@ -56,7 +56,6 @@ from harness.run_folder import (
     check_resumable,
     choose_folder,
     fit_vocab,
-    flat,
     forget_outcome,
     forget_run,
     is_checkpoint_name,
@@ -84,7 +83,7 @@ def train(request: Request) -> int:
     if problems := worker.group.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
         raise MachineError([Problem(**each) for each in problems])
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
-    with _Locked(folder, lead) as lock:
+    with RunLock(folder) if lead else nullcontext() as lock:
         resuming = (folder / "config.yaml").exists()
         resumed = None
         if resuming or source:
@@ -242,22 +241,6 @@ def _find_folder(request: Request, source: Path | None) -> Path:
     return choose_folder(config_name, recipe, request.name, "never", steps)
 
 
-class _Locked:
-    """The run's lock on rank 0, nothing on the others."""
-
-    def __init__(self, folder: Path, lead: bool) -> None:
-        self._lock = RunLock(folder) if lead else None
-
-    def __enter__(self) -> RunLock | None:
-        if self._lock:
-            self._lock.acquire()
-        return self._lock
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock:
-            self._lock.release()
-
-
 def _room(folder: Path, bytes_each: int) -> list[Problem]:
     """Why the checkpoints of the run in `folder` will not fit, or cannot be written; empty if nothing is wrong."""
     checkpoints = folder / "checkpoints"
@@ -295,8 +278,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:
     """Refuse a ledger that is older than what the journal has. Raises CheckpointError on every rank."""
-    lost = worker.group.broadcast(journaled if journaled > attempt else 0)
-    if lost:
+    if lost := worker.group.broadcast(journaled if journaled > attempt else 0):
         why = f"the journal has steps of attempt {lost}; incidents.json knows of {attempt}"
         raise CheckpointError(lost_ledger(str(folder / "incidents.json"), why))
 

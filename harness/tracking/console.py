@@ -19,11 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column, Table
 from rich.text import Text
 
-from harness.core.errors import shown
+from harness.core.errors import clock, shown
 from harness.core.facts import StepFacts
 from harness.core.screen import Screen
-
-__all__ = ["Console", "clock", "plan_table", "rate"]
 
 LINES_PER_RUN = 30
 REFRESH_SECONDS = 0.25
@@ -194,15 +192,6 @@ def rate(per_second: float, counted: str = "tokens") -> str:
         if per_second >= limit:
             return f"{per_second / limit:.1f}{unit} {what}/s"
     return f"{per_second:.0f} {what}/s"
-
-
-def clock(seconds: float) -> str:
-    """`0:41`, `2:05:09`."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _live(console: Screen, total: int) -> tuple[TaskID, Progress]:

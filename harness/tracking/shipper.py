@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from harness.core.errors import shown
+from harness.core.files import with_this_package
 from harness.tracking.journal import JOURNAL, Position, decode, delivered, require_run, tracking_uri
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
     command += ["--system-seconds", str(system_seconds)]
     with (run_dir / "shipper.log").open("ab") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=with_this_package()
         )
     return ShipperHandle(run_dir, process)
 
@@ -86,18 +87,13 @@ def sync(run_dir: Path, experiment: str, patience: float = 60.0) -> bool:
     command = [*_command(require_run(run_dir), experiment), "--patience", str(patience)]
     with (run_dir / "shipper.log").open("ab") as log:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), check=False
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=with_this_package(), check=False
         )
     return done.returncode == 0 and delivered(run_dir)
 
 
 def _command(run_dir: Path, experiment: str) -> list[str]:
     return [sys.executable, "-m", "harness.tracking.shipper", str(run_dir.resolve()), "--experiment", experiment]
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 @dataclass

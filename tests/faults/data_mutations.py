@@ -141,15 +141,15 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a text that shrank under a run is named",
-        "if len(data) < count:",
+        "if len(read) != count:",
         "if False:",
         "tests/faults/test_data_faults.py -k shrinks_under",
     ),
     Mutation(
         23,
         "the text stays open under a run",
-        "data += more",
-        "data += open(self._path, 'rb').read()[start : start + count]",
+        "return read_fully(self._descriptor, start, count)",
+        "return open(self._path, 'rb').read()[start : start + count]",
         "tests/faults/test_data_faults.py -k goes_away",
     ),
     Mutation(

@@ -232,8 +232,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "a ledger older than the journal is found",
-        "lost = worker.group.broadcast(journaled if journaled > attempt else 0)",
-        "lost = 0",
+        "lost := worker.group.broadcast(journaled if journaled > attempt else 0)",
+        "lost := 0",
         "tests/faults/test_other_files.py -k runs_own",
     ),
     Mutation(

@@ -264,8 +264,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a recipe key that TE drops is refused",
-        "    if dropped:\n",
-        "    if False:\n",
+        "if getattr(recipe, name, None) != value]",
+        "if False]",
         "tests/te_cpu/test_te_refusals.py -k other_transformer_engine",
     ),
     Mutation(

@@ -99,8 +99,8 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a source that changes while it is prepared is refused",
-        "changed = [path for path, stamp in files.items() if Stamp.of(path) != stamp]",
-        "changed: list[Path] = []",
+        "if changed := [path for path, stamp in files.items() if Stamp.of(path) != stamp]:",
+        "if changed := list[Path]():",
         "tests/unit/data/test_source_changes.py -k while_it_is",
     ),
     Mutation(

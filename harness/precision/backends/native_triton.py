@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.precision import scaling
 from harness.precision.backends.native_gemm import padded
+from harness.precision.convert import define
 
 try:
     import triton as _triton
@@ -136,14 +137,8 @@ def _fake_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 
 
 # Compiled code is cached on disk by this name: another result needs another name.
-_NAME = "hopper_harness::fp8_quantize"
-torch.library.define(_NAME, torch.library.infer_schema(_fp8_quantize, mutates_args=("amax",)))
-torch.library.impl(_NAME, "default", _fp8_quantize)
-torch.library.register_fake(_NAME, _fake_quantize)
-_STATS = "hopper_harness::fp8_row_stats"
-torch.library.define(_STATS, torch.library.infer_schema(_fp8_row_stats, mutates_args=()))
-torch.library.impl(_STATS, "default", _fp8_row_stats)
-torch.library.register_fake(_STATS, _fake_stats)
+define("fp8_quantize", _fp8_quantize, _fake_quantize, mutates=("amax",))
+define("fp8_row_stats", _fp8_row_stats, _fake_stats)
 _ops: Any = torch.ops.hopper_harness
 
 if triton is not None:

@@ -136,9 +136,6 @@ def _agrees(kernel: Kernel) -> bool:
     return bool(torch.isinf(amax).all())
 
 
-STAT_ROWS = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db")
-
-
 class SlotBuffers(scaling.ScalingState):
     """Delayed-scaling state of every slot of one model, and the casts under it, here to bfloat16 carriers.
 
@@ -241,7 +238,7 @@ class SlotBuffers(scaling.ScalingState):
         self._scales_changed()
 
     def stats(self, sums: Tensor) -> Tensor:
-        """float32 [7, slots], rows as in STAT_ROWS, of the window that just ended. sums: `self.sums`, rank-reduced.
+        """float32 [7, slots], rows as in core.metrics.SLOT_ROWS, of the window that ended. sums: `sums`, rank-reduced.
 
         scale is the one in use when the window began. Rows from clipped on are NaN where nothing was sampled.
         """

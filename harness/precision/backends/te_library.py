@@ -54,8 +54,7 @@ class Library(NamedTuple):
 
 def load() -> Library:
     """Import it. Raises MachineError if it does not import, lacks what this was written for, or is overridden."""
-    overridden = [name for name in _OVERRIDES if os.environ.get(name, "0") not in ("", "0")]
-    if overridden:
+    if overridden := [name for name in _OVERRIDES if os.environ.get(name, "0") not in ("", "0")]:
         why = "it changes what Transformer Engine computes, against the recipe and the plan"
         raise MachineError(
             [Problem(f"{name} is set in the environment", WHERE, why, f"unset {name}") for name in overridden]
@@ -79,8 +78,7 @@ def load() -> Library:
     needed += [
         (manager, name) for name in ("quantization_state", "get_buffer_info", "add_fp8_tensors_to_global_buffer")
     ]
-    missing = [name for owner, name in needed if not hasattr(owner, name)]
-    if missing:
+    if missing := [name for owner, name in needed if not hasattr(owner, name)]:
         raise unexpected(version, f"has no {', '.join(missing)}")
     phases = (distributed.in_fp8_activation_recompute_phase, distributed.is_fp8_activation_recompute_enabled)
     return Library(pytorch, recipes, *phases, manager, version)
@@ -101,8 +99,7 @@ def make_recipe(library: Library, fp8: Fp8Config) -> Any:
             "reduce_amax": True,
         }
     recipe = getattr(library.recipes, _RECIPES[fp8.scaling])(**wanted)
-    dropped = [name for name, value in wanted.items() if getattr(recipe, name, None) != value]
-    if dropped:
+    if dropped := [name for name, value in wanted.items() if getattr(recipe, name, None) != value]:
         raise unexpected(library.version, f"ignores {', '.join(dropped)} of {_RECIPES[fp8.scaling]}")
     return recipe
 

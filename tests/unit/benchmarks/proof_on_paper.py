@@ -27,12 +27,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 from harness.capability.probe import MachineFacts  # noqa: E402
 from harness.core.errors import MachineError, Problem  # noqa: E402
 from harness.core.facts import RungVerdict, SlotStats, StepFacts  # noqa: E402
+from harness.core.metrics import SLOT_ROWS  # noqa: E402
 from harness.core.protocols import Tensors  # noqa: E402
 from harness.core.update import InFlight  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import find_card  # noqa: E402
 from harness.estimate.trace import on_paper  # noqa: E402
-from harness.precision.backends.slot_buffers import STAT_ROWS  # noqa: E402
 from harness.precision.plan import resolve  # noqa: E402
 from harness.precision.recipe import Recipe, Rung  # noqa: E402
 
@@ -41,7 +41,7 @@ def made_up(pending: Any) -> StepFacts:
     """A healthy step."""
     assert pending.packed.device.type == "cpu"
     names = pending.slot_names
-    stats = SlotStats(names, *np.ones((len(STAT_ROWS), len(names)), dtype=np.float32))  # type: ignore[arg-type]
+    stats = SlotStats(names, *np.ones((len(SLOT_ROWS), len(names)), dtype=np.float32))  # type: ignore[arg-type]
     return StepFacts(
         step=pending.step, window=pending.window, loss=5.0, grad_norm=1.0, lr=1e-4, loss_scale=1.0, applied=True,
         applied_steps=pending.step, tokens=pending.tokens, seconds=0.1,

@@ -33,7 +33,7 @@ def split(data: TokenData, name: str) -> bytes:
         assert not damage
         return row.astype(np.uint8).tobytes()
     assert isinstance(tokens, TokenFile)
-    return tokens.tobytes()
+    return b"".join(tokens.chunks())
 
 
 def texts(path: Path, run: Path, **more: object) -> list[str]:

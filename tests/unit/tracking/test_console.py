@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
+from harness.core.errors import clock
 from harness.core.facts import StepFacts
-from harness.tracking.console import Console, clock, plan_table, rate
+from harness.tracking.console import Console, plan_table, rate
 
 REPO = Path(__file__).resolve().parents[3]
 
