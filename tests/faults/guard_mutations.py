@@ -63,6 +63,27 @@ GUARD = (
     ),
     Mutation(
         11,
+        "a row of large norms is accepted, not rolled back for ever",
+        "len(row) >= self.max_consecutive_skips and near and not self._accepted_steps",
+        "False",
+        "tests/unit/monitors/test_regime_change.py -k accepted_after_five",
+    ),
+    Mutation(
+        11,
+        "a norm far beyond the limit is not accepted",
+        "all(norm is not None and norm <= self.skip_growth * limit for norm in row)",
+        "True",
+        "tests/unit/monitors/test_regime_change.py -k far_beyond",
+    ),
+    Mutation(
+        11,
+        "no second row is accepted while the first one's norms settle",
+        "near and not self._accepted_steps:",
+        "near:",
+        "tests/unit/monitors/test_regime_change.py -k second_row",
+    ),
+    Mutation(
+        11,
         "skips in a row roll back",
         "if run >= self.max_consecutive_skips:",
         "if run >= 10**9:",

@@ -64,9 +64,23 @@ NATIVE = (
     Mutation(
         16,
         "compiled gradients are cast to their own format",
-        "_scale(scales, _GRADIENT), ctx.gradient, needs[1]",
-        '_scale(scales, _GRADIENT), "e4m3", needs[1]',
+        "_scale(scales, _GRADIENT), handle, ctx.gradient, needs[1]",
+        '_scale(scales, _GRADIENT), handle, "e4m3", needs[1]',
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
+    ),
+    Mutation(
+        16,
+        "a compiled layer's own cast tells its amax",
+        "return amax, *buffers.cast(x, scale, amax, fmt, False, transpose)",
+        "return amax, *buffers.cast(x, scale, None, fmt, False, transpose)",
+        "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
+    ),
+    Mutation(
+        16,
+        "where the kernel casts, it casts in compiled blocks too",
+        "self.own_casts = self.cast is not native_triton.quantize_pair",
+        "self.own_casts = False",
+        "tests/cuda_on_paper/test_compiled_blocks.py -k our_kernels",
     ),
     Mutation(
         16,

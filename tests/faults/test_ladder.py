@@ -92,6 +92,20 @@ def test_spikes_in_a_row_roll_back_from_memory_and_the_run_goes_on(tmp_path: Pat
     assert dict(metrics(where, "train/step_applied", attempt=2))[90] == 1.0
 
 
+def test_norms_that_stay_large_at_a_usual_loss_are_accepted_and_the_run_goes_on(tmp_path: Path) -> None:
+    where, done = run(
+        tmp_path, "gradient", "first: 60, last: 100000, times: 10.0", "train.steps=110", "guard.snapshot_every=10"
+    )
+    assert done.returncode == 0, done.stdout
+    norms, applied = dict(metrics(where, "train/grad_norm")), dict(metrics(where, "train/step_applied"))
+    assert min(norms[step] for step in range(60, 111)) > 3 * max(norms[step] for step in range(50, 60)), "it fired"
+    (accepted,) = events(where, "gradient.accepted")
+    assert accepted["step"] == 64
+    assert [step for step, value in applied.items() if value == 0.0] == [60, 61, 62, 63, 64, 65]
+    assert events(where, "guard.rollback") == []
+    assert "gradient.accepted" in done.stdout
+
+
 def test_a_fault_that_stays_ends_in_a_halt_that_says_what_to_do(tmp_path: Path) -> None:
     where, done = run(
         tmp_path, "loss", "first: 45, last: 100000, times: 50.0", "train.steps=300", "checkpoint.every=10",
