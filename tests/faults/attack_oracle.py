@@ -129,7 +129,9 @@ def compare_history(run: Path, undisturbed: Path, last: int, altered: Rows) -> s
     )
     if not (told and altered.touched):
         return f"history: {first[:500]}"
-    return _not_altered(Counter(ours), Counter(theirs), altered, min(missing, default=last))
+    # A step without figures may have some again by now, of an attempt after a rollback: then only the run tells of it.
+    gone = min({*missing, *_named(told, "no figures of")}, default=last)
+    return _not_altered(Counter(ours), Counter(theirs), altered, gone)
 
 
 def _not_altered(ours: Counter[Row], theirs: Counter[Row], altered: Rows, gone: int) -> str:

@@ -15,7 +15,7 @@ import pytest
 from attack_damage import contents, other_command
 from attack_field import Field
 from attack_job import Ended
-from attack_oracle import Rows, compare, figures, traceback
+from attack_oracle import Rows, compare, compare_history, figures, traceback
 from attack_plans import FAMILIES, KINDS, Episode, draw, fits
 from attack_run import Finding, _Sequence
 from reliability_page import enemy, merged
@@ -256,6 +256,28 @@ def test_steps_before_a_lost_target_are_done_again_as_they_were(whole: Path, tmp
     before, name, after = text.rpartition('"Loss/train": ')
     (run / "journal.jsonl").write_text(f"{before}{name}1{after}")
     assert compare(run, other, 24).startswith("history: ")
+
+
+@pytest.mark.parametrize(("told", "lossy"), [(True, True), (False, True), (True, False)])
+def test_a_row_that_the_disk_refused_before_a_rollback_must_have_been_told(
+    tmp_path: Path, told: bool, lossy: bool
+) -> None:
+    """Steps 3 and 4 are done twice: that the first row of step 4 is gone shows in no step without a row."""
+    runs = tmp_path / "run", tmp_path / "other"
+    for run in runs:
+        run.mkdir()
+        outcome = {"status": "done", "step": 6, "applied": 6, "skipped": 0, "val_loss": 1.0}
+        (run / "outcome.json").write_text(json.dumps(outcome))
+        for attempt, steps in ((1, range(1, 5)), (2, range(3, 7))):
+            for step in steps:
+                if (attempt, step, run) != (1, 4, runs[0]):
+                    append(run, kind="metrics", step=step, attempt=attempt, metrics={"train/loss": float(step)})
+            if attempt == 1:
+                if told and run == runs[0]:
+                    append(run, code="journal.changed", text="its last row is of step 3; no figures of 1 step: 4; more")
+                append(run, code="guard.rollback", step=4, to_step=2)
+    found = compare_history(*runs, 6, Rows(lossy=lossy))
+    assert (found == "") == (told and lossy), found
 
 
 @pytest.mark.parametrize(
