@@ -206,7 +206,7 @@ def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     assert "train_samples were 58, and are 72" in refused.stdout
 
 
-def test_a_model_without_an_fp8_layer_goes_down_the_ladder_but_under_strict(tmp_path: Path) -> None:
+def test_a_model_without_fp8_layers_goes_down_the_ladder_but_under_strict(tmp_path: Path) -> None:
     arguments = (*IMAGES, "train.micro_batch=4", "train.steps=3", "model.target=harness.models.vision:convnet")
     done = train(tmp_path, "--name", "r", *arguments)
     assert done.returncode == 0, done.stdout

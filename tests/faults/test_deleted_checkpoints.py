@@ -136,7 +136,7 @@ def test_an_outcome_without_its_checkpoint_is_not_believed(tmp_path: Path) -> No
     assert "has finished its 20 steps" in train(tmp_path, *RUN, "train.steps=20").stdout
 
 
-def test_a_run_that_was_killed_before_its_first_save_starts_over_and_says_so(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_save_starts_over_and_says_so(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     process = start(tmp_path, "--name", "r", "checkpoint.every=0", "train.steps=100000")
     wait_for_step(run, 3, process)

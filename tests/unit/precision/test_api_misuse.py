@@ -138,7 +138,7 @@ def test_a_model_without_fp8_layers_goes_down_the_ladder(caplog: pytest.LogCaptu
     assert "native:fp8 is not taken: no layer of this model can run in FP8 (0: " in caplog.text
 
 
-def test_without_a_rung_below_it_a_model_for_which_fp8_is_nothing_is_refused() -> None:
+def test_without_a_rung_below_a_model_with_nothing_for_fp8_is_refused() -> None:
     policy = recipe(layers={"min_features": 64}).model_dump()
     policy["ladder"] = [rung for rung in policy["ladder"] if rung["precision"] == "fp8"]
     with pytest.raises(ConfigError, match="no layer of this model can run in FP8"):
