@@ -157,7 +157,7 @@ def start(
 def step(run: Run) -> None:
     """One step of the loop, judged at once, with the snapshot that may follow it."""
     run.guard.observe(next_step(run).facts())
-    if run.state.step % run.config.guard.snapshot_every == 0:
+    if run.guard.snapshot_due():
         run.guard.snapshot()
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from harness.precision.api import Precision
 
+# A copy of the state takes a GPU as long as some steps of a few thousand tokens; runs break most while they are young.
+_SELDOM = 5
 # Of the optimizers that are known Adam keeps the most: to guess what a snapshot takes before there is one.
 _MOMENT_BYTES = 8
 
@@ -229,9 +231,14 @@ class Guard:
         return action
 
     def snapshot_due(self) -> bool:
-        """Whether the state is kept in memory after the present step, once all of its steps are judged."""
-        every = self.judge.config.snapshot_every
-        return self.memory is not None and every > 0 and self.state.step % every == 0
+        """Whether the state is kept in memory after the present step, once all of its steps are judged.
+
+        A function of the step alone: what a rollback goes back to must not depend on the machine.
+        """
+        config, step = self.judge.config, self.state.step
+        often = not config.snapshot_seldom_after or step <= config.snapshot_seldom_after
+        every = config.snapshot_every * (1 if often else _SELDOM)
+        return self.memory is not None and every > 0 and step % every == 0
 
     def snapshot(self) -> None:
         """Keep the state in memory, if it can be copied. Collective."""

@@ -229,6 +229,9 @@ class GuardConfig(Strict):
         default=10.0, gt=1, description="growth of the parameters' norm within 100 steps that is reported"
     )
     snapshot_every: Count = Field(default=20, description="steps between snapshots in memory; 0: none")
+    snapshot_seldom_after: Count = Field(
+        default=200, description="step after which only every fifth of them is taken; 0: all are"
+    )
     rollback_lr_factor: float = Field(
         default=1.0, gt=0, le=1, description="the learning rate is multiplied by this at every rollback"
     )

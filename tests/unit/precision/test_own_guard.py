@@ -48,6 +48,19 @@ def test_a_rollback_puts_back_model_optimizer_schedule_and_precision(name: str) 
     assert loop.windows[-3:] == [8, 9, 12], "the windows of the two bad losses are passed over"
 
 
+@pytest.mark.parametrize(("after", "taken"), [(8, [2, 4, 6, 8, 10, 20, 30]), (0, list(range(2, 31, 2)))])
+def test_snapshots_are_taken_seldom_once_a_run_is_old(
+    after: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, seen = Loop(snapshot_every=2, snapshot_seldom_after=after), list[int]()
+    memory = loop.guard.memory
+    assert memory is not None
+    take = memory.take
+    monkeypatch.setattr(memory, "take", lambda step, *state: (seen.append(step), take(step, *state)))
+    loop.steps(31)
+    assert seen == taken
+
+
 def test_what_the_user_moved_since_the_snapshot_stays_where_it_was_put() -> None:
     loop = Loop(poison=(10, 11))
     loop.precision.demote("2")
