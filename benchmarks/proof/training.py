@@ -336,7 +336,7 @@ def torchao_compiled(task: Task) -> Answer:
 
 def watching(task: Task) -> Answer:
     """Steps with the journal and FP8 statistics of every step, with the guard, and as shipped (statistics of one step
-    in ten, the guard, and as in the first 200 steps its copy of the state at one in twenty), over steps with none of it.
+    in ten, the guard, and as in the first 200 steps a copy of the state at one in twenty), over steps with none of it.
 
     MLflow is a process of its own that reads the journal; it is not part of this.
     """
