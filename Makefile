@@ -72,7 +72,8 @@ test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an ho
 attack: $(TEST_READY) ## random sequences of faults against small runs (MINUTES=20 SEED=; ARGS='--count 1': a failure again); adds to its ledger
 	$(RUN) OMP_NUM_THREADS=1 python tests/faults/attack.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-mutations: $(TEST_READY) ## take each protection away and see that a test notices (about an hour)
+mutations: $(EXTRAS_READY) ## take each protection away and see that a test notices (about two hours)
+	@$(RUN) python tests/te_cpu/te_wheels.py || true
 	$(RUN) OMP_NUM_THREADS=1 python tests/faults/mutations.py $(ARGS)
 
 lint: $(TEST_READY) ## ruff and pyright

@@ -185,7 +185,7 @@ PROCESS: tuple[Mutation, ...] = (
         "gloo listens on loopback",
         '            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")\n',
         "",
-        "tests/faults/test_listening.py -k loopback",
+        "tests/unit/engines/test_process_group.py -k listens",
     ),
     Mutation(
         7,

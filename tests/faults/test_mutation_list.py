@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,19 @@ def test_a_mutation_can_be_made(mutation: Mutation) -> None:
     assert mutation.old != mutation.new
     assert (ROOT / mutation.test.split()[0].partition("::")[0]).is_file()
     assert mutation.row in {row.number for row in MATRIX}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.protection)
+def test_what_a_mutation_selects_is_there(mutation: Mutation) -> None:
+    """By its words: a test that was renamed would be found missing only when all mutations are made."""
+    file, _, expression = mutation.test.partition(" -k ")
+    path, _, name = file.partition("::")
+    own = ROOT / path
+    # conftest.py collects the tests of cards; hostile.py is a table of cases.
+    more = (ROOT / "tests" / "gpu").glob("test_te*.py") if own.name == "conftest.py" else own.parent.glob("hostile.py")
+    text = "".join(each.read_text() for each in (own, *more))
+    words = {*re.findall(r"[A-Za-z_]+", expression), name.partition("[")[0]} - {"and", "or", "not", ""}
+    assert {word for word in words if word not in text} == set()
 
 
 def test_no_two_protections_have_one_name() -> None:

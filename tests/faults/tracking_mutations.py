@@ -143,7 +143,7 @@ TRACKING: tuple[Mutation, ...] = (
         "a description that somebody wrote is left alone",
         "if there and _hash(there) != ours:",
         "if False:",
-        "tests/unit/tracking/test_mlflow_page.py -k somebody_wrote",
+        "tests/unit/tracking/test_mlflow_page.py -k somebody_chose",
     ),
     Mutation(
         27,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 import torch
 
@@ -37,6 +40,25 @@ def test_every_problem_is_named() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for the CPU choice")
 def test_without_a_gpu_the_device_is_the_cpu() -> None:
     assert choose_device(Launch(local_rank=5)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("one_machine", "interface"), [(True, "lo"), (False, None)])
+def test_on_one_machine_gloo_listens_on_loopback(
+    one_machine: bool, interface: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_listening looks at the sockets; where a machine's name leads to loopback, they would be there anyway."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "set here so that it is put back")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    join(Launch(launched=True, one_machine=one_machine), torch.device("cpu"), 60.0)
+    try:
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+    finally:
+        leave()
 
 
 def test_alone_collectives_return_their_argument() -> None:
