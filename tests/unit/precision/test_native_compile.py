@@ -39,7 +39,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["carriers", "compiler's casts", "own casts"])
+WAYS = ["carriers", pytest.param("compiler's casts", marks=pytest.mark.slow), "own casts"]
+
+
+@pytest.fixture(autouse=True, params=WAYS)
 def _fresh_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(native_support, "FP8_UNITS", request.param != "carriers")
     if request.param == "own casts":
