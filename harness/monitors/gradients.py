@@ -43,15 +43,16 @@ class GradientMonitor(KeptWindow):
     usual, on a log scale (see `robust.level`); armed after 32 of them (or `window`, if that is less).
 
     The limit for an update two steps on is max(skip_growth, e^(6 sigma)) times the usual norm. Whatever was skipped
-    stays out of the window. Of a row of skips at a loss within its limit, none over skip_growth times the limit, the
-    weights are the reason, not the samples: whatever window comes next has such a norm, and going back would lead to
-    the same weights again. Norms of that size are applied from then on, clipped as before, while `window` applied steps
-    make them the usual ones. Beyond that, or if there is another row meanwhile, rollbacks follow, then the halt,
-    whose text names the key to raise.
+    stays out of the window. Of a row of skips, two or more, at a loss within its limit (there must be one), none over
+    skip_growth times the limit, the weights are the reason, not the samples: whatever window comes next has such a
+    norm, and going back would lead to the same weights again. Norms of that size are applied from then on, clipped as
+    before, while `window` applied steps make them the usual ones. Beyond that, or if there is another row meanwhile,
+    rollbacks follow, then the halt, whose text names the key to raise.
 
     Verdicts: `nonfinite.skip`, `gradient.skip`, `gradient.accepted`, `scaler.calibration` (all unhealthy),
     `gradient.growth` (healthy, once per streak), else `gradient.ok`, all with limits once armed. Updates skipped for
-    their samples or their loss are other monitors' to judge; they neither extend nor end a row.
+    their samples or their loss are other monitors' to judge; they neither extend nor end a row, but with a loss
+    over its limit among them it is not accepted.
     """
 
     key = "gradients"
@@ -90,6 +91,10 @@ class GradientMonitor(KeptWindow):
                 verdict = self._over(facts)
             case "nonfinite":
                 verdict = self._not_finite(facts)
+            case "loss":
+                # The weights give more than large norms: this row is for a rollback.
+                self._bad_norms = [None for _ in self._bad_norms]
+                verdict = Verdict("gradient.ok", facts.step)
             case _:
                 verdict = Verdict("gradient.ok", facts.step)
         return replace(verdict, limits=self._limits())
@@ -113,6 +118,8 @@ class GradientMonitor(KeptWindow):
         evidence = {"grad_norm": facts.grad_norm, "limit": limit, "median": jsonable(usual), "loss": facts.loss}
         row = [*self._bad_norms, facts.grad_norm]
         near = all(norm is not None and norm <= self.skip_growth * limit for norm in row)
+        # A single norm is its samples' as likely; and a loss without a limit is not known to be usual.
+        near = near and len(row) > 1 and math.isfinite(facts.limits.loss)
         if len(row) >= self.max_consecutive_skips and near and not self._accepted_steps:
             return self._accept(facts, [norm for norm in row if norm is not None], what, evidence)
         advice = f"; if norms like this are right, raise guard.skip_growth ({self.skip_growth:g})"
@@ -125,9 +132,9 @@ class GradientMonitor(KeptWindow):
         self._forget_row()
         evidence = {"window": facts.window, **evidence, "consecutive": len(row), "accepted": self._accepted}
         text = (
-            f"update skipped, weights unchanged: {what}. It is the {len(row)}th in a row, with norms of {min(row):.4g} "
-            f"to {max(row):.4g} at a loss within its limit: the weights give such gradients, not these samples. From "
-            f"step {facts.step + AHEAD} on norms up to {self.skip_growth * self._accepted:.4g} are applied, clipped. "
+            f"update skipped, weights unchanged: {what}. The last {len(row)} in a row had norms of {min(row):.4g} to "
+            f"{max(row):.4g} at a loss within its limit: the weights give such gradients, not these samples. From step "
+            f"{facts.step + AHEAD} on norms up to {self.skip_growth * self._accepted:.4g} are applied, clipped. "
             "If it comes again, lower train.lr or lengthen train.warmup_steps"
         )
         return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)

@@ -77,6 +77,13 @@ GUARD = (
     ),
     Mutation(
         11,
+        "a row with a loss over its limit in it is not accepted",
+        "self._bad_norms = [None for _ in self._bad_norms]",
+        "pass",
+        "tests/unit/monitors/test_regime_change.py -k another_reason",
+    ),
+    Mutation(
+        11,
         "no second row is accepted while the first one's norms settle",
         "near and not self._accepted_steps:",
         "near:",

@@ -94,21 +94,15 @@ def _own_cast(
     """As `_cast`, by what casts for the layer when it is not compiled."""
     values = x.detach().to(torch.bfloat16).contiguous()
     amax, rows, turned = _ops.fp8_cast(values, scale, handle, fmt, transpose)
-    return values.float(), amax, rows, turned if transpose else None
+    return _rounded(x), amax, rows, turned if transpose else None
 
 
 def _cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """x rounded to bfloat16 (as float32), its amax [1], its FP8 bytes and their transpose, as of `quantize_pair`.
-
-    The rounding is arithmetic: a compiler that keeps the values of bfloat16 operations in float32 would leave it out.
-    """
+    """x rounded to bfloat16 (as float32), its amax [1], its FP8 bytes and their transpose, as of `quantize_pair`."""
     spec = FORMATS[fmt]
-    wide = x.detach().float()
-    bits = wide.view(torch.int32)
-    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    values = torch.where(wide.isnan(), wide, even.view(torch.float32))
+    values = _rounded(x)
     sizes = torch.where(values.isnan(), 0.0, values.abs())
     amax = sizes.amax().reshape(1) if x.numel() else values.new_zeros(1)
     rows = (values * scale).clamp(-spec.max, spec.max).to(spec.dtype)
@@ -116,6 +110,16 @@ def _cast(
         return values, amax, rows, None
     turned = rows.view(torch.uint8).t()
     return values, amax, rows, F.pad(turned, (0, padded(len(x)) - len(x))).contiguous().view(spec.dtype)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """x rounded to bfloat16, as float32. By arithmetic: a compiler that keeps the values of bfloat16 operations in
+    float32 would leave a rounding that is a cast out.
+    """
+    wide = x.detach().float()
+    bits = wide.view(torch.int32)
+    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return torch.where(wide.isnan(), wide, even.view(torch.float32))
 
 
 def _fp8_cast(x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:

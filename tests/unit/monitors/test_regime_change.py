@@ -97,6 +97,42 @@ def test_one_norm_far_beyond_or_not_finite_in_the_row_rolls_back(odd: float, mak
     assert isinstance(row[-1].proposal, Rollback)
 
 
+@pytest.mark.parametrize("between", ["loss", "data"])
+def test_a_row_with_steps_skipped_for_another_reason_between(between: str, make_facts: MakeFacts) -> None:
+    """An unusual loss between large norms says that the weights are broken; unfit samples say nothing of them."""
+    monitor = armed(make_facts)
+    for n in range(4):
+        monitor.observe(over(make_facts, 40 + n, 10.0, 5.0))
+    other = over(make_facts, 44, 10.0, 5.0)
+    monitor.observe(replace(other, loss=50.0) if between == "loss" else replace(other, bad_data=1))
+    last = monitor.observe(over(make_facts, 45, 10.0, 5.0))
+    if between == "data":
+        assert last.code == "gradient.accepted"
+    else:
+        assert isinstance(last.proposal, Rollback)
+        assert last.proposal.bad == (1040, 1041, 1042, 1043, 1045)
+
+
+def test_without_a_limit_on_the_loss_nothing_says_that_it_is_usual(make_facts: MakeFacts) -> None:
+    """A loss of zero or below has none."""
+    monitor = armed(make_facts)
+    row = [over(make_facts, 40 + n, 10.0, 5.0) for n in range(5)]
+    last = [monitor.observe(replace(facts, loss=-1.0, limits=Limits(norm=5.0))) for facts in row][-1]
+    assert isinstance(last.proposal, Rollback)
+
+
+def test_one_step_is_no_row(make_facts: MakeFacts) -> None:
+    monitor = armed(make_facts, max_consecutive_skips=1)
+    assert isinstance(monitor.observe(over(make_facts, 40, 10.0, 5.0)).proposal, Rollback)
+
+
+def test_the_text_counts_the_row(make_facts: MakeFacts) -> None:
+    monitor = armed(make_facts, max_consecutive_skips=3)
+    last = [monitor.observe(over(make_facts, 40 + n, 10.0 + n, 5.0)) for n in range(3)][-1]
+    assert "The last 3 in a row had norms of 10 to 12 at a loss within its limit" in last.text
+    assert "From step 44 on norms up to 55 are applied" in last.text
+
+
 def test_what_was_accepted_survives_a_checkpoint_and_ends_with_the_window(make_facts: MakeFacts) -> None:
     monitor = GradientMonitor(max_consecutive_skips=5)
     for step in range(40):
@@ -115,8 +151,16 @@ def test_what_was_accepted_survives_a_checkpoint_and_ends_with_the_window(make_f
     GradientMonitor(max_consecutive_skips=5).load_state_dict(old)
 
 
+def armed(make_facts: MakeFacts, max_consecutive_skips: int = 5) -> GradientMonitor:
+    """A monitor that has seen 40 steps with a norm of 1."""
+    monitor = GradientMonitor(max_consecutive_skips=max_consecutive_skips)
+    for step in range(40):
+        monitor.observe(make_facts(step, grad_norm=1.0))
+    return monitor
+
+
 def over(make_facts: MakeFacts, step: int, norm: float, limit: float) -> StepFacts:
-    facts = make_facts(step, grad_norm=norm, limits=Limits(norm=limit))
+    facts = make_facts(step, grad_norm=norm, limits=Limits(loss=4.0, norm=limit))
     return replace(facts, applied=False)
 
 

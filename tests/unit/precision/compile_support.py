@@ -134,6 +134,17 @@ class Residual(nn.Module):
         return x + recomputed.relu_()
 
 
+class Widening(nn.Module):
+    """A layer whose gradient becomes bfloat16 in the same breath as it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).float()
+
+
 class Odd(nn.Module):
     """A layer called twice, two with one weight, one whose weight is frozen."""
 

@@ -17,6 +17,7 @@ from compile_support import (
     Recomputing,
     Residual,
     State,
+    Widening,
     assert_same_bits,
     small_gpt,
     state_after,
@@ -60,6 +61,22 @@ def test_a_linear_has_the_bits_of_eager_under_the_default_compiler(bias: bool, d
     compiled, eager = (switched_linear(backend_for, each, bias, dtype) for each in (True, False))
     for mine, theirs in zip(compiled, eager, strict=True):
         assert_same_bits(mine, theirs)
+
+
+@pytest.mark.slow
+def test_a_bias_gradient_is_of_rounded_values_under_the_default_compiler() -> None:
+    """Which would keep them in float32 where it fuses their rounding with their sum."""
+
+    def run(compiled: bool) -> State:
+        torch.manual_seed(0)
+        model = Widening()
+        backend = backend_for(model)
+        if compiled:
+            model.compile(fullgraph=True)
+        return windows(backend, model, lambda: [torch.randn(20, 32)], 2)[-1]
+
+    # Their sum may be in another order.
+    torch.testing.assert_close(run(True)["inner.bias"], run(False)["inner.bias"], rtol=1e-5, atol=1e-8)
 
 
 def test_twelve_blocks_share_graphs_and_their_switches_recompile_nothing() -> None:
