@@ -203,7 +203,9 @@ class GuardConfig(Strict):
     """Thresholds and budgets of the guard."""
 
     enabled: bool = Field(default=True, description="monitors and responder; the non-finite gate is always on")
-    max_consecutive_skips: Positive = Field(default=5, description="skipped steps in a row before a rollback")
+    max_consecutive_skips: Positive = Field(
+        default=5, description="skipped steps in a row before a rollback, or before large norms are accepted"
+    )
     spike_window: Positive = Field(default=40, description="applied steps that tell the usual loss and gradient norm")
     spike_sigma: float = Field(
         default=12.0, gt=0, description="robust sigmas (log scale, median/MAD) that make a spike"
