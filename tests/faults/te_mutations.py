@@ -11,6 +11,8 @@ _TE, _LINEAR, _LIBRARY = (f"harness/precision/backends/{name}.py" for name in ("
 _RULE = "harness/precision/scaling.py"
 _FUSED = "harness/precision/backends/te_fused.py"
 _SAME = "tests/te_cpu/test_te_scenarios.py -k same_bits"
+# What both backends share cannot differ between them: beside a rule of its own.
+_SHARED = "tests/unit/precision/test_te_scales.py"
 
 TRANSFORMER_ENGINE = (
     Mutation(
@@ -48,9 +50,9 @@ TRANSFORMER_ENGINE = (
         "infinite amaxes are scrubbed under TE",
         "config.amax_compute_algo, config.scrub_inf",
         "config.amax_compute_algo, False",
-        _SAME,
+        _SHARED,
     ),
-    Mutation(15, "the recipe's margin under TE", "config.margin,", "0,", _SAME),
+    Mutation(15, "the recipe's margin under TE", "config.margin,", "0,", _SHARED),
     Mutation(
         15,
         "gradients have the limit of their own format under TE",
@@ -63,7 +65,7 @@ TRANSFORMER_ENGINE = (
         "a skipped step puts TE's state back",
         "        skipped = skip > 0\n",
         "        skipped = skip > 1\n",
-        _SAME,
+        _SHARED,
     ),
     Mutation(
         17,
