@@ -45,9 +45,10 @@ class GradientMonitor(KeptWindow):
     The limit for an update two steps on is max(skip_growth, e^(6 sigma)) times the usual norm. Whatever was skipped
     stays out of the window. Of a row of skips, two or more, at a loss within its limit (there must be one), none over
     skip_growth times the limit, the weights are the reason, not the samples: whatever window comes next has such a
-    norm, and going back would lead to the same weights again. Norms of that size are applied from then on, clipped as
-    before, while `window` applied steps make them the usual ones. Beyond that, or if there is another row meanwhile,
-    rollbacks follow, then the halt, whose text names the key to raise.
+    norm, and going back would lead to the same weights again. As many updates with norms of that size are applied,
+    clipped as before: they lead away from such a place, if it is no more than that. Norms that stay large (or another
+    row within `window` applied steps, or norms beyond that) are a fault, and no new usual: rollbacks follow, then the
+    halt, whose text names the key to raise.
 
     Verdicts: `nonfinite.skip`, `gradient.skip`, `gradient.accepted`, `scaler.calibration` (all unhealthy),
     `gradient.growth` (healthy, once per streak), else `gradient.ok`, all with limits once armed. Updates skipped for
@@ -56,7 +57,7 @@ class GradientMonitor(KeptWindow):
     """
 
     key = "gradients"
-    kept = ("norms", "bad_windows", "bad_norms", "accepted", "accepted_steps", "skip_scale", "growing")
+    kept = ("norms", "bad_windows", "bad_norms", "accepted", "accepted_steps", "probation", "skip_scale", "growing")
 
     def __init__(
         self, max_consecutive_skips: int, skip_growth: float = 5.0, clip_growth: float = 3.0, window: int = 40
@@ -70,6 +71,7 @@ class GradientMonitor(KeptWindow):
         self._bad_norms: list[float | None] = []
         self._accepted = 0.0
         self._accepted_steps = 0
+        self._probation = 0
         self._skip_scale: float | None = None
         self._growing = False
 
@@ -84,7 +86,10 @@ class GradientMonitor(KeptWindow):
         match why_skipped(facts):
             case "":
                 self._forget_row()
-                self._accepted_steps = max(0, self._accepted_steps - 1)
+                if self._accepted_steps:
+                    self._accepted_steps -= 1
+                else:
+                    self._probation = max(0, self._probation - 1)
                 self._skip_scale = None
                 verdict = self._applied(facts)
             case "norm":
@@ -120,7 +125,7 @@ class GradientMonitor(KeptWindow):
         near = all(norm is not None and norm <= self.skip_growth * limit for norm in row)
         # A single norm is its samples' as likely; and a loss without a limit is not known to be usual.
         near = near and len(row) > 1 and math.isfinite(facts.limits.loss)
-        if len(row) >= self.max_consecutive_skips and near and not self._accepted_steps:
+        if len(row) >= self.max_consecutive_skips and near and not self._probation:
             return self._accept(facts, [norm for norm in row if norm is not None], what, evidence)
         advice = f"; if norms like this are right, raise guard.skip_growth ({self.skip_growth:g})"
         return self._skip(
@@ -128,14 +133,15 @@ class GradientMonitor(KeptWindow):
         )
 
     def _accept(self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]) -> Verdict:
-        self._accepted, self._accepted_steps = median(row), self.window
+        self._accepted, self._accepted_steps, self._probation = median(row), len(row), self.window
         self._forget_row()
         evidence = {"window": facts.window, **evidence, "consecutive": len(row), "accepted": self._accepted}
         text = (
             f"update skipped, weights unchanged: {what}. The last {len(row)} in a row had norms of {min(row):.4g} to "
             f"{max(row):.4g} at a loss within its limit: the weights give such gradients, not these samples. From step "
-            f"{facts.step + AHEAD} on norms up to {self.skip_growth * self._accepted:.4g} are applied, clipped. "
-            "If it comes again, lower train.lr or lengthen train.warmup_steps"
+            f"{facts.step + AHEAD} on {len(row)} updates with norms up to {self.skip_growth * self._accepted:.4g} are "
+            "applied, clipped, to lead away from there. If it comes again, lower train.lr or lengthen "
+            "train.warmup_steps"
         )
         return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)
 
@@ -207,7 +213,8 @@ class GradientMonitor(KeptWindow):
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         """Older checkpoints do not know of norms that were accepted."""
         norms = [None for _ in meta.get("bad_windows", ())]
-        super().load_state_dict({"bad_norms": norms, "accepted": 0.0, "accepted_steps": 0, **meta})
+        unknown = {"bad_norms": norms, "accepted": 0.0, "accepted_steps": 0, "probation": 0}
+        super().load_state_dict({**unknown, **meta})
 
 
 class ClippingMonitor(KeptWindow):

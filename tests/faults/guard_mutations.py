@@ -64,9 +64,9 @@ GUARD = (
     Mutation(
         11,
         "a row of large norms is accepted, not rolled back for ever",
-        "len(row) >= self.max_consecutive_skips and near and not self._accepted_steps",
+        "len(row) >= self.max_consecutive_skips and near and not self._probation",
         "False",
-        "tests/unit/monitors/test_regime_change.py -k accepted_after_five",
+        "tests/unit/monitors/test_regime_change.py -k come_back",
     ),
     Mutation(
         11,
@@ -85,7 +85,7 @@ GUARD = (
     Mutation(
         11,
         "no second row is accepted while the first one's norms settle",
-        "near and not self._accepted_steps:",
+        "near and not self._probation:",
         "near:",
         "tests/unit/monitors/test_regime_change.py -k second_row",
     ),

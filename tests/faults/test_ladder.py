@@ -92,13 +92,13 @@ def test_spikes_in_a_row_roll_back_from_memory_and_the_run_goes_on(tmp_path: Pat
     assert dict(metrics(where, "train/step_applied", attempt=2))[90] == 1.0
 
 
-def test_norms_that_stay_large_at_a_usual_loss_are_accepted(tmp_path: Path) -> None:
+def test_norms_that_are_large_for_a_while_are_accepted(tmp_path: Path) -> None:
     where, done = run(
-        tmp_path, "gradient", "first: 60, last: 100000, times: 10.0", "train.steps=110", "guard.snapshot_every=10"
+        tmp_path, "gradient", "first: 60, last: 68, times: 10.0", "train.steps=110", "guard.snapshot_every=10"
     )
     assert done.returncode == 0, done.stdout
     norms, applied = dict(metrics(where, "train/grad_norm")), dict(metrics(where, "train/step_applied"))
-    assert min(norms[step] for step in range(60, 111)) > 3 * max(norms[step] for step in range(50, 60)), "it fired"
+    assert min(norms[step] for step in range(60, 68)) > 3 * max(norms[step] for step in range(50, 60)), "it fired"
     (accepted,) = events(where, "gradient.accepted")
     assert accepted["step"] == 64
     assert [step for step, value in applied.items() if value == 0.0] == [60, 61, 62, 63, 64, 65]
