@@ -67,13 +67,13 @@ TOY = Size("2 layers of width 64, 32 tokens", 32, _TOY_ARGS)
 SMALL = llama(512, 256, layers=2)
 
 
-def sizes(task: Task, copies: float, largest: int = 0) -> Sequence[Size]:
+def sizes(task: Task, copies: float, candidates: Sequence[Size] = SIZES) -> Sequence[Size]:
     """The sizes that `copies` states fit into the card's free memory of, largest first; the smallest in any case."""
     if task.rehearsal:
         return (TOY,)
     free = torch.cuda.mem_get_info(task.device)[0]
-    fitting = [size for size in SIZES[largest:] if copies * STATE_BYTES * size.parameters <= free]
-    return fitting or SIZES[-1:]
+    fitting = [size for size in candidates if copies * STATE_BYTES * size.parameters <= free]
+    return fitting or candidates[-1:]
 
 
 def recipe_of(backend: str, *, fuse: bool = False, **fp8: Any) -> Recipe:
@@ -370,9 +370,7 @@ def watching(task: Task) -> Answer:
         return Answer(f"of a step without: {told}; {size.name}{without}", figures)
 
     # A step of this width does not wait for Python, and four states of it fit a card of 80 GB.
-    wide = llama(4096, 4096, layers=4)
-    fits = not task.rehearsal and 4.4 * STATE_BYTES * wide.parameters <= torch.cuda.mem_get_info(task.device)[0]
-    return at_the_largest(task, [*([wide] if fits else []), *sizes(task, 4.6, largest=1)], measure)
+    return at_the_largest(task, sizes(task, 4.6, (llama(4096, 4096, layers=4), *SIZES[1:])), measure)
 
 
 def syncs(task: Task) -> Answer:

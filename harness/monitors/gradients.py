@@ -57,7 +57,7 @@ class GradientMonitor(KeptWindow):
     """
 
     key = "gradients"
-    kept = ("norms", "bad_windows", "bad_norms", "accepted", "accepted_steps", "probation", "skip_scale", "growing")
+    kept = ("norms", "bad_windows", "bad_norms", "accepted", "probation", "skip_scale", "growing")
 
     def __init__(
         self, max_consecutive_skips: int, skip_growth: float = 5.0, clip_growth: float = 3.0, window: int = 40
@@ -70,7 +70,7 @@ class GradientMonitor(KeptWindow):
         self._bad_windows: list[int] = []
         self._bad_norms: list[float | None] = []
         self._accepted = 0.0
-        self._accepted_steps = 0
+        # Applied steps until norms may be accepted again; norms are accepted while it is over `window`.
         self._probation = 0
         self._skip_scale: float | None = None
         self._growing = False
@@ -86,10 +86,7 @@ class GradientMonitor(KeptWindow):
         match why_skipped(facts):
             case "":
                 self._forget_row()
-                if self._accepted_steps:
-                    self._accepted_steps -= 1
-                else:
-                    self._probation = max(0, self._probation - 1)
+                self._probation = max(0, self._probation - 1)
                 self._skip_scale = None
                 verdict = self._applied(facts)
             case "norm":
@@ -111,8 +108,8 @@ class GradientMonitor(KeptWindow):
         usual = level([math.log(norm) for norm in newest], AHEAD)
         room = max(math.log(self.skip_growth), SKIP_SIGMA * usual.sigma)
         clip = from_log(usual.centre + math.log(self.clip_growth))
-        norm = from_log(usual.centre + room)
-        return Limits(norm=max(norm, self.skip_growth * self._accepted) if self._accepted_steps else norm, clip=clip)
+        accepted = self.skip_growth * self._accepted if self._probation > self.window else 0.0
+        return Limits(norm=max(from_log(usual.centre + room), accepted), clip=clip)
 
     def _over(self, facts: StepFacts) -> Verdict:
         limit, usual = facts.limits.norm, median(self._norms) if self._norms else math.nan
@@ -133,7 +130,7 @@ class GradientMonitor(KeptWindow):
         )
 
     def _accept(self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]) -> Verdict:
-        self._accepted, self._accepted_steps, self._probation = median(row), len(row), self.window
+        self._accepted, self._probation = median(row), len(row) + self.window
         self._forget_row()
         evidence = {"window": facts.window, **evidence, "consecutive": len(row), "accepted": self._accepted}
         text = (
@@ -213,8 +210,7 @@ class GradientMonitor(KeptWindow):
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         """Older checkpoints do not know of norms that were accepted."""
         norms = [None for _ in meta.get("bad_windows", ())]
-        unknown = {"bad_norms": norms, "accepted": 0.0, "accepted_steps": 0, "probation": 0}
-        super().load_state_dict({**unknown, **meta})
+        super().load_state_dict({"bad_norms": norms, "accepted": 0.0, "probation": 0, **meta})
 
 
 class ClippingMonitor(KeptWindow):

@@ -92,8 +92,7 @@ def _own_cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `_cast`, by what casts for the layer when it is not compiled."""
-    values = x.detach().to(torch.bfloat16).contiguous()
-    amax, rows, turned = _ops.fp8_cast(values, scale, handle, fmt, transpose)
+    amax, rows, turned = _ops.fp8_cast(x.detach().to(torch.bfloat16), scale, handle, fmt, transpose)
     return _rounded(x), amax, rows, turned if transpose else None
 
 
@@ -123,7 +122,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _fp8_cast(x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The amax [1] of x, bfloat16 and contiguous, its FP8 bytes and their transpose, as of `quantize_pair`."""
+    """The amax [1] of x, bfloat16, its FP8 bytes and their transpose, as of `quantize_pair`."""
     buffers = cast("Fp8SlotBuffers", layer_of(handle).slot_buffers)
     amax = x.new_zeros(1, dtype=torch.float32)
     return amax, *buffers.cast(x.contiguous(), scale, amax, fmt, False, transpose)

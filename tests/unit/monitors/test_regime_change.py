@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from harness.monitors.responder import Responder
 
 MakeFacts = Callable[..., StepFacts]
 CHANGE = 60
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def actions(
@@ -74,6 +76,23 @@ def test_norms_that_come_back_are_accepted_after_five_skips(make_facts: MakeFact
     assert len(seen) == CHANGE + 200
     assert all(action == Continue() for _, _, action in seen)
     assert [step for step, applied, _ in seen if not applied] == list(range(CHANGE, CHANGE + 5 + AHEAD - 1))
+
+
+def test_a_run_on_a_card_is_skipped_accepted_and_goes_on(make_facts: MakeFacts) -> None:
+    """What an H100 recorded of a bf16 run that the guard had halted before: the same steps are skipped, and no more."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "long_runs_h100.json").read_text())["runs"]["accepted"]
+    monitor, limits, skipped, codes = GradientMonitor(max_consecutive_skips=5), {}, list[int](), list[str]()
+    values = zip(record["from_step_61"]["grad_norm"], record["from_step_61"]["loss"], strict=True)
+    for step, (norm, loss) in enumerate(values, 61):
+        facts = make_facts(step, loss=loss, grad_norm=norm, limits=replace(limits.get(step, Limits()), loss=4.0))
+        facts = replace(facts, applied=not facts.over_limits)
+        skipped += [] if facts.applied else [step]
+        verdict = monitor.observe(facts)
+        limits[step + AHEAD] = verdict.limits
+        codes += [verdict.code] if verdict.code != "gradient.ok" else []
+        assert verdict.proposal == Continue()
+    assert skipped == [133, 134, 135, 136, 137, 138]
+    assert codes == [code for _, code in record["events"]]
 
 
 def test_norms_that_stay_large_are_rolled_back_and_halted(make_facts: MakeFacts) -> None:
