@@ -158,7 +158,7 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         counted="tokens" if config.data.target is None else "samples",
         ranks=ranks,
         calibration=calibration,
-        notes=(*said, *notes, *calibration.notes),
+        notes=(*said, *_assumed(rung), *notes, *calibration.notes),
     )
 
 
@@ -188,6 +188,14 @@ def _in_place_of(rung: Rung, recipe: Recipe) -> tuple[Rung, Recipe, list[str]]:
     fp8 = Fp8Config(format=recipe.fp8.format, stats_every=recipe.fp8.stats_every)
     note += f", and {recipe.fp8.scaling} scaling as {fp8.scaling} scaling"
     return other, recipe.model_copy(update={"fp8": fp8}), [note]
+
+
+def _assumed(rung: Rung) -> list[str]:
+    """Software that the card's machine is taken to have, whether or not this one has it."""
+    if rung.precision != "fp8":
+        return []
+    needed = f"{BACKENDS[rung.backend].library} and " if BACKENDS[rung.backend].stand_in else ""
+    return [f"assumed on the card's machine: {needed}triton, which comes with torch's CUDA builds"]
 
 
 def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:

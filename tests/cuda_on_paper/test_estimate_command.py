@@ -57,6 +57,37 @@ def test_text_for_people() -> None:
     assert "the host never waits for the card" in done.stdout
 
 
+# Python reads `sitecustomize` before anything else: no import and no metadata finds these modules from then on.
+HIDE = """
+import importlib.metadata, sys
+HIDDEN = {names}
+sys.modules.update(dict.fromkeys(HIDDEN))
+known = importlib.metadata.version
+def version(name):
+    if name.replace("-", "_") in HIDDEN:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+importlib.metadata.version = version
+"""
+
+
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp8_dynamic"])
+def test_a_cards_own_software_is_assumed_there_whatever_is_installed_here(recipe: str, tmp_path: Path) -> None:
+    """Triton comes with torch's CUDA builds, not with the CPU's: without it FP8 was 1.11 of bf16 in place of 0.77."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(names={"triton", "transformer_engine"}))
+    asked = ("--card", "H100", *QUICK, "--recipe", recipe)
+    bare = run(*asked, "--json", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    assert bare.returncode == 0, bare.stderr
+    assert "run in PyTorch, slower" not in bare.stderr
+    found = json.loads(bare.stdout)
+    assert found == answer(*asked)
+    assert any("triton" in note and "assumed" in note for note in found["notes"])
+
+
+def test_in_bf16_nothing_is_assumed() -> None:
+    assert not any("assumed" in note for note in answer("--card", "A100", *QUICK)["notes"])
+
+
 def test_a_t4_trains_in_fp16_and_has_no_bf16_to_compare_with() -> None:
     found = answer("--card", "t4", *QUICK, "--recipe", "auto")
     assert found["rung"] == "autocast:fp16"

@@ -35,6 +35,13 @@ NATIVE = (
     ),
     Mutation(
         15,
+        "an estimate assumes the card's Triton",
+        "if isinstance(torch.empty(0, device=device), FakeTensor):",
+        "if triton is not None and isinstance(torch.empty(0, device=device), FakeTensor):",
+        "tests/cuda_on_paper/test_estimate_command.py -k whatever_is_installed",
+    ),
+    Mutation(
+        15,
         "scales lie where cuBLASLt takes them",
         "F.pad(self.inverse[:, None], (0, _APART - 1))",
         "self.inverse[:, None]",

@@ -258,7 +258,7 @@ def load(device: torch.device) -> tuple[Cast, str]:
         return quantize_pair, "FP8 casts in PyTorch: no GPU"
     reason = _unusable(device, lambda: check(device, thorough=False))
     if not reason:
-        return _ops.fp8_quantize, f"fused FP8 casts by triton {triton.__version__}"
+        return _ops.fp8_quantize, f"fused FP8 casts by triton {getattr(triton, '__version__', '(assumed)')}"
     _log.warning("FP8 casts run in PyTorch, slower: %s", reason)
     return quantize_pair, f"FP8 casts in PyTorch: {reason}"
 
@@ -277,10 +277,10 @@ def load_stats(device: torch.device) -> Stats:
 
 
 def _unusable(device: torch.device, checked: Callable[[], list[str]]) -> str:
+    if isinstance(torch.empty(0, device=device), FakeTensor):
+        return ""  # an estimate: nothing is launched, and the card's machine has Triton, which torch's CUDA builds bring
     if triton is None:
         return "triton is not installed"
-    if isinstance(torch.empty(0, device=device), FakeTensor):
-        return ""  # an estimate: nothing is launched
     try:
         differs = checked()
     except Exception as error:  # whatever the compiler, its driver or the launch raises
