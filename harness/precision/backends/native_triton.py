@@ -278,7 +278,7 @@ def load_stats(device: torch.device) -> Stats:
 
 def _unusable(device: torch.device, checked: Callable[[], list[str]]) -> str:
     if isinstance(torch.empty(0, device=device), FakeTensor):
-        return ""  # an estimate: nothing is launched, and the card's machine has Triton, which torch's CUDA builds bring
+        return ""  # an estimate: nothing is launched, and the card's machine has Triton
     if triton is None:
         return "triton is not installed"
     try:
