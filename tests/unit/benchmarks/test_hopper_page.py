@@ -1,0 +1,82 @@
+"""What the pages say of the H100's steps is what its records say, and what `harness estimate` said beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.capability.cards import CARDS
+from harness.core.files import read_json
+from harness.models.gpt import build
+from harness.models.task import Task, training_flops
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def figures(record: str, row: str) -> dict[str, Any]:
+    return next(each["figures"] for each in read_json(RESULTS / f"{record}.json")["rows"] if each["name"] == row)
+
+
+STEPS = [
+    ("proof_h100", "te"),
+    ("proof_h100", "native"),
+    ("proof_h100", "native_compiled"),
+    ("proof_h100_torch213", "te"),
+    ("proof_h100_torch213", "te_fused"),
+    ("proof_h100_torch213", "native"),
+    ("proof_h100_torch213", "native_compiled"),
+    ("proof_h100_torch213_after", "native_compiled"),
+]
+
+
+@pytest.mark.parametrize(("record", "row"), STEPS)
+def test_a_step_over_bf16s_is_the_records(record: str, row: str) -> None:
+    timed = figures(record, row)["contenders"]
+    ratio, seconds, plain = timed["fp8"]["ratio"], timed["fp8"]["seconds"], timed["16 bit"]["seconds"]
+    spread = f"{ratio['median']:.3f}", f"({ratio['min']:.3f} to {ratio['max']:.3f})"
+    times = f"{1e3 * seconds['median']:.1f} ms over {1e3 * plain['median']:.1f} ms"
+    text = page("hopper.md").replace("**", "")
+    assert f"{spread[0]} {spread[1]}, {times}" in text
+
+
+def test_what_the_estimate_said_beside_a_card_is_the_records() -> None:
+    found = figures("proof_h100_saves", "estimated")["rows"]["native"]
+    fp8, plain, ratio = found["fp8"], found["16 bit"], found["ratio"]
+    said = f"{fp8['predicted_ms']:.1f} ms for {fp8['measured_ms']:.1f}"
+    assert f"{said} in FP8, {plain['predicted_ms']:.1f} for {plain['measured_ms']:.1f} in bf16" in page("estimate.md")
+    assert f"{ratio['predicted']:.2f} of bf16's step for {ratio['measured']:.2f}" in page("estimate.md")
+    for place in ("hopper.md", "benchmarks.md", "estimate.md"):
+        assert f"{fp8['measured_ms']:.1f}" in page(place)
+        assert f"{fp8['predicted_ms']:.1f}" in page(place)
+        assert "86.8" not in page(place)
+        assert "no card has confirmed" not in page(place)
+
+
+def test_the_mfu_of_the_steps_is_by_the_harnesss_own_count() -> None:
+    """Attention counts, as it does in `train/mfu`; the page once had weights alone."""
+    sizes = figures("proof_h100_torch213", "native")["model"]
+    args = {name: value for name, value in sizes.items() if name not in ("context", "parameters")}
+    with torch.device("meta"):
+        model = build(**args)
+    tokens = torch.zeros(1, sizes["context"], dtype=torch.int64)
+    flops = training_flops(model, Task(model, "harness.models.gpt:build"), {"inputs": tokens, "targets": tokens})
+    card = CARDS["H100"]
+
+    def shares(record: str, row: str) -> str:
+        timed = figures(record, row)["contenders"]
+        plain = flops / timed["16 bit"]["seconds"]["median"] / card.half
+        fp8 = flops / timed["fp8"]["seconds"]["median"] / card.fp8
+        return f"{plain:.0%} of the bf16 peak in bf16 and {fp8:.0%} of the FP8 peak in FP8"
+
+    text = page("training.md")
+    assert shares("proof_h100_torch213", "native") in text
+    assert shares("proof_h100_torch213_after", "native_compiled") in text
+    assert "torch 2.13" in text
