@@ -36,6 +36,13 @@ TRANSFORMER_ENGINE = (
         "",
         _SAME,
     ),
+    Mutation(
+        15,
+        "tokens are filled up to a whole block of block scaling",
+        '"current": 16, "block": 128',
+        '"current": 16, "block": 16',
+        "tests/te_cpu/test_te_scenarios.py -k whole_blocks",
+    ),
     Mutation(15, "TE's scales roll", "        self.scale.copy_(scale)\n", "", _SAME),
     Mutation(
         15,

@@ -156,6 +156,8 @@ def _quantize_blocks(x: Tensor, quantizer: Any, output: Any, dtype: torch.dtype)
     """1 x 128 blocks (block_scaling_dim 1) or 128 x 128; columnwise is a second cast, of the transposed matrix."""
     two = quantizer.block_scaling_dim == 2
     rows = x.reshape(-1, x.shape[-1])
+    if not quantizer.is_quantizable(rows):
+        raise RuntimeError(f"TE's own rule: {tuple(rows.shape)} has blocks that are not whole, {BLOCK} by {BLOCK}")
     parts: dict[str, Any] = dict.fromkeys(
         ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
     )

@@ -286,6 +286,36 @@ def test_the_same_bits(name: str, roll: str) -> None:
     assert moved(transformer_engine) == [slot not in never for slot in range(len(transformer_engine[0]["amax"]))]
 
 
+class OfBlocks(nn.Module):
+    """A Linear that block scaling takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(128, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 100, 128, 130])
+def test_block_scaling_gets_whole_blocks_of_tokens_and_the_rows_added_change_nothing(rows: int) -> None:
+    """TE on its stand-in refuses blocks that are not whole, by its own rule: 16 tokens are too few."""
+    fp8 = {"scaling": "block", "roll": "step", "amax_history_len": 16}
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1))
+    found: list[list[Tensor]] = []
+    for given in (x, nn.functional.pad(x, (0, 0, 0, -rows % 128))):
+        trainer = Trainer("transformer_engine", OfBlocks, {"fp8": fp8})
+        with trainer.precision.context():
+            out = trainer.model(given)[:rows].float()
+            loss = out.square().sum()
+        trainer.precision.backward(loss)
+        found.append([out.detach(), *(parameter.grad for parameter in trainer.model.parameters())])
+    for mine, filled in zip(*found, strict=True):
+        assert mine.abs().sum() > 0
+        assert torch.equal(mine, filled)
+
+
 @pytest.mark.every_version
 @pytest.mark.parametrize("window", [plain, demoted, evaluated, evaluated_between, no_grad_inside, raised, two_forwards])
 @pytest.mark.parametrize("reentrant", [False, True])
