@@ -31,6 +31,7 @@ from harness.core.errors import ConfigError, ExitCode, Problem, clipped, near_ma
 from harness.core.files import step_name
 from harness.core.screen import Screen
 from harness.report import short, tool
+from harness.report.symptoms import found
 
 if TYPE_CHECKING:
     from harness.tracking.history import RunHistory
@@ -81,11 +82,13 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Catalogue:
     """entries: in the order of the page. ranking: (code, whether its step counts as healthy, what happens) from the
-    worst to the least. page: texts of the page around them."""
+    worst to the least. page: texts of the page around them. said: code or slug -> what people say when they mean it.
+    """
 
     entries: tuple[Entry, ...]
     ranking: tuple[tuple[str, str, str], ...]
     page: Mapping[str, str]
+    said: Mapping[str, Sequence[str]]
 
     @classmethod
     def parse(cls, text: str) -> Catalogue:
@@ -96,7 +99,7 @@ class Catalogue:
             for kind in ("codes", "events", "symptoms")
             for title, fields in raw[kind].items()
         ]
-        return cls(tuple(entries), tuple(tuple(row) for row in raw["ranking"]), raw["page"])
+        return cls(tuple(entries), tuple(tuple(row) for row in raw["ranking"]), raw["page"], raw.get("said", {}))
 
     def find(self, name: str) -> Entry:
         """The entry of a code or a symptom. Raises ConfigError with the near match."""
@@ -107,6 +110,15 @@ class Catalogue:
         hint = near_match(name, known)
         fix = hint if hint.startswith("did") else "`harness explain` lists them; for a run, give its folder, runs/<run>"
         raise ConfigError(Problem(f'no code or symptom "{name}"', "harness explain", fix=fix))
+
+    def search(self, question: str) -> list[Entry]:
+        """The entries that a person's own words may mean, the likeliest first."""
+        words = {entry.title: [entry.title, *self._phrases(entry)] for entry in self.entries}
+        by_title = {entry.title: entry for entry in self.entries}
+        return [by_title[title] for title in found(question, words)]
+
+    def _phrases(self, entry: Entry) -> list[str]:
+        return [*entry.names, *(phrase for name in entry.names for phrase in self.said.get(name, ()))]
 
     def ranked(self, codes: Iterable[str]) -> list[str]:
         """Those of `codes` that are alerts, each once, from the one that matters most to the least."""
@@ -315,24 +327,45 @@ _HEADINGS = {"codes": "", "events": "Events of the run itself", "symptoms": "Sym
 
 def command(
     subject: Annotated[
-        str | None, typer.Argument(help="a code (loss.spike), a symptom, or a run folder [default: list all]")
+        list[str] | None,
+        typer.Argument(help="a code (loss.spike), a run folder, or what you see, in words [default: list all]"),
     ] = None,
 ) -> int:
-    return explain(subject, Screen())
+    return explain(" ".join(subject) if subject else None, Screen())
 
 
 def explain(subject: str | None, console: Screen) -> int:
-    """Explain a code, a symptom or a run folder; without one, list what can be explained. The exit code.
+    """Explain a code, a symptom or a run folder, or find what somebody's own words mean; without a subject, list what
+    can be explained. The exit code.
 
     Raises ConfigError, with the near match, if there is no such code, symptom or run.
     """
     if subject is None:
         _list(console)
-    elif "/" in subject or Path(subject).is_dir():
+    elif Path(subject).is_dir() or ("/" in subject and " " not in subject):
         _explain_run(Path(subject), console)
+    elif meant := _meant(subject):
+        _suggest(subject, meant, console)
     else:
         _explain_entry(catalogue().find(subject), console)
     return int(ExitCode.DONE)
+
+
+def _meant(subject: str) -> list[Entry]:
+    """What a question in words is about; nothing for a name, or for what is spelt like one."""
+    names = [name for entry in catalogue().entries for name in entry.names]
+    spelt_like_one = " " not in subject and re.search(r"[.-]", subject) and near_match(subject, names).startswith("did")
+    if subject in names or spelt_like_one:
+        return []
+    return catalogue().search(subject)
+
+
+def _suggest(subject: str, meant: Sequence[Entry], console: Screen) -> None:
+    console.print(Text(f'"{subject}" may be:', style="bold"))
+    for entry in meant:
+        console.print()
+        console.print(Text(entry.title if entry.is_symptom else f"{entry.title}: {entry.line}"))
+        console.print(Text(f"    {tool('harness')} explain {entry.names[0]}"), soft_wrap=True)
 
 
 def plain(markdown: str) -> list[str]:
@@ -384,17 +417,17 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
     from harness.tracking.history import RunHistory
 
     history, known = RunHistory.read(run_dir), catalogue()
-    found = distinct(history.events)
+    events = distinct(history.events)
     console.print(
-        Text("What happened, each code where it first came up", style="bold") if found else Text("No events.")
+        Text("What happened, each code where it first came up", style="bold") if events else Text("No events.")
     )
-    for each in found[:MOST_CODES]:
+    for each in events[:MOST_CODES]:
         console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
         if each.last_text != each.text:
             console.print(Text(f"    the last, step {each.last}: {each.last_text}"))
-    if len(found) > MOST_CODES:
-        console.print(Text(f"and {len(found) - MOST_CODES} more codes"))
-    for code in known.ranked(each.code for each in found):
+    if len(events) > MOST_CODES:
+        console.print(Text(f"and {len(events) - MOST_CODES} more codes"))
+    for code in known.ranked(each.code for each in events):
         console.print()
         console.print(Text(f"What to do about {code}", style="bold"))
         for line in plain(known.find(code).fields.get("What to do", "")):

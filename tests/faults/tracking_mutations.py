@@ -6,6 +6,13 @@ from mutation import Mutation
 
 TRACKING: tuple[Mutation, ...] = (
     Mutation(
+        19,
+        "a symptom is found by the words that people use",
+        "self.said.get(name, ())",
+        "()",
+        "tests/unit/tools/test_explain.py -k what_they_mean",
+    ),
+    Mutation(
         18,
         "a request whose answer was lost is looked up, not repeated",
         'FIXED = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}',

@@ -101,6 +101,94 @@ def test_every_code_and_symptom_is_listed_and_found() -> None:
             assert printed(name).startswith(entry.title)
 
 
+TYPED = {
+    "my loss is nan": "nonfinite.skip",
+    "loss is NaN!": "nonfinite.skip",
+    "loss: inf": "nonfinite.skip",
+    "nan from the very first step": "nan-always-at-the-same-step",
+    "loss became nan after 20000 steps": "nan-after-hours",
+    "loss spikes": "loss.spike",
+    "lossspike loss spiking": "loss.spike",
+    "my loss exploded": "loss.spike",
+    "training diverged": "loss.spike",
+    "loss goes up": "loss.spike",
+    "out of memory": "out-of-memory",
+    "OOM": "out-of-memory",
+    "CUDA out of memory. Tried to allocate 20.00 MiB": "out-of-memory",
+    "memory error on gpu": "out-of-memory",
+    "stuck": "loss-that-plateaus",
+    "loss not decreasing": "loss-that-plateaus",
+    "the model doesn't learn": "loss-that-plateaus",
+    "loss plateau": "loss.plateau",
+    "slow": "training-that-is-slow",
+    "training is too slow": "training-that-is-slow",
+    "throughput is low": "training-that-is-slow",
+    "why is fp8 slower": "fp8-slower-than-bf16",
+    "no speedup from fp8": "fp8-slower-than-bf16",
+    "dataloader slow": "data.slow",
+    "gpu is idle": "data.slow",
+    "grad overflow": "gradient.overflow",
+    "fp16 overflow": "scaler.overflow",
+    "exploding gradients": "gradient.skip",
+    "vanishing gradients": "gradient.vanished",
+    "vanishng gradient": "gradient.vanished",
+    "gradients are all zero": "gradient.vanished",
+    "hangs": "run-that-hangs",
+    "it hangs at the start": "run-that-hangs",
+    "nccl timeout": "run-that-hangs",
+    "Watchdog caught collective operation timeout": "run-that-hangs",
+    "disk full": "checkpoint.paused",
+    "OSError: [Errno 28] No space left on device": "checkpoint.failed",
+    "resume refused": "resume-that-is-refused",
+    "cannot resume my run": "resume-that-is-refused",
+    "loss jumps after resume": "resume-that-jumps",
+    "corrupt checkpoint": "checkpoint.quarantined",
+    "checkpoint was deleted": "checkpoint.missing",
+    "nothing in mlflow": "figures-that-are-not-in-mlflow",
+    "mlflow connection refused": "figures-that-are-not-in-mlflow",
+    "loss scale keeps shrinking": "loss-scale-that-collapses",
+    "layers left fp8": "precision.demote",
+    "everything fell back to bf16": "precision.lowered",
+    "why was my run halted": "guard.halt",
+    "training stopped by itself": "guard.halt",
+    "exit code 3": "guard.halt",
+    "process crashed with a traceback": "run.failed",
+    "slurm preempted my job": "run.stopped",
+    "learning rate too high": "train.lr_high",
+    "one gpu is slower than the others": "ranks.straggler",
+    "weights differ between ranks": "ranks.diverged",
+    "CUDA error: device-side assert triggered": "data.label",
+    "IndexError: index out of range in self": "data.label",
+    "torch.compile recompiles": "compile.eager",
+    "which recipe for a T4": "which-recipe",
+    "no pictures in report": "report.failed",
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_what_people_type_finds_what_they_mean(typed: str) -> None:
+    found = [entry.names[0] for entry in catalogue().search(typed)]
+    assert TYPED[typed] in found[:3]
+    assert f"explain {TYPED[typed]}\n" in printed(typed)
+
+
+@pytest.mark.parametrize("typed", ["pink elephants", "the", "qwertz uiop", "?!", "how do I bake bread"])
+def test_what_nothing_here_is_about_is_refused(typed: str) -> None:
+    with pytest.raises(ConfigError, match="no code or symptom"):
+        explain(typed, Screen(file=io.StringIO()))
+
+
+def test_words_are_of_entries_that_there_are() -> None:
+    assert {name for entry in catalogue().entries for name in entry.names} >= catalogue().said.keys()
+    assert all(phrase for phrases in catalogue().said.values() for phrase in phrases)
+
+
+def test_a_question_needs_no_quotes() -> None:
+    done = command("my", "loss", "is", "nan")
+    assert done.returncode == 0, done.stderr
+    assert "explain nonfinite.skip" in done.stdout
+
+
 def test_code_keeps_its_lines_and_prose_loses_them() -> None:
     text = "one\ntwo `three`\n- item\n  goes on\n- another\n\n```python\nx = 1\ny = [2](3)\n```\nlast"
     assert plain(text) == ["One two three", "- item goes on", "- another", "", "    x = 1", "    y = [2](3)", "last"]
