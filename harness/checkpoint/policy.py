@@ -81,6 +81,11 @@ class RollbackTargets:
         """Step of the newest good checkpoint that is there and verifies."""
         return newest_good(self._store)
 
+    def damaged_good(self, newest: int | None) -> list[int]:
+        """Steps of good checkpoints after `newest` (all, if None): they are there and do not verify."""
+        marked = set(manifest.read_marks(self._store.root)).intersection(self._store.steps())
+        return sorted(step for step in marked if newest is None or step > newest)
+
     def rolled_back(self, step: int) -> None:
         """The run went back to `step`: newer checkpoints are gone, and none of them waits any longer."""
         self._waiting = {waiting: count for waiting, count in self._waiting.items() if waiting <= step}

@@ -213,7 +213,12 @@ class Recovery:
     def newest_good(self) -> int | None:
         """Step of the newest checkpoint that may be gone back to, after what is being saved. Collective."""
         self.settle()
-        return self.engine.broadcast(self.good.newest_good() if self.engine.rank == 0 else None)
+        newest = self.good.newest_good() if self.engine.rank == 0 else None
+        for step in self.good.damaged_good(newest) if self.engine.rank == 0 else ():
+            text = f"a rollback passes over the good checkpoint of step {step}, which does not verify: "
+            text += "; ".join(map(str, self.store.verify(step)))
+            self.tracker.tell(self.state.step, "checkpoint.quarantined", text)
+        return self.engine.broadcast(newest)
 
     def commit(self, target: int) -> None:
         """Write that the run goes back to `target`, and delete what comes after it. Collective.
@@ -354,7 +359,10 @@ def bring_back(store: Store, spare: Path) -> int | None:
     fix = f"repair it, or delete {spare} to go on from an older checkpoint"
     try:
         step = away.newest_valid()
-        found = step is not None and step > max((each for each in store.steps() if store.is_whole(each)), default=0)
+        newest = max((each for each in store.steps() if store.is_whole(each)), default=0)
+        found = step is not None and step > newest
+        if lost := [problem for each, told in away.damaged.items() if each > newest for problem in told]:
+            raise CheckpointError(lost)  # the last save itself: an older one beside it must not stand for it unasked
         if step is not None and found:
             store.save(step, *away.load(step), away.metrics(step))
             if problems := store.verify(step):

@@ -85,8 +85,9 @@ def _moved(event: Mapping[str, Any]) -> str:
 
 
 def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> Table:
-    step, histories = _checkpoint_histories(history.run_dir / "checkpoints")
+    step, histories, unread = _checkpoint_histories(history.run_dir / "checkpoints")
     source = f"checkpoint of step {step}" if histories else "the last steps"
+    source += f" (cannot be read: {some(unread, MAX_NAMED)})" if unread else ""
     bars = BARS if (console.encoding or "").lower().startswith("utf") else ASCII_BARS
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title=f"amax history: {source}, newest right")
     table.add_column("slot", no_wrap=True)
@@ -111,11 +112,14 @@ def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, f".{form}")
 
 
-def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories]:
-    """(step, {bare slot name: amax by update, oldest first}) of the newest checkpoint that has FP8 state."""
+def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str]]:
+    """(step, {bare slot name: amax by update, oldest first}) of the newest checkpoint that has FP8 state, and the names
+    of newer ones whose FP8 state cannot be read.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
+    unread: list[str] = []
     for checkpoint in sorted(folder.glob("step-*"), reverse=True):
         try:
             if not (checkpoint / "fp8.safetensors").is_file():
@@ -125,10 +129,10 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories]:
             names = read_json(checkpoint / "state.json", MAX_LARGE)["parts"]["fp8"]["slots"]
             step = int(checkpoint.name.removeprefix("step-"))
             # Row 0 is where the next amax is gathered; rows 1 to L-1 run from the oldest update to the newest.
-            return step, {bare(name): _filled(amaxes[1:, place]) for place, name in enumerate(names)}
+            return step, {bare(name): _filled(amaxes[1:, place]) for place, name in enumerate(names)}, unread
         except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError):
-            continue
-    return None, {}
+            unread.append(checkpoint.name)
+    return None, {}, unread
 
 
 def _filled(column: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -54,7 +54,9 @@ _TOKENIZER = (
 )
 # Without a class transformers takes that of the model's kind, and Qwen2's and others split text in a way of their own.
 _AS_IT_IS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-_SHOWN = 8
+_OTHER_RECIPE = "not known: the plan is of another recipe"
+"""Of a layer, at a checkpoint from before a resume that changed the recipe, whose plan replaced that of before."""
+_NAMED = 32
 _FROM = 'from_pretrained("THIS FOLDER")'
 _LOADS = f"transformers.AutoModelForCausalLM.{_FROM}"
 
@@ -100,8 +102,6 @@ def command(
 
     store = Store(folder / "checkpoints", readonly=True)
     at = choose(store, step)
-    if store.damaged:
-        say(f"passed over, for they do not verify: steps {some(sorted(store.damaged), _SHOWN)}")
     tensors, meta = store.load(at, parts=("model", "fp8"))
     state, of_model = tensors["model"], meta["parts"]["model"]
     if format is Format.safetensors:
@@ -241,7 +241,10 @@ def _stamp(store: Store, step: int, fp8: TensorDict, meta: Mapping[str, Any]) ->
     from harness.checkpoint.manifest import read_manifest
 
     seen = (fp8["history"].amax(dim=0) > 0).tolist() if "history" in fp8 else []
-    return Stamp(step, read_manifest(store.path(step))["versions"], meta["parts"]["fp8"], seen)
+    bound = meta.get("bound")
+    recipe = bound.get("recipe") if isinstance(bound, Mapping) else None
+    sha256 = recipe if isinstance(recipe, str) else ""
+    return Stamp(step, read_manifest(store.path(step))["versions"], meta["parts"]["fp8"], seen, sha256)
 
 
 def _save(tensors: TensorDict, out: Path) -> None:
@@ -275,17 +278,21 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
 @dataclass(frozen=True, slots=True)
 class Stamp:
     """What the checkpoint of `step` says of itself. versions: of its manifest. fp8: its FP8 part's meta. seen: for each
-    of that part's slots, whether it had seen an amax; empty where none are kept.
+    of that part's slots, whether it had seen an amax; empty where none are kept. recipe: the SHA-256 of the recipe's
+    contents that it was trained under; empty where it does not say.
     """
 
     step: int
     versions: Mapping[str, str]
     fp8: Mapping[str, Any]
     seen: Sequence[bool]
+    recipe: str = ""
 
     def ran(self, plan: Mapping[str, Any]) -> dict[str, str]:
         """Module -> what it ran in, of every layer of `plan`; "unused" if it was to run in FP8 and never did."""
         demoted, fell_to = {bare(name) for name in self.fp8["demoted"]}, self.fp8["lowered"]
+        if self.recipe not in ("", plan["recipe_sha256"]):  # the plan is that of a later resume
+            return {layer["module"]: _OTHER_RECIPE for layer in plan["layers"]}
         slots = list(zip(self.fp8["slots"], self.seen, strict=True)) if self.seen else []
         silent = {bare(split_slot(slot)[0]) for slot, _ in slots} - {
             bare(split_slot(slot)[0]) for slot, saw in slots if saw
@@ -355,6 +362,7 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
         ("requested", plan["requested"]),
         ("resolved", f"{plan['resolved']} on {plan['tier']}"),
         ("effective", ", ".join(f"{precision}: {count} modules" for precision, count in counts)),
+        *(("trained under", text) for text in _recipes(history, step)),
         *(("not taken", text) for text in _not_taken(plan)),
         *(("started before as", text) for text in _elsewhere(history)),
     ]
@@ -367,12 +375,42 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     yield from _table(("layer", "planned", f"ran in, at step {step}", "backend", "why"), layers)
     yield ""
     moves = [event for event in history.switches if event["step"] <= step]
-    yield "Layers that left FP8, or came back, up to this step:" if moves else "No layer had left FP8 by this step."
+    unsaid = _demoted_before(history, stamp)
+    if moves or unsaid:
+        yield "Layers that left FP8, or came back, up to this step:"
+    elif len(history.stretches(step)) > 1:
+        yield "The journal has no move of a layer out of FP8 up to this step; the recipe changed, as said above."
+    else:
+        yield "No layer had left FP8 by this step."
+    if unsaid:
+        yield f"- in BF16 at this step, by the checkpoint; the journal does not say since when: {some(unsaid, _NAMED)}"
     for event in moves:
         told = [f"to BF16: {', '.join(event['demote'])}"] if event.get("demote") else []
         told += [f"back in FP8: {', '.join(event['promote'])}"] if event.get("promote") else []
         told += [f"the whole run to {event['lowered']}"] if event.get("lowered") else []
         yield f"- before step {event['step']}: {'; '.join(told)}"
+
+
+def _recipes(history: RunHistory, step: int) -> Iterator[str]:
+    """Each recipe with its steps, if there was more than one up to `step`, or the run began from another's."""
+    began = read_mapping(history.run_dir / "started_from.json").get("path")
+    if isinstance(began, str):
+        source = Path(began)
+        yield shown(f"steps up to {source.name.rpartition('-')[2]}: another run, {source.parent.parent.name}")
+    found = history.stretches(step)
+    others = {each.sha256 for each in found} - {"", history.plan["recipe_sha256"]}
+    if len(found) < 2 and not others and not isinstance(began, str):
+        return
+    for place, each in enumerate(found):
+        last = min(found[place + 1].after, step) if place + 1 < len(found) else step
+        name = _last(each.recipe) if each.recipe else "a recipe that the journal does not name"
+        yield f"steps {each.after + 1} to {last}: {name}, SHA-256 `{each.sha256 or 'not recorded'}`"
+
+
+def _demoted_before(history: RunHistory, stamp: Stamp) -> list[str]:
+    """Layers that the checkpoint has in BF16 and no event of this journal moved: another run, or lost rows, did."""
+    told = {bare(layer) for event in history.switches for layer in event["demote"] if event["step"] <= stamp.step}
+    return sorted({layer for layer in stamp.fp8["demoted"] if bare(layer) not in told})
 
 
 def _not_taken(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.core.errors import CheckpointError, ConfigError, Problem, some
+from harness.core.screen import say
 
 if TYPE_CHECKING:
     import torch
@@ -157,11 +159,17 @@ def _read(run: Path) -> tuple[Path, RunConfig]:
 
 
 def choose(store: Store, step: int | None) -> int:
-    """The checkpoint of `step`, or the newest that verifies. Raises CheckpointError if there is none."""
+    """The checkpoint of `step`, or the newest that verifies. Newer ones that do not are named on stderr.
+
+    Raises CheckpointError if there is none.
+    """
     if step is None:
         if (newest := store.newest_valid()) is None:
             fix = "train longer, or save earlier with checkpoint.every"
             raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
+        if store.damaged:
+            damaged = some(sorted(store.damaged), _SHOWN)
+            say(f"passed over, for they do not verify: steps {damaged}; this is step {newest}", sys.stderr)
         return newest
     if step not in (steps := store.steps()):
         fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"

@@ -35,6 +35,8 @@ _KEPT_AMAX = ("native", "transformer_engine")
 """Backends that keep amaxes, in plans from before they said so. A list of the past, which nothing is added to."""
 _OF_A_LAYER, _OF_A_RUNG = ("module", "precision", "backend"), ("rung", "reason")
 _DIGITS = 6
+_BEGINS = ("run.resumed", "run.started_from", "guard.rollback")
+"""Events after which steps are done, perhaps again, under the recipe of the process that wrote them."""
 MAX_TEXT = 4000
 """Characters of a text in a run folder that are shown."""
 MOST_LOST = 1 << 20
@@ -68,10 +70,19 @@ class Returned(NamedTuple):
     passed_over: tuple[int, ...]
 
 
+class Stretch(NamedTuple):
+    """Steps that were done under one recipe: those after `after`. recipe: as the config names it. sha256: of its
+    contents; empty where the journal does not say."""
+
+    after: int
+    recipe: str
+    sha256: str
+
+
 @dataclass(frozen=True)
 class RunHistory:
     """rows, events: of the journal, in order. run: tags, params and data of its "run" rows. plan, outcome: the JSON
-    files, empty if there are none.
+    files, empty if there are none. begun: where each start, and each way back, began to do steps, in order.
 
     Somebody else may have written all of it: text is fit to be shown (`errors.shown`) and of bounded length, and fields
     that readers rely on are of their types, or not there.
@@ -83,6 +94,7 @@ class RunHistory:
     run: Mapping[str, Mapping[str, Any]]
     plan: Mapping[str, Any]
     outcome: Mapping[str, Any]
+    begun: Sequence[Stretch] = ()
 
     @classmethod
     def read(cls, run_dir: Path) -> RunHistory:
@@ -92,24 +104,32 @@ class RunHistory:
         events: list[Mapping[str, Any]] = []
         run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}}
         end: dict[str, Any] = {}
+        begun: list[Stretch] = []
+        started = False
         for row in read_rows(run_dir / JOURNAL):
             if row["kind"] == "metrics":
+                if started:  # a start that says nothing of where it goes on begins with its first figures
+                    begun.append(_stretch(max(row["step"] - 1, 0), run))
+                    started = False
                 ranks, engine = str(run["tags"].get("ranks"))[:_DIGITS], str(run["tags"].get("engine", ""))
                 total = run["params"].get("train.steps")
                 total = total if type(total) is int else None
                 told = (total, int(ranks) if ranks.isdecimal() else None, engine)
                 rows.append(MetricsRow(row["attempt"], row["step"], row["metrics"], *told))
             elif row["kind"] == "event":
-                events.append(_event(row))
+                events.append(event := _event(row))
+                if event["code"] in _BEGINS and "step" in event:
+                    begun.append(_stretch(event.get("to_step", event["step"]), run))
+                    started = False
             elif row["kind"] == "run":
-                end = {}
+                end, started = {}, True
                 for part in run:
                     run[part] |= _fit(row.get(part, {}))
             elif row["kind"] == "end":
                 end = {"status": row["status"]}
         run["tags"] = {name: str(value) for name, value in run["tags"].items()}
         outcome = _fit(end | read_mapping(run_dir / "outcome.json"))
-        return cls(run_dir, rows, events, run, _read_plan(run_dir / "plan.json"), outcome)
+        return cls(run_dir, rows, events, run, _read_plan(run_dir / "plan.json"), outcome, begun)
 
     @cached_property
     def lost(self) -> list[int]:
@@ -177,6 +197,18 @@ class RunHistory:
                 for name, value in row.values.items():
                     series.setdefault(name, {})[row.step] = value
         return series
+
+    def stretches(self, step: int) -> list[Stretch]:
+        """The recipes under which the steps up to `step` were done, in order; a resume may have changed them.
+
+        Steps that a rollback or a resume did again count as those of the last time.
+        """
+        found: list[Stretch] = []
+        for each in self.begun:
+            found = [earlier for earlier in found if earlier.after < each.after]
+            if not found or found[-1][1:] != each[1:]:
+                found.append(each)
+        return [each for each in found if each.after < step]
 
     @property
     def switches(self) -> list[Mapping[str, Any]]:
@@ -279,6 +311,11 @@ class RunHistory:
         values = np.pad(values, ((0, 0), (0, -len(steps) % each)), constant_values=np.nan)
         joined = np.fmax.reduce(values.reshape(len(slots), -1, each), axis=2) if steps else values
         return np.array(steps[::each], dtype=np.int64), joined
+
+
+def _stretch(after: int, run: Mapping[str, Mapping[str, Any]]) -> Stretch:
+    recipe, sha256 = run["params"].get("recipe", ""), run["tags"].get("recipe.sha256", "")
+    return Stretch(after, shown(str(recipe)), shown(str(sha256)))
 
 
 def bare(name: str) -> str:

@@ -141,6 +141,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_used(trained: Path, tmp_p
     weights = [tmp_path / f"runs/run/checkpoints/step-{step:08d}/model.safetensors" for step in (20, 10)]
     _flip(weights[0])
     assert evaluated(tmp_path)["step"] == 10
+    for words in (("eval", "runs/run", "--json", "--samples", "2"), ("sample", "runs/run", "x", "--tokens", "2")):
+        done = harness(tmp_path, *words)
+        assert "do not verify: steps 20; this is step 10" in done.stderr, words
+        assert "verify" not in done.stdout, "what is printed stays what others read"
     asked = harness(tmp_path, "eval", "runs/run", "--step", "20")
     assert asked.returncode == 2
     assert "model.safetensors" in asked.stderr

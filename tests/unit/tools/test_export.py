@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from harness.cli import app
 from harness.models.gpt import build
 from harness.models.llama import build as build_llama
-from harness.tracking.journal import read_rows
+from harness.tracking.journal import encode, read_rows
 from tests.support.runs import events, metrics, train
 
 # Some slot's amax is over this in the first steps, so that layers leave FP8 while the run is short.
@@ -138,6 +138,49 @@ def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(folder: Path, t
     state = json.loads((folder / "gpt" / "checkpoints" / "step-00000004" / "state.json").read_text())
     ran = [line for line in card.splitlines() if line.startswith("| `blocks.") and "| fp8 | bf16 |" in line]
     assert len(ran) == len(state["parts"]["fp8"]["demoted"])
+
+
+@pytest.mark.slow
+def test_the_card_names_the_recipe_of_every_stretch(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "gpt", tmp_path / "runs" / "gpt")
+    run, args = tmp_path / "runs" / "gpt", f"model.args={json.dumps(ARGS)}"
+    first = json.loads((run / "plan.json").read_text())["recipe_sha256"]
+    saved = ["train.steps=12", "checkpoint.every=4", "train.eval_every=4"]
+    more = ["--accept-changed", "recipe", "--name", "gpt", *saved, args]
+    done = train(tmp_path, "--recipe", "bf16", *more)
+    assert done.returncode == 0, done.stdout
+    second = json.loads((run / "plan.json").read_text())["recipe_sha256"]
+    assert export(run, tmp_path / "end").exit_code == 0
+    card = (tmp_path / "end" / "README.md").read_text()
+    assert f"| trained under | steps 1 to 8: leaves.yaml, SHA-256 `{first}` |" in card
+    assert f"| trained under | steps 9 to 12: bf16, SHA-256 `{second}` |" in card
+    for switch in events(run, "precision.switched"):
+        assert f"- before step {switch['step']}: to BF16: {', '.join(switch['demote'])}" in card
+    assert "No layer had left FP8" not in card
+    # The plan is now that of bf16, which the checkpoint of step 8 was not trained under.
+    assert export(run, tmp_path / "earlier", "--step", "8").exit_code == 0
+    card = (tmp_path / "earlier" / "README.md").read_text()
+    assert f"| trained under | steps 1 to 8: leaves.yaml, SHA-256 `{first}` |" in card
+    layers = [line for line in card.splitlines() if line.startswith("| `blocks.")]
+    assert layers
+    assert all("not known: the plan is of another recipe" in line for line in layers)
+
+
+def test_layers_that_another_run_took_out_of_fp8_are_on_the_card(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "begun"
+    shutil.copytree(folder / "gpt", run)
+    kept = [row for row in read_rows(run / "journal.jsonl") if row.get("code") != "precision.switched"]
+    (run / "journal.jsonl").write_bytes(b"".join(map(encode, kept)))
+    (run / "started_from.json").write_text(
+        json.dumps({"path": str(folder / "first" / "checkpoints" / "step-00000003")})
+    )
+    assert export(run, tmp_path / "out").exit_code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "No layer had left FP8" not in card
+    state = json.loads((run / "checkpoints" / "step-00000008" / "state.json").read_text())
+    for layer in state["parts"]["fp8"]["demoted"]:
+        assert layer in next(line for line in card.splitlines() if line.startswith("- in BF16 at this step"))
+    assert "| trained under | steps up to 00000003: another run, first |" in card
 
 
 @pytest.mark.parametrize("name", ["gpt", "foreign"])
