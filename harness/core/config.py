@@ -234,14 +234,28 @@ class GuardConfig(Strict):
     snapshot_seldom_after: Count = Field(
         default=200, description="step after which only every fifth of them is taken; 0: all are"
     )
+    loss_rise: Literal["act", "report"] = Field(
+        default="act",
+        description="what a loss leads to that stays over its first median for 200 updates: act (default; roll back, "
+        "then halt) or report; a resume may change it, every rank decides alike from the same figures",
+    )
     rollback_lr_factor: float = Field(
         default=1.0, gt=0, le=1, description="the learning rate is multiplied by this at every rollback"
     )
     compare_ranks_every: Count = Field(
         default=100, description="steps between comparisons of the ranks' weights; 0: none"
     )
-    max_rollbacks: Count = Field(default=3, description="rollbacks before the run is halted")
-    max_skips: Positive = Field(default=100, description="skipped steps in total before the run is halted")
+    max_rollbacks: Count = Field(
+        default=3, description="rollbacks within guard.budget_windows before the run is halted"
+    )
+    max_skips: Positive = Field(
+        default=100, description="skipped steps within guard.budget_windows before the run is halted"
+    )
+    budget_windows: Positive = Field(
+        default=10_000,
+        description="windows that max_skips and max_rollbacks count within, through rollbacks and resumes; default "
+        "10,000, a resume may change it, every rank decides alike from the same figures",
+    )
     max_switches: Count = Field(default=64, description="layer switches in total; more are refused and logged")
 
 

@@ -27,9 +27,10 @@ from harness.core.facts import Limits, SamplingSpan
 from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
 
 _LOSS_SCALE = "loss_scale"
-_BUDGETS = {"attempt", "skips", "switches", "lowered"}
-_LISTS = ("skipped_windows", "returned_to")
+_BUDGETS = {"attempt", "skips", "switches", "lowered", "recent_skips"}
+_LISTS = ("skipped_windows", "returned_to", "recent_skips", "recent_rollbacks")
 _PRECISIONS = ("", "bf16", "fp32")
+_OLD_TOTAL = 10_000
 # Characters of another library's error.
 _SHOWN = 400
 
@@ -40,8 +41,9 @@ class RunLedger:
 
     return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none. lowered: the
     precision that the whole run has fallen to, or is about to; empty: none. returned_to: the steps that rollbacks went
-    back to, each at most a later one's. seals: a chain of hashes, one for each change of attempt, skipped_windows and
-    returned_to; a checkpoint holds the newest of its time, by which it knows its own ledger again.
+    back to, each at most a later one's. rollbacks, skips: of the whole run. recent_skips, recent_rollbacks: the windows
+    at which they were, as far back as their budgets look. seals: a chain of hashes, one for each change of attempt,
+    skipped_windows and returned_to; a checkpoint holds the newest of its time, by which it knows its own ledger again.
     """
 
     attempt: int = 1
@@ -52,6 +54,8 @@ class RunLedger:
     return_to: int = 0
     lowered: str = ""
     returned_to: list[int] = field(default_factory=list)
+    recent_skips: list[int] = field(default_factory=list)
+    recent_rollbacks: list[int] = field(default_factory=list)
     seals: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,6 +69,23 @@ class RunLedger:
         self.skipped_windows = sorted({*self.skipped_windows, *bad})
         self.returned_to = [*(min(earlier, step) for earlier in self.returned_to), step]
         self._seal()
+
+    def skipped(self, window: int, updates: int, within: int) -> None:
+        """So many updates were skipped at `window`; those before the last `within` windows are forgotten."""
+        self.skips += updates
+        self.recent_skips = [*_since(self.recent_skips, window, within), *[window] * updates]
+
+    def rolls_back(self, window: int, within: int) -> None:
+        """A rollback was decided at `window`; those before the last `within` windows are forgotten."""
+        self.rollbacks += 1
+        self.recent_rollbacks = [*_since(self.recent_rollbacks, window, within), window]
+
+    def spent(self, window: int, within: int) -> tuple[int, int]:
+        """Skips and rollbacks of the last `within` windows up to `window`.
+
+        A rollback takes the run to earlier windows: what was spent at later ones counts on.
+        """
+        return len(_since(self.recent_skips, window, within)), len(_since(self.recent_rollbacks, window, within))
 
     def inherit(self, skipped_windows: Iterable[int]) -> None:
         """Pass over what the run passed over that this one starts from."""
@@ -89,7 +110,7 @@ class RunLedger:
     @classmethod
     def from_json(cls, raw: Any) -> RunLedger:
         """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is none."""
-        raw = {"seals": [], **raw} if isinstance(raw, dict) else {}
+        raw = {"seals": [], **_recent_of_old(raw), **raw} if isinstance(raw, dict) else {}
         lists = [raw.get(key) for key in (*_LISTS, "seals")]
         if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(cls)}:
             raise ValueError("its keys are not those of this version")
@@ -98,7 +119,7 @@ class RunLedger:
         if raw["lowered"] not in _PRECISIONS:
             raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
         counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered", "seals")]
-        if not all(_is_count(value) for value in [*raw["skipped_windows"], *raw["returned_to"], *counts]):
+        if not all(_is_count(value) for value in [each for key in _LISTS for each in raw[key]] + counts):
             raise ValueError("a value is not a whole number from 0 to 2^63")
         ledger = cls(**raw)
         if ledger.seals and ledger.seals[-1] != ledger._next_seal(ledger.seals[:-1]):
@@ -127,6 +148,19 @@ def lost_ledger(where: str, why: str) -> Problem:
     """A ledger that is not the run's own, or not its newest."""
     fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
     return Problem("what rollbacks decided is missing: windows to pass over, budgets spent", where, why, fix)
+
+
+def _since(windows: Iterable[int], window: int, within: int) -> list[int]:
+    return [each for each in windows if each > window - within]
+
+
+def _recent_of_old(raw: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of a ledger that has totals alone: all was spent at the run's first window. Nothing where a total is no count."""
+    recent: dict[str, list[int]] = {}
+    for name, total in (("recent_skips", raw.get("skips")), ("recent_rollbacks", raw.get("rollbacks"))):
+        if total is not None and _is_count(total):
+            recent[name] = [0] * min(total, _OLD_TOTAL)
+    return recent
 
 
 def _is_count(value: Any) -> bool:
@@ -393,6 +427,7 @@ class TrainState:
             raise CheckpointError(lost_ledger(f"checkpoint of step {meta['step']} and incidents.json", why))
         if budgets["attempt"] == ledger.attempt:
             ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
+            ledger.recent_skips = list(budgets.get("recent_skips", [0] * min(ledger.skips, _OLD_TOTAL)))
             ledger.lowered = budgets["lowered"]
         else:
             self.drop_fallback()
@@ -411,7 +446,7 @@ class TrainState:
         for name, part in self.parts.items():
             if name in saved & here:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
-        if meta["budgets"].keys() != _BUDGETS:
+        if {*meta["budgets"], "recent_skips"} != _BUDGETS:
             raise ValueError("its budgets are not those of this version")
         self.step = int(meta["step"])
         self.dense_sampling = SamplingSpan(*meta["closer_look"])

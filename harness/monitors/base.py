@@ -109,7 +109,7 @@ class Level:
 
 
 def level(logs: Sequence[float], ahead: int) -> Level:
-    """The level to expect `ahead` steps after the last of `logs` (one or more), deaf to a minority of outliers.
+    """The level to expect `ahead` steps after the last of `logs` (one or more numbers), deaf to a minority of outliers.
 
     The trend is the line through the medians of the two halves (the first step of Tukey's resistant line, Exploratory
     Data Analysis, 1977, with halves for thirds), and sigma is the MAD about it. The centre follows a fall, since a
@@ -125,6 +125,40 @@ def level(logs: Sequence[float], ahead: int) -> Level:
     sigma = MAD_TO_SIGMA * median(abs(value - middle) for value in flat)
     second_lowest = sorted(logs[-RECENT:])[min(1, size - 1)]
     return Level(max(middle + slope * (size - 1 + ahead), min(second_lowest, usual)), sigma)
+
+
+RECURRING = 5
+RECURRING_SPAN = 500
+_MOST = 4
+_USUAL_BETWEEN = 2
+_MARGIN = 1.25
+
+
+def mark(deviation: float, room: float) -> list[float]:
+    """What `recurring` keeps of a window: its deviation from the usual where that is over `room`, 0 where it is usual.
+
+    Over half of the room it is neither, and nothing is kept: a fault that grows passes through there.
+    """
+    if deviation > room:
+        return [deviation]
+    return [0.0] if deviation <= room / 2 else []
+
+
+def recurring(marks: Sequence[float]) -> float | None:
+    """The deviation to let through where values over their limit come again and again; None where they do not.
+
+    marks: of the last RECURRING_SPAN windows. Five or more were over their limit, and of every five since the first at
+    least about one was usual. Usual values between them show that the weights are sound: some of the data are
+    different, and would be to the end of the run. A quarter more than the largest of them is let through.
+    """
+    over = [value for value in marks if value > 0]
+    if len(over) < RECURRING:
+        return None
+    first = next(place for place, value in enumerate(marks) if value > 0)
+    usual = len(marks) - first - len(over)
+    if usual < _USUAL_BETWEEN or len(over) > _MOST * (usual + 1):
+        return None
+    return _MARGIN * max(over)
 
 
 def from_log(value: float) -> float:

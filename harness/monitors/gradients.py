@@ -14,11 +14,14 @@ from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, j
 from harness.monitors.base import (
     AHEAD,
     ARMED_AFTER,
+    RECURRING_SPAN,
     KeptWindow,
     MonitorContext,
     from_log,
     is_calibration,
     level,
+    mark,
+    recurring,
     why_skipped,
 )
 
@@ -43,12 +46,15 @@ class GradientMonitor(KeptWindow):
     usual, on a log scale (see `robust.level`); armed after 32 of them (or `window`, if that is less).
 
     The limit for an update two steps on is max(skip_growth, e^(6 sigma)) times the usual norm. Whatever was skipped
-    stays out of the window. Of a row of skips, two or more, at a loss within its limit (there must be one), none over
+    stays out of the window. Of a row of skips, two or more, at a loss within its limit none over
     skip_growth times the limit, the weights are the reason, not the samples: whatever window comes next has such a
     norm, and going back would lead to the same weights again. As many updates with norms of that size are applied,
     clipped as before: they lead away from such a place, if it is no more than that. Norms that stay large (or another
     row within `window` applied steps, or norms beyond that) are a fault, and no new usual: rollbacks follow, then the
     halt, whose text names the key to raise.
+
+    Large norms with usual ones between them are the samples': where they recur (see `base.recurring`), none over
+    skip_growth times the limit, norms up to their size are applied, clipped, for as long as they recur.
 
     Verdicts: `nonfinite.skip`, `gradient.skip`, `gradient.accepted`, `scaler.calibration` (all unhealthy),
     `gradient.growth` (healthy, once per streak), else `gradient.ok`, all with limits once armed. Updates skipped for
@@ -57,7 +63,19 @@ class GradientMonitor(KeptWindow):
     """
 
     key = "gradients"
-    kept = ("norms", "bad_windows", "bad_norms", "accepted", "probation", "skip_scale", "growing")
+    kept = (
+        "norms",
+        "bad_windows",
+        "bad_norms",
+        "accepted",
+        "probation",
+        "left",
+        "lifted",
+        "marks",
+        "recurs",
+        "skip_scale",
+        "growing",
+    )
 
     def __init__(
         self, max_consecutive_skips: int, skip_growth: float = 5.0, clip_growth: float = 3.0, window: int = 40
@@ -70,8 +88,13 @@ class GradientMonitor(KeptWindow):
         self._bad_windows: list[int] = []
         self._bad_norms: list[float | None] = []
         self._accepted = 0.0
-        # Applied steps until norms may be accepted again; norms are accepted while it is over `window`.
+        # Applied steps until norms may be accepted again, and large updates until then that are still to be applied.
         self._probation = 0
+        self._left = 0
+        # Whether the newest limit has room for one: that step is on its way when the next limit is decided.
+        self._lifted = False
+        self._marks: deque[float] = deque(maxlen=RECURRING_SPAN)
+        self._recurs = False
         self._skip_scale: float | None = None
         self._growing = False
 
@@ -88,6 +111,7 @@ class GradientMonitor(KeptWindow):
                 self._forget_row()
                 self._probation = max(0, self._probation - 1)
                 self._skip_scale = None
+                self._count(facts)
                 verdict = self._applied(facts)
             case "norm":
                 verdict = self._over(facts)
@@ -101,15 +125,27 @@ class GradientMonitor(KeptWindow):
                 verdict = Verdict("gradient.ok", facts.step)
         return replace(verdict, limits=self._limits())
 
-    def _limits(self) -> Limits:
+    def _usual(self, ahead: int) -> tuple[float, float] | None:
+        """The usual log norm, and how far over it the limit is; None while too few norms are known."""
         if len(self._norms) < min(ARMED_AFTER, self.window):
-            return Limits()
+            return None
         newest = islice(self._norms, max(0, len(self._norms) - self.window), None)
-        usual = level([math.log(norm) for norm in newest], AHEAD)
-        room = max(math.log(self.skip_growth), SKIP_SIGMA * usual.sigma)
-        clip = from_log(usual.centre + math.log(self.clip_growth))
-        accepted = self.skip_growth * self._accepted if self._probation > self.window else 0.0
-        return Limits(norm=max(from_log(usual.centre + room), accepted), clip=clip)
+        usual = level([math.log(norm) for norm in newest], ahead)
+        return usual.centre, max(math.log(self.skip_growth), SKIP_SIGMA * usual.sigma)
+
+    def _limits(self) -> Limits:
+        usual = self._usual(AHEAD)
+        if usual is None:
+            return Limits()
+        centre, room = usual
+        # The step before the one that this limit is for may apply one of those that are left.
+        self._lifted = self._left - int(self._lifted) > 0
+        accepted = self.skip_growth * self._accepted if self._lifted else 0.0
+        found = recurring(self._marks) if self._recurs else None
+        self._recurs = found is not None
+        again = 0.0 if found is None else min(found, room + math.log(self.skip_growth))
+        norm = max(from_log(centre + max(room, again)), accepted)
+        return Limits(norm=norm, clip=from_log(centre + math.log(self.clip_growth)))
 
     def _over(self, facts: StepFacts) -> Verdict:
         limit, usual = facts.limits.norm, median(self._norms) if self._norms else math.nan
@@ -120,8 +156,12 @@ class GradientMonitor(KeptWindow):
         evidence = {"grad_norm": facts.grad_norm, "limit": limit, "median": jsonable(usual), "loss": facts.loss}
         row = [*self._bad_norms, facts.grad_norm]
         near = all(norm is not None and norm <= self.skip_growth * limit for norm in row)
-        # A single norm is its samples' as likely; and a loss without a limit is not known to be usual.
-        near = near and len(row) > 1 and math.isfinite(facts.limits.loss)
+        # A single norm is its samples' as likely.
+        near = near and len(row) > 1
+        if facts.grad_norm > self.skip_growth * limit:
+            self._marks.clear()
+        elif (deviation := self._begins_to_recur(facts)) is not None:
+            return self._accept_recurring(facts, deviation, what, evidence)
         if len(row) >= self.max_consecutive_skips and near and not self._probation:
             return self._accept(facts, [norm for norm in row if norm is not None], what, evidence)
         advice = f"; if norms like this are right, raise guard.skip_growth ({self.skip_growth:g})"
@@ -130,7 +170,7 @@ class GradientMonitor(KeptWindow):
         )
 
     def _accept(self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]) -> Verdict:
-        self._accepted, self._probation = median(row), len(row) + self.window
+        self._accepted, self._probation, self._left = median(row), self.window, len(row)
         self._forget_row()
         evidence = {"window": facts.window, **evidence, "consecutive": len(row), "accepted": self._accepted}
         text = (
@@ -140,6 +180,38 @@ class GradientMonitor(KeptWindow):
             "applied, clipped, to lead away from there. If it comes again, lower train.lr or lengthen "
             "train.warmup_steps"
         )
+        return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)
+
+    def _count(self, facts: StepFacts) -> None:
+        """An applied norm: usual, or large and let through. Large ones use up what was accepted."""
+        usual = self._usual(1)
+        if usual is None or not 0 < facts.grad_norm < math.inf:
+            return
+        deviation = math.log(facts.grad_norm) - usual[0]
+        self._marks.extend(mark(deviation, usual[1]))
+        if self._left and (deviation > usual[1] or not self._probation):
+            self._left = self._left - 1 if self._probation else 0
+
+    def _begins_to_recur(self, facts: StepFacts) -> float | None:
+        """If large norms recur by this one: how far over the usual log norm they are let through from now on."""
+        usual = self._usual(1)
+        if usual is None or not 0 < facts.grad_norm < math.inf:
+            return None
+        self._marks.append(max(math.log(facts.grad_norm) - usual[0], math.log(self.clip_growth)))
+        return None if self._recurs else recurring(self._marks)
+
+    def _accept_recurring(self, facts: StepFacts, deviation: float, what: str, evidence: dict[str, Any]) -> Verdict:
+        self._forget_row()
+        self._recurs = True
+        over = sum(value > 0 for value in self._marks)
+        text = (
+            f"update skipped, weights unchanged: {what}. Of the last {len(self._marks)} norms {over} were over their "
+            "limit, with usual ones between them: some of the samples give such gradients, not the weights. From "
+            f"step {facts.step + AHEAD} on norms up to {math.exp(deviation):.3g} times the usual one are applied, "
+            "clipped, as long as they recur. If those samples should not be there, look at the windows that the "
+            "journal names"
+        )
+        evidence = {"window": facts.window, **evidence, "recurring": over, "growth": math.exp(deviation)}
         return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)
 
     def _forget_row(self) -> None:
@@ -210,7 +282,16 @@ class GradientMonitor(KeptWindow):
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         """Older checkpoints do not know of norms that were accepted."""
         norms = [None for _ in meta.get("bad_windows", ())]
-        super().load_state_dict({"bad_norms": norms, "accepted": 0.0, "probation": 0, **meta})
+        defaults = {
+            "bad_norms": norms,
+            "accepted": 0.0,
+            "probation": 0,
+            "left": 0,
+            "lifted": False,
+            "marks": [],
+            "recurs": False,
+        }
+        super().load_state_dict({**defaults, **meta})
 
 
 class ClippingMonitor(KeptWindow):

@@ -1,19 +1,35 @@
-"""The loss: spikes, by the median and MAD of recent log losses, and whether the run has stopped learning."""
+"""The loss: spikes, by the median and MAD of recent losses, and whether the run has stopped learning."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from statistics import median
+from typing import Any
 
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
-from harness.monitors.base import AHEAD, ARMED_AFTER, KeptWindow, Level, MonitorContext, from_log, level, why_skipped
+from harness.monitors.base import (
+    AHEAD,
+    ARMED_AFTER,
+    RECURRING_SPAN,
+    KeptWindow,
+    Level,
+    MonitorContext,
+    level,
+    mark,
+    recurring,
+    why_skipped,
+)
 
 JUDGED_AFTER = 16
 """Losses until spikes are told; a limit, which acts by itself, needs twice as many."""
-SIGMA_FLOOR = 0.01
-"""Log units, about 1% of the loss: without it a very quiet window would call ordinary noise a spike."""
+HALF = 0.5
+"""Of what the loss has fallen since its first median: a rise by less is no spike, however quiet the window is."""
+_ROUNDING = 2.0**-20
+"""Of the largest loss: spread that float32 may have rounded away."""
 HIGH_FIRST, LOW_FIRST = 1.5, 0.3
 """Times ln(vocabulary), between which the first loss of an untrained model lies."""
 _OF_TOKENS = ("nats per token", "nats per byte")
@@ -25,75 +41,120 @@ IMPROVEMENT = 0.005
 
 
 class LossMonitor(KeptWindow):
-    """Finds losses far above the recent ones, and limits those to come.
+    """Finds losses far above the recent ones, and limits those to come. Differences of losses alone decide: what is
+    added to every loss changes nothing, so losses of zero and below are judged like all others.
 
-    A loss spikes when log(loss) > centre + spike_sigma * max(0.01, sigma), both from the last `spike_window` losses
-    that were applied, finite and not spikes (see `robust.level`). Judged after 16 of them (or `spike_window`, if less).
-    After 32 (or `spike_window`) every verdict carries that bound as the limit for the update two steps on, which is
-    skipped if it is over. Losses of zero or below have no logarithm and are not judged.
+    A loss spikes when it is over centre + room, both from the last `spike_window` losses that were applied, finite and
+    not spikes (see `base.level`). room: spike_sigma * sigma, or half of what the loss has fallen since its first
+    median, whichever is more. Judged after 16 losses (or `spike_window`, if less). After 32 (or `spike_window`) every
+    verdict carries that bound as the limit for the update two steps on, which is skipped if it is over.
 
-    Spikes stay out of the window, so a loss that changes for good by more than the limit is never accepted: rollbacks
-    follow, then the halt, whose text names the key to raise.
+    What is over the limit stays out of the window. Two kinds of it are let through, each told as `loss.accepted`:
+    losses that recur with usual ones between them (see `base.recurring`), for as long as they do; and a step that
+    lasts: `spike_steps` of them in a row at usual norms, right behind windows that a rollback passed over, since going
+    back to sound weights did not help; but none that is further over the first median than a loss had fallen under
+    it. Anything else rolls back, and halts with a text that names the key to raise.
 
-    Verdicts: `loss.skip` (over the limit, not applied) and `loss.spike` (a spike that was applied, where no limit was
-    in force), both unhealthy; `spike_steps` of them in a row propose a rollback past their windows. Else `loss.ok`.
-    A step skipped for another reason neither extends nor ends a row: it left the weights as they were.
+    Verdicts: `loss.skip` (over the limit, not applied), `loss.accepted` (the same, and the limit was raised for what
+    comes) and `loss.spike` (a spike that was applied, where no limit was in force), all unhealthy; `spike_steps` of
+    them in a row propose a rollback past their windows. Else `loss.ok`. A step skipped for another reason neither
+    extends nor ends a row: it left the weights as they were.
     """
 
     key = "loss"
-    kept = ("logs", "spiking")
+    kept = (
+        "losses", "spiking", "row", "marks", "recurs", "first", "best", "ceiling", "window", "follows",
+    )  # fmt: skip
 
-    def __init__(self, spike_window: int, spike_sigma: float, spike_steps: int) -> None:
+    def __init__(self, spike_window: int, spike_sigma: float, spike_steps: int, skip_growth: float = 5.0) -> None:
         self.spike_sigma = spike_sigma
         self.spike_steps = spike_steps
-        self._logs: deque[float] = deque(maxlen=spike_window)
+        self.skip_growth = skip_growth
+        self._losses: deque[float] = deque(maxlen=spike_window)
         self._spiking: list[int] = []
+        # The losses of that row; None where the norm was over its limit, too.
+        self._row: list[float | None] = []
+        self._marks: deque[float] = deque(maxlen=RECURRING_SPAN)
+        self._recurs = False
+        self._first: float | None = None
+        self._best: float | None = None
+        # Losses up to here were accepted as a step that lasts.
+        self._ceiling: float | None = None
+        # The newest window, and whether the present row follows windows that were passed over.
+        self._window: int | None = None
+        self._follows = False
 
     @classmethod
     def build(cls, context: MonitorContext) -> LossMonitor:
         """For every run."""
         guard = context.guard
-        return cls(guard.spike_window, guard.spike_sigma, guard.spike_steps)
+        return cls(guard.spike_window, guard.spike_sigma, guard.spike_steps, guard.skip_growth)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step, with the limit for the step two on. Deterministic."""
         usual, why = self._level(1, JUDGED_AFTER), why_skipped(facts)
+        behind = self._window is not None and facts.window > self._window + 1
+        self._window = facts.window
+        if not self._spiking:
+            self._follows = behind
         skipped, spiked = why == "loss", False
-        if not why and 0 < facts.loss < math.inf:
-            spiked = usual is not None and math.log(facts.loss) > self._bound(usual)
+        if not why and math.isfinite(facts.loss):
+            bound = math.inf if usual is None else self._bound(usual)
+            spiked = facts.loss > bound
+            if usual is not None:
+                self._marks.extend(mark(facts.loss - usual.centre, self._room(usual)))
             if not spiked:
-                self._logs.append(math.log(facts.loss))
-                self._spiking.clear()
+                self._learn(facts.loss)
+                self._forget_row()
+        verdict = Verdict("loss.ok", facts.step)
+        if skipped or spiked:
+            verdict = self._spike(facts, skipped, usual)
         expected = self._level(AHEAD, ARMED_AFTER)
-        limits = Limits() if expected is None else Limits(loss=from_log(self._bound(expected)))
-        if not skipped and not spiked:
-            return Verdict("loss.ok", facts.step, limits=limits)
-        return self._spike(facts, skipped, usual, limits)
+        limits = Limits() if expected is None else Limits(loss=self._bound(expected))
+        return replace(verdict, limits=limits)
+
+    def _learn(self, loss: float) -> None:
+        self._losses.append(loss)
+        newest = list(self._losses)[-JUDGED_AFTER:]
+        if len(newest) < min(JUDGED_AFTER, self._losses.maxlen or JUDGED_AFTER):
+            return
+        now = median(newest)
+        self._first = now if self._first is None else self._first
+        self._best = now if self._best is None else min(self._best, now)
+
+    def _forget_row(self) -> None:
+        self._spiking.clear()
+        self._row.clear()
 
     def _level(self, ahead: int, armed_after: int) -> Level | None:
-        """With the floor on sigma; None while too few losses are known."""
-        if len(self._logs) < min(armed_after, self._logs.maxlen or armed_after):
+        """None while too few losses are known. sigma: what rounding to float32 makes of them, or more."""
+        if len(self._losses) < min(armed_after, self._losses.maxlen or armed_after):
             return None
-        found = level(list(self._logs), ahead)
-        return Level(found.centre, max(SIGMA_FLOOR, found.sigma))
+        found = level(list(self._losses), ahead)
+        return Level(found.centre, max(_ROUNDING * max(map(abs, self._losses)), found.sigma))
+
+    @property
+    def _fall(self) -> float:
+        return 0.0 if self._first is None or self._best is None else self._first - self._best
+
+    def _room(self, usual: Level) -> float:
+        return max(self.spike_sigma * usual.sigma, HALF * self._fall)
 
     def _bound(self, usual: Level) -> float:
-        return usual.centre + self.spike_sigma * usual.sigma
+        found = recurring(self._marks) if self._recurs else None
+        self._recurs = found is not None
+        bound = usual.centre + max(self._room(usual), found or 0.0)
+        return bound if self._ceiling is None else max(bound, self._ceiling)
 
-    def _spike(self, facts: StepFacts, skipped: bool, usual: Level | None, limits: Limits) -> Verdict:
+    def _spike(self, facts: StepFacts, skipped: bool, usual: Level | None) -> Verdict:
+        near = facts.grad_norm <= facts.limits.norm
         self._spiking.append(facts.window)
+        self._row.append(facts.loss if near else None)
         run = len(self._spiking)
         expected, sigmas = math.nan, math.nan
         if usual is not None:
-            expected, sigmas = from_log(usual.centre), (math.log(facts.loss) - usual.centre) / usual.sigma
+            expected, sigmas = usual.centre, (facts.loss - usual.centre) / usual.sigma
         what = f"loss {facts.loss:.4g} against {expected:.4g} ({sigmas:.1f} sigmas), window {facts.window}"
-        proposal: Continue | Rollback = Continue()
-        if run >= self.spike_steps:
-            reason = (
-                f"the loss spiked {run} steps in a row (last: {what}); if losses like this are right, raise "
-                f"guard.spike_sigma ({self.spike_sigma:g})"
-            )
-            proposal = Rollback(reason, tuple(self._spiking))
         evidence = {
             "loss": facts.loss,
             "expected": jsonable(expected),
@@ -103,6 +164,17 @@ class LossMonitor(KeptWindow):
             "window": facts.window,
             "consecutive": run,
         }
+        if skipped and usual is not None and (accepted := self._accepts(facts, usual, run)):
+            self._forget_row()
+            text = f"update skipped, weights unchanged: {what}. {accepted}"
+            return Verdict("loss.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True, suspect=True)
+        proposal: Continue | Rollback = Continue()
+        if run >= self.spike_steps:
+            reason = (
+                f"the loss spiked {run} steps in a row (last: {what}); if losses like this are right, raise "
+                f"guard.spike_sigma ({self.spike_sigma:g})"
+            )
+            proposal = Rollback(reason, tuple(self._spiking))
         return Verdict(
             "loss.skip" if skipped else "loss.spike",
             facts.step,
@@ -110,10 +182,46 @@ class LossMonitor(KeptWindow):
             healthy=False,
             proposal=proposal,
             evidence=evidence,
-            limits=limits,
             skip=skipped,
             suspect=True,
         )
+
+    def _accepts(self, facts: StepFacts, usual: Level, run: int) -> str:
+        """Why losses of this size are let through from now on, and notes it; empty if they are not."""
+        if not self._recurs and facts.grad_norm <= self.skip_growth * facts.limits.norm:
+            self._marks.append(max(facts.loss - usual.centre, usual.sigma))
+            found = recurring(self._marks)
+            if found is not None:
+                self._recurs = True
+                over = sum(value > 0 for value in self._marks)
+                return (
+                    f"Of the last {len(self._marks)} losses {over} were over their limit, with usual ones between "
+                    f"them: some of the samples are harder than others. Losses up to {found:.4g} over the usual one "
+                    "are let through, as long as they recur. If those samples should not be there, look at the windows "
+                    "that the journal names"
+                )
+        row = [loss for loss in self._row if loss is not None]
+        if run < self.spike_steps or not self._follows or len(row) < run:
+            return ""
+        fell = self._fall > self.spike_sigma * usual.sigma
+        if fell and self._first is not None and median(row) > self._first + self._fall:
+            return ""
+        self._ceiling = max(row) + (max(row) - usual.centre) / 4
+        return (
+            f"The last {run} in a row were like this right behind windows that a rollback passed over, with norms "
+            f"within their limit: the data have changed, not the weights. Losses up to {self._ceiling:.4g} are let "
+            "through from now on. Look at the windows that the journal names"
+        )
+
+    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
+        """Older checkpoints have logarithms, and know neither of a first median nor of what was accepted."""
+        if "losses" not in meta:
+            losses = [math.exp(each) for each in meta["logs"]]
+            empty: dict[str, Any] = {"marks": [], "recurs": False, "first": None, "best": None, "ceiling": None}
+            row = [None for _ in meta["spiking"]]
+            rest = {"losses": losses, "spiking": meta["spiking"], "row": row, "window": None, "follows": False}
+            meta = {**empty, **rest}
+        super().load_state_dict(meta)
 
 
 class FirstLossMonitor(KeptWindow):

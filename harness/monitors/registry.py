@@ -14,6 +14,7 @@ from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.gradients import ClippingMonitor, GradientMonitor, ParameterMonitor, UnderflowMonitor
 from harness.monitors.loss import FirstLossMonitor, LossMonitor, PlateauMonitor
 from harness.monitors.ranks import RanksMonitor
+from harness.monitors.rise import LearningRateMonitor, LossRiseMonitor
 from harness.monitors.scales import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor, ScalerMonitor
 
 MONITORS = (
@@ -22,7 +23,9 @@ MONITORS = (
     ClippingMonitor,
     ParameterMonitor,
     LossMonitor,
+    LossRiseMonitor,
     FirstLossMonitor,
+    LearningRateMonitor,
     ScalerMonitor,
     DataMonitor,
     RanksMonitor,

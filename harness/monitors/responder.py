@@ -49,25 +49,31 @@ class Responder:
         self.notes: list[Verdict] = []
         self._refusal_told = False
 
-    def decide(self, verdicts: Sequence[Verdict]) -> Action:
-        """The action for one step's verdicts; spends budgets, so call it exactly once a step, on every rank."""
+    def decide(self, verdicts: Sequence[Verdict], window: int = 0) -> Action:
+        """The action for one step's verdicts; spends budgets, so call it exactly once a step, on every rank.
+
+        window: of the step; budgets of skips and rollbacks are over the last `guard.budget_windows` of them.
+        """
         self.notes = []
         if not self.guard.enabled:
             return Continue()
         skips = [verdict for verdict in verdicts if verdict.skip]
-        self.ledger.skips += len(skips)
+        within = self.guard.budget_windows
+        if skips:
+            self.ledger.skipped(window, len(skips), within)
+        spent, rolled_back = self.ledger.spent(window, within)
         if halts := [v.proposal.reason for v in verdicts if isinstance(v.proposal, Halt)]:
             return Halt("; ".join(halts))
-        if skips and self.ledger.skips > self.guard.max_skips:
+        if skips and spent > self.guard.max_skips:
             return Halt(
-                f"{self.ledger.skips} updates were skipped, more than guard.max_skips "
-                f"({self.guard.max_skips}); last: {skips[-1].text}. "
+                f"{spent} updates were skipped within {within} windows (guard.budget_windows), more than "
+                f"guard.max_skips ({self.guard.max_skips}); last: {skips[-1].text}. "
                 "Look for bad data in the windows that the journal names, lower train.lr, or, if nothing is wrong with "
                 "them, raise guard.max_skips, guard.skip_growth or guard.spike_sigma, in a new run: "
                 "--name NEW --resume runs/<run>/checkpoints/step-<good>"
             )
         if rollbacks := [v.proposal for v in verdicts if isinstance(v.proposal, Rollback)]:
-            return self._rollback(rollbacks)
+            return self._rollback(rollbacks, rolled_back, window)
         switches = [(v.step, v.proposal) for v in verdicts if isinstance(v.proposal, Switch)]
         return self._switch(switches) if switches else Continue()
 
@@ -85,16 +91,17 @@ class Responder:
         skipped = not facts.applied and False not in said
         return skipped or True in said or isinstance(action, Rollback | Halt)
 
-    def _rollback(self, proposals: Sequence[Rollback]) -> Action:
+    def _rollback(self, proposals: Sequence[Rollback], spent: int, window: int) -> Action:
         reason = "; ".join(proposal.reason for proposal in proposals)
-        if self.ledger.rollbacks >= self.guard.max_rollbacks:
+        if spent >= self.guard.max_rollbacks:
             return Halt(
-                f"{reason}; and all of guard.max_rollbacks ({self.guard.max_rollbacks}) are spent. "
+                f"{reason}; and all of guard.max_rollbacks ({self.guard.max_rollbacks}) are spent within "
+                f"{self.guard.budget_windows} windows (guard.budget_windows). "
                 "Lower train.lr, lengthen train.warmup_steps, try the bf16 recipe, or look at the windows that the "
                 "journal names, in a new run from a good checkpoint: "
                 "--name NEW --resume runs/<run>/checkpoints/step-<N>"
             )
-        self.ledger.rollbacks += 1
+        self.ledger.rolls_back(window, self.guard.budget_windows)
         bad = {window for proposal in proposals for window in proposal.bad} - set(self.ledger.skipped_windows)
         return Rollback(reason, tuple(sorted(bad)), any(proposal.from_disk for proposal in proposals))
 
@@ -175,7 +182,7 @@ class Judge:
     def observe(self, facts: StepFacts) -> Judgement:
         """Judge one step; once for each, in order, the same on every rank. Raises nothing of its own."""
         verdicts = tuple(monitor.observe(facts) for monitor in self.monitors)
-        action = self.responder.decide(verdicts)
+        action = self.responder.decide(verdicts, facts.window)
         due = facts.step + SWITCH_DELAY
         if more := max((verdict.sample_steps for verdict in verdicts), default=0):
             self.state.dense_sampling = self.state.dense_sampling.extended(due, more)

@@ -57,7 +57,9 @@ class Rerun:
         recovery, ledger = self.run.recovery, self.run.state.ledger
         recovery.store = store
         meta = recovery.load(step)
-        ledger.skips, ledger.switches = meta["budgets"]["skips"], meta["budgets"]["switches"]
+        budgets = meta["budgets"]
+        ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
+        ledger.recent_skips = list(budgets.get("recent_skips", []))
         self.run.guard.judge.stay_fallen_back()
 
     def close(self) -> None:

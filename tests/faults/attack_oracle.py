@@ -222,7 +222,8 @@ def _state(folder: Path, elsewhere: bool) -> dict[str, Any]:
     content.pop("waiting", None)
     if elsewhere:
         content.pop("sealed", None)
-        (content.get("budgets") or {}).pop("skips", None)
+        for key in ("skips", "recent_skips"):
+            (content.get("budgets") or {}).pop(key, None)
     bound = content.get("bound") or {}
     config = bound.get("config") or {}
     for key in ("checkpoint", "tracking"):

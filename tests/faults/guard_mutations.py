@@ -120,8 +120,8 @@ GUARD = (
     Mutation(
         13,
         "rollbacks have a budget",
-        "if self.ledger.rollbacks >= self.guard.max_rollbacks:",
-        "if self.ledger.rollbacks >= 10**9:",
+        "if spent >= self.guard.max_rollbacks:",
+        "if spent >= 10**9:",
         "tests/unit/monitors/test_responder.py",
     ),
     Mutation(

@@ -36,29 +36,29 @@ def test_a_tenfold_loss_is_a_spike_wherever_it_is(make_facts: MakeFacts, at: int
     assert [(v.code, v.step, v.healthy, v.proposal) for v in spikes] == [("loss.spike", at, False, Continue())]
 
 
-def test_the_threshold_is_the_median_and_mad_of_log_losses(make_facts: MakeFacts) -> None:
-    losses = falling_losses(64)
-    logs = np.log(losses)
-    sigma = 1.4826 * np.median(np.abs(logs - np.median(logs)))
-    edge = float(np.exp(np.median(logs) + 3.0 * sigma))
+def test_the_threshold_is_the_median_and_mad_of_the_losses(make_facts: MakeFacts) -> None:
+    losses = np.array(falling_losses(64))
+    sigma = 1.4826 * np.median(np.abs(losses - np.median(losses)))
+    edge = float(np.median(losses) + 3.0 * sigma)
     for factor, code in ((0.9999, "loss.ok"), (1.0001, "loss.spike")):
         monitor = LossMonitor(spike_window=64, spike_sigma=3.0, spike_steps=5)
         # Rising order has no falling trend to take out: the plain formula holds.
-        monitor.load_state_dict({"logs": sorted(logs.tolist()), "spiking": []})
+        monitor.load_state_dict({**monitor.state_dict(), "losses": sorted(losses.tolist())})
         assert monitor.observe(make_facts(64, loss=edge * factor)).code == code
 
 
 def test_limits_come_with_every_verdict_from_the_32nd_loss_on(make_facts: MakeFacts) -> None:
     monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
-    given = [monitor.observe(make_facts(step, loss=2.0)).limits for step in range(40)]
+    given = [monitor.observe(make_facts(step, loss=5.0 if step < 16 else 2.0)).limits for step in range(100)]
     assert given[:31] == [Limits()] * 31
-    assert given[31:] == [Limits(loss=pytest.approx(2.0 * math.exp(0.12)))] * 9  # type: ignore[arg-type]
+    assert all(math.isfinite(limits.loss) for limits in given[31:])
+    assert given[60:] == [Limits(loss=pytest.approx(2.0 + 1.5))] * 40, "half of the fall"  # type: ignore[arg-type]
     others = [
-        make_facts(40, applied=False, loss=math.nan),
-        make_facts(41, applied=False, loss=0.0, bad_data=NON_FINITE_INPUT),
-        make_facts(42, applied=False, grad_norm=1e9, limits=Limits(norm=1.0)),
-        make_facts(43, loss=30.0),
-        make_facts(44, applied=False, loss=30.0, limits=Limits(loss=3.0)),
+        make_facts(100, applied=False, loss=math.nan),
+        make_facts(101, applied=False, loss=0.0, bad_data=NON_FINITE_INPUT),
+        make_facts(102, applied=False, grad_norm=1e9, limits=Limits(norm=1.0)),
+        make_facts(103, loss=30.0),
+        make_facts(104, applied=False, loss=30.0, limits=Limits(loss=3.0)),
     ]
     assert [monitor.observe(facts).limits for facts in others] == [given[-1]] * 5
 
@@ -75,13 +75,13 @@ def test_a_loss_over_its_limit_is_told_as_skipped_and_enters_nothing(make_facts:
     monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
     for step in range(40):
         monitor.observe(make_facts(step, loss=2.0))
-    logs = monitor.state_dict()["logs"]
+    losses = monitor.state_dict()["losses"]
     verdict = monitor.observe(make_facts(40, loss=20.0, applied=False, limits=Limits(loss=2.25)))
     assert (verdict.code, verdict.healthy, verdict.proposal) == ("loss.skip", False, Continue())
     assert verdict.text.startswith("update skipped")
     assert "loss 20 against 2 " in verdict.text
     assert "window 1040" in verdict.text
-    assert monitor.state_dict()["logs"] == logs
+    assert monitor.state_dict()["losses"] == losses
     json.dumps(verdict.evidence, allow_nan=False)
 
 
@@ -106,10 +106,17 @@ def test_skipped_and_applied_spikes_are_one_row_the_rollback_names_the_key(make_
 
 def test_a_silent_window_does_not_turn_noise_into_a_spike(make_facts: MakeFacts) -> None:
     monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
-    for step in range(64):
-        monitor.observe(make_facts(step, loss=2.0))
-    assert monitor.observe(make_facts(64, loss=2.0 * math.exp(0.119))).code == "loss.ok"
-    assert monitor.observe(make_facts(65, loss=2.0 * math.exp(0.121))).code == "loss.spike"
+    for step in range(100):
+        monitor.observe(make_facts(step, loss=3.0 if step < 16 else 2.0))
+    assert monitor.observe(make_facts(100, loss=2.49)).code == "loss.ok"
+    assert monitor.observe(make_facts(101, loss=2.51)).code == "loss.spike", "over half of what it had fallen"
+
+
+def test_a_window_of_an_earlier_version_is_read(make_facts: MakeFacts) -> None:
+    """It had the logarithms of the losses."""
+    monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
+    monitor.load_state_dict({"logs": [math.log(2.0 + 0.01 * (step % 3)) for step in range(40)], "spiking": []})
+    assert monitor.observe(make_facts(40, loss=2.01)).limits.loss == pytest.approx(2.01 + 12 * 1.4826 * 0.01, rel=0.05)
 
 
 def test_before_sixteen_losses_nothing_is_judged(make_facts: MakeFacts) -> None:
@@ -126,8 +133,8 @@ def test_spikes_in_a_row_roll_back_past_their_windows_until_a_good_step(make_fac
     assert rollbacks == [(25, (1023, 1024, 1025))]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0])
-def test_values_without_a_logarithm_change_no_later_decision(make_facts: MakeFacts, bad: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_change_no_later_decision(make_facts: MakeFacts, bad: float) -> None:
     plain = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=2)
     fed = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=2)
     losses = falling_losses(100)
@@ -145,7 +152,7 @@ def test_a_step_not_applied_is_not_judged_and_enters_nothing(make_facts: MakeFac
         monitor.observe(make_facts(step, loss=2.0))
     before = monitor.state_dict()
     assert monitor.observe(make_facts(40, loss=50.0, applied=False)).code == "loss.ok"
-    assert monitor.state_dict() == before
+    assert monitor.state_dict() == {**before, "window": 1040}
 
 
 def test_a_restored_monitor_is_armed_at_once_and_says_the_same(make_facts: MakeFacts) -> None:

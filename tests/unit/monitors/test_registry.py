@@ -21,7 +21,7 @@ from harness.monitors.evidence import FallbackConfig
 from harness.monitors.registry import MONITORS, MonitorsPart, build_monitors
 
 MakeFacts = Callable[..., StepFacts]
-ALWAYS = ["gradients", "underflow", "clipping", "parameters", "loss", "data", "ranks", "plateau"]
+ALWAYS = ["gradients", "underflow", "clipping", "parameters", "loss", "loss_rise", "lr", "data", "ranks", "plateau"]
 # The classes by which checkpoints named monitors before they had keys.
 CLASSES = {
     "gradients": "GradientMonitor",
@@ -39,6 +39,8 @@ CLASSES = {
     "fp8_frozen": "Fp8FrozenMonitor",
     "whole_run": "WholeRunFallback",
 }
+
+SINCE = ("first_loss", "loss_rise", "lr")
 
 
 class NoData:
@@ -98,9 +100,9 @@ def stored(part: MonitorsPart) -> dict[str, Any]:
     [
         (FP8, [*ALWAYS, "fp8", "fp8_storm", "fallback", "fp8_frozen"]),
         ({**FP8, "amax_history": None}, [*ALWAYS, "fp8", "fp8_storm", "fallback"]),
-        (FP16, [*ALWAYS[:5], "scaler", *ALWAYS[5:], "whole_run"]),
-        ({**FP16, "fallback": FallbackConfig(enabled=False)}, [*ALWAYS[:5], "scaler", *ALWAYS[5:]]),
-        ({"scales_loss": True}, [*ALWAYS[:5], "scaler", *ALWAYS[5:]]),
+        (FP16, [*ALWAYS[:7], "scaler", *ALWAYS[7:], "whole_run"]),
+        ({**FP16, "fallback": FallbackConfig(enabled=False)}, [*ALWAYS[:7], "scaler", *ALWAYS[7:]]),
+        ({"scales_loss": True}, [*ALWAYS[:7], "scaler", *ALWAYS[7:]]),
         ({}, ALWAYS),
     ],
     ids=["fp8", "fp8 not delayed", "fp16", "fp16 without fallback", "fp16 of DeepSpeed", "bf16"],
@@ -115,7 +117,7 @@ def test_with_the_guard_off_nothing_watches() -> None:
 
 
 def test_every_monitor_has_a_key_of_its_own_and_none_changes() -> None:
-    assert sorted(monitor.key for monitor in MONITORS) == sorted([*CLASSES, "first_loss"])
+    assert sorted(monitor.key for monitor in MONITORS) == sorted([*CLASSES, *SINCE])
 
 
 @pytest.mark.parametrize("given", [FP8, FP16], ids=["fp8", "fp16"])
@@ -124,7 +126,7 @@ def test_windows_come_back_from_checkpoints_of_both_kinds(given: dict[str, Any],
     meta = stored(MonitorsPart(driven(context(**given))))
     fresh = MonitorsPart(build_monitors(context(**given)))
     assert stored(fresh) != meta
-    fresh.load_state_dict({}, {CLASSES[key]: window for key, window in meta.items()} if older else meta)
+    fresh.load_state_dict({}, {CLASSES.get(key, key): window for key, window in meta.items()} if older else meta)
     assert stored(fresh) == meta
 
 

@@ -47,11 +47,11 @@ def test_only_what_is_done_is_spent() -> None:
     ledger = RunLedger()
     responder = Responder(guard(), ledger)
     responder.decide([verdict(SWITCH), verdict(ROLLBACK), skip()])
-    assert asdict(ledger) == asdict(RunLedger(rollbacks=1, skips=1))
+    assert asdict(ledger) == asdict(RunLedger(rollbacks=1, skips=1, recent_skips=[0], recent_rollbacks=[0]))
     responder.decide([verdict(Switch(("a",), ("b",), ""))])
     assert ledger.switches == 2
     responder.decide([verdict(SWITCH), verdict(ROLLBACK), verdict(HALT)])
-    assert asdict(ledger) == asdict(RunLedger(rollbacks=1, skips=1, switches=2))
+    assert (ledger.rollbacks, ledger.skips, ledger.switches) == (1, 1, 2)
 
 
 def test_rollbacks_of_one_step_merge_without_windows_known_as_bad() -> None:
@@ -72,7 +72,7 @@ def test_rollbacks_beyond_the_budget_halt_with_the_reason_and_the_way_out() -> N
 
 
 def test_budgets_are_those_of_the_ledger_not_of_this_process() -> None:
-    responder = Responder(guard(max_rollbacks=3), RunLedger(rollbacks=3))
+    responder = Responder(guard(max_rollbacks=3), RunLedger(rollbacks=3, recent_rollbacks=[1, 2, 3]))
     assert isinstance(responder.decide([verdict(ROLLBACK)]), Halt)
 
 
@@ -85,7 +85,7 @@ def test_too_many_skips_in_total_halt_at_the_next_one() -> None:
 
 
 def test_a_run_resumed_with_its_skips_spent_goes_on_while_steps_are_sound() -> None:
-    responder = Responder(guard(max_skips=3), RunLedger(skips=9))
+    responder = Responder(guard(max_skips=3), RunLedger(skips=9, recent_skips=[0] * 9))
     assert responder.decide([verdict()]) == Continue()
 
 

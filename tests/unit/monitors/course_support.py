@@ -1,0 +1,88 @@
+"""A run without a model: loss and norm by formula, through the gate, every monitor of loss and norms, and rollbacks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+from harness.core.config import GuardConfig
+from harness.core.facts import Halt, Limits, Rollback, StepFacts
+from harness.core.state import RunLedger
+from harness.monitors.base import AHEAD, MonitorContext
+from harness.monitors.evidence import FallbackConfig
+from harness.monitors.gradients import GradientMonitor
+from harness.monitors.loss import LossMonitor
+from harness.monitors.responder import Responder
+from harness.monitors.rise import LossRiseMonitor
+
+Formula = Callable[[int, int], tuple[float, float]]
+"""(updates applied so far, window) to (loss, norm)."""
+HEALTHY = 10
+
+
+@dataclass
+class Course:
+    """What became of a run. applied, skipped: windows, of every attempt. told: (code, window) of what was said."""
+
+    status: str = "done"
+    reason: str = ""
+    applied: list[int] = field(default_factory=list[int])
+    skipped: list[int] = field(default_factory=list[int])
+    told: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    rollbacks: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    limits: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
+
+    @property
+    def codes(self) -> set[str]:
+        """What was said at all."""
+        return {code for code, _ in self.told}
+
+
+def drive(formula: Formula, steps: int, every: int = 20, **keys: Any) -> Course:
+    """`steps` steps, or until it halts. every: steps between states that a rollback can go back to."""
+    guard = GuardConfig.model_validate(keys)
+    context = MonitorContext(guard, FallbackConfig())
+    monitors = [kind.build(context) for kind in (GradientMonitor, LossMonitor, LossRiseMonitor)]
+    course, ledger = Course(), RunLedger()
+    responder = Responder(guard, ledger)
+    limits: dict[int, Limits] = {}
+    step = applied = healthy = 0
+    waiting = good = ""
+    while step < steps:
+        step += 1
+        window = ledger.window_index(step - 1)
+        loss, norm = formula(applied, window)
+        now = limits.pop(step, Limits())
+        course.limits.append((now.loss, now.norm))
+        facts = StepFacts(step, window, loss, norm, 1e-3, 1.0, True, applied + 1, 1, 1.0, limits=now)
+        facts = replace(facts, applied=math.isfinite(loss + norm) and not facts.over_limits)
+        applied += facts.applied
+        (course.applied if facts.applied else course.skipped).append(window)
+        verdicts = [monitor.observe(facts) for monitor in monitors]
+        course.told += [(verdict.code, window) for verdict in verdicts if verdict.text]
+        limits[step + AHEAD] = reduce(Limits.stricter, (verdict.limits for verdict in verdicts))
+        action = responder.decide(verdicts, window)
+        healthy = healthy + 1 if responder.healthy(verdicts) else 0
+        if waiting and healthy >= HEALTHY:
+            good, waiting = waiting, ""
+        if isinstance(action, Rollback) and good:
+            course.rollbacks.append(action.bad)
+            state = json.loads(good)
+            step, applied, healthy = state["step"], state["applied"], 0
+            limits = {int(each): Limits.from_json(values) for each, values in state["limits"].items()}
+            for monitor, meta in zip(monitors, state["monitors"], strict=True):
+                monitor.load_state_dict(meta)
+            ledger.go_back(step, action.bad)
+            waiting = ""
+        elif isinstance(action, Halt | Rollback):
+            course.status, course.reason = "halted", action.reason
+            return course
+        if step % every == 0:
+            state = {"step": step, "applied": applied, "limits": {s: each.as_json() for s, each in limits.items()},
+                     "monitors": [monitor.state_dict() for monitor in monitors]}  # fmt: skip
+            waiting, healthy = json.dumps(state), 0
+    return course
