@@ -17,11 +17,11 @@ from harness.core.errors import MisuseError
 from harness.core.facts import SlotStats, StepFacts, Switch
 from harness.core.health import l2_norm
 from harness.core.update import StepClock, TorchGradients, update
-from harness.precision.misuse import misuse, optimizer_problems, parameters_of, step_problems
+from harness.precision.misuse import Turn, misuse, optimizer_problems, parameters_of, step_problems
 from harness.precision.plan import Plan
 from harness.precision.prepared import Prepared
 from harness.precision.recipe import Recipe, load_recipe
-from harness.precision.standard import Standard, WrappedOptimizer, unwrapped, wrap_problems
+from harness.precision.standard import Standard, WrappedOptimizer, own_backward, unwrapped, wrap_problems
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -82,7 +82,8 @@ class Precision:
         self.recipe, self.seed = recipe, seed
         self._prepared: Prepared | None = None
         self._standard: Standard | None = None
-        self._inside = self.in_backward = self._training = False
+        self._inside = self.in_backward = self.is_evaluating = self._training = False
+        self.turn = Turn()
         self._clock: StepClock | None = None
         self._loss = torch.zeros(())
 
@@ -107,6 +108,7 @@ class Precision:
         if self._prepared is not None:
             raise misuse("prepare()", "it was called before", fix="make one Precision for each model")
         self._prepared = Prepared(self.recipe, model, self.seed)
+        self._standard = Standard(self, self._prepared)
         self._end_window(self._prepared)
         return model
 
@@ -157,15 +159,17 @@ class Precision:
         in float32, and `backward()` of a loss that reaches the model is `backward`. Under fp16 gradients come out
         unscaled, so that torch's own clipping, logging and hooks are right. What is called by hand keeps its meaning.
         """
-        self._standard = self._standard or Standard(self, self._between_steps("standard_loop()"))
+        self._between_steps("standard_loop()")
+        if not self._hooks.begun:
+            self._hooks.begin()
 
     @contextmanager
     def passing_over(self, module: nn.Module) -> Iterator[None]:
         """Around one call of `module` that is no forward but a whole step, in which it calls itself: what Lightning
         makes of DDP's forward. After `standard_loop`; that call is no `context()`, those within are.
         """
-        standard = self._standard
-        assert standard is not None, "before standard_loop()"
+        standard = self._hooks
+        assert standard.begun, "before standard_loop()"
         standard.passed_over = module
         try:
             yield
@@ -181,16 +185,21 @@ class Precision:
     def evaluating(self) -> Iterator[None]:
         """Around any number of forwards that train nothing: eval mode, no gradients, the plan's precision, no trace.
 
-        Every module's mode is put back afterwards. Raises MisuseError inside of `context()`.
+        Each call of the model, or of a module of it, is a `context()` of its own, from which outputs come in float32;
+        everything else in here computes as it would anywhere. Every module's mode is put back afterwards. Raises
+        MisuseError inside of `context()`, and while another thread works with the model.
         """
-        modes = [(module, module.training) for module in self._outside("evaluating()").model.modules()]
-        try:
-            self.prepared.model.eval()
-            with torch.no_grad(), self.context():
+        ready, before = self._outside("evaluating()"), self.is_evaluating
+        with self.turn.hold("evaluating()"), torch.no_grad():
+            modes = [(module, module.training) for module in ready.model.modules()]
+            self.is_evaluating = True
+            try:
+                ready.model.eval()
                 yield
-        finally:
-            for module, training in modes:
-                module.training = training
+            finally:
+                self.is_evaluating = before
+                for module, training in modes:
+                    module.training = training
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -220,13 +229,14 @@ class Precision:
             ready.buffers.begin()
         # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.
         torch.clear_autocast_cache()
-        self._inside = True
-        try:
-            timed = ready.forward_clock.forward() if ready.forward_clock and torch.is_grad_enabled() else nullcontext()
-            with timed, ready.backend.context():
-                yield
-        finally:
-            self._inside = False
+        with self.turn.hold("context()"):
+            self._inside = True
+            try:
+                clock = ready.forward_clock if torch.is_grad_enabled() else None
+                with clock.forward() if clock else nullcontext(), ready.backend.context():
+                    yield
+            finally:
+                self._inside = False
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """`loss.backward(**options)` under the loss scale, after leaving `context()`; once per micro-batch.
@@ -252,15 +262,16 @@ class Precision:
             fix = "zero_grad() only after step(); to give up a window, after an error say, drop_window() too"
             raise misuse("backward()", what, why, fix)
         ready.window.check_gradients("backward()")
-        true = nullcontext() if self._standard is None else self._standard.true_gradients(loss)
-        self.in_backward = True
-        try:
-            with _no_autocast(ready.device), ready.backend.backward_context(), true:
-                (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward(**options)
-        finally:
-            self.in_backward = False
+        with self.turn.hold("backward()"):
+            self.in_backward = True
+            try:
+                true = self._hooks.true_gradients(loss)
+                with _no_autocast(ready.device), ready.backend.backward_context(), true, own_backward():
+                    (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward(**options)
+            finally:
+                self.in_backward = False
         self._loss += loss.detach().float().reshape(()).to(ready.device)
-        scaled = ready.loss_scale is not None and not ready.loss_scale.retired and self._standard is None
+        scaled = ready.loss_scale is not None and not ready.loss_scale.retired and not self._hooks.begun
         ready.window.backward_done(ready.model.parameters(), scaled)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
@@ -295,7 +306,7 @@ class Precision:
         ready.window.check_gradients("step()")
         ready.window.step_begins()
         limit = math.inf if max_grad_norm is None else max_grad_norm
-        true = None if self._standard is None else self._standard.gradients
+        true = self._hooks.gradients
         overflow = None if true is None else true.found
         owner = TorchGradients(chosen, parameters_of(chosen), limit, ready.loss_scale, ready.device, overflow)
         measure = ready.guarded and ready.judge.measures()
@@ -304,7 +315,7 @@ class Precision:
             own["forward_fastest"] = own["forward_slowest"] = ready.forward_clock.step()
         if measure:
             own["param_norm"] = l2_norm([p.detach() for p in ready.model.parameters() if p.requires_grad])
-        with _lr_times(chosen, ready.judge.lr_factor):
+        with self.turn.hold("step()"), _lr_times(chosen, ready.judge.lr_factor):
             figures, slots = update(owner, ready.backend, own, ready.judge.limits(), measure)
         ready.buffers.settle(figures["applied"])
         ready.applied += figures["applied"]
@@ -382,8 +393,16 @@ class Precision:
             raise misuse(call, "no model was prepared", fix="model = precision.prepare(model) first")
         return self._prepared
 
+    @property
+    def _hooks(self) -> Standard:
+        assert self._standard is not None, "before prepare()"
+        return self._standard
+
     def _outside(self, call: str) -> Prepared:
         ready = self._ready(call)
+        self.turn.check(call)
+        if self.is_evaluating and call in ("backward()", "step()"):
+            raise misuse(call, "called inside evaluating()", "nothing trains in there", f"leave it before {call}")
         if self._inside:
             fix = "leave the first context before the next" if call == "context()" else f"leave context() before {call}"
             raise misuse(call, "called inside context(), which is for one forward and its loss", fix=fix)
@@ -400,8 +419,8 @@ class Precision:
         self._clock = None
         ready.window.close()
         ready.buffers.drop()
-        if self._standard is not None and self._standard.gradients is not None:
-            self._standard.gradients.forget()
+        if self._hooks.gradients is not None:
+            self._hooks.gradients.forget()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
 
 

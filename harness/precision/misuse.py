@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from threading import Lock, get_ident
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from torch import nn
@@ -14,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from harness.core.errors import MisuseError, Problem
 
 OwnsAny = Callable[[Iterable[nn.Parameter]], bool]
+T = TypeVar("T")
 
 
 def misuse(call: str, what: str, why: str = "", fix: str = "") -> MisuseError:
@@ -67,6 +70,75 @@ def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]
     return problems
 
 
+class Turn:
+    """One thread at a time works with a prepared model: context, scales and window have one state for all threads.
+
+    A thread may take its turn again within it. Threads that come one after the other are right.
+    """
+
+    def __init__(self) -> None:
+        self._holder: dict[str, int] = {}
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another thread works with the model now."""
+        here = get_ident()
+        return self._holder.get("thread", here) != here
+
+    @contextmanager
+    def hold(self, call: str) -> Iterator[None]:
+        """Around the work of this thread. Raises MisuseError where another thread is at it."""
+        here = get_ident()
+        again = self._holder.get("thread") == here
+        # setdefault is atomic: of two threads that come at once, one gets the other's number.
+        if self._holder.setdefault("thread", here) != here:
+            raise self.refusal(call)
+        try:
+            yield
+        finally:
+            if not again:
+                del self._holder["thread"]
+
+    def check(self, call: str) -> None:
+        """Raises MisuseError where another thread works with the model now."""
+        if self.elsewhere:
+            raise self.refusal(call)
+
+    @staticmethod
+    def refusal(call: str) -> MisuseError:
+        """The error of the thread that came second."""
+        what = "another thread is in a forward, backward, step or evaluation of the same prepared model"
+        why = "autocast belongs to a thread, scales and window to the model: one of both would compute something else"
+        fix = (
+            "one thread at a time (a threading.Lock around what each of them does), or a copy for each thread,"
+            " made before prepare(), with a Precision of its own"
+        )
+        return misuse(call, what, why, fix)
+
+
+class Live(Generic[T]):
+    """A WeakSet that may be read in one thread while another adds to it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._members: WeakSet[Any] = WeakSet()
+
+    def add(self, member: T) -> None:
+        """Until nobody else holds it."""
+        with self._lock:
+            self._members.add(member)
+
+    def discard(self, member: T) -> None:
+        """If it is a member."""
+        with self._lock:
+            self._members.discard(member)
+
+    def now(self) -> list[T]:
+        """The members of this moment."""
+        with self._lock:
+            return list(self._members)
+
+
 class OpenWindow:
     """The time from a window's first `context` to its `step`; from its first `backward` on gradients are not the
     caller's.
@@ -81,7 +153,7 @@ class OpenWindow:
     def __init__(self, owns_any: OwnsAny) -> None:
         self.begun = False
         self.backwards = 0
-        self.copies: WeakSet[nn.Module] = WeakSet()
+        self.copies: Live[nn.Module] = Live()
         self._stepping = False
         self._applied: list[tuple[nn.Parameter, tuple[int, int] | None]] = []
         self._stepped: list[Optimizer] = []
@@ -144,8 +216,7 @@ class OpenWindow:
             return
         with_gradients = [p for p in parameters_of([optimizer]) if p.grad is not None]
         if not self._owns_any(with_gradients):
-            if self.copies:
-                self._refuse_of_copies(optimizer, with_gradients)
+            self._refuse_of_copies(optimizer, with_gradients)
             return
         what = f"{type(optimizer).__name__}.step() was called directly"
         why = "the gate, the loss scale and the FP8 scales belong to the step"
@@ -160,7 +231,7 @@ class OpenWindow:
         raise misuse("step()", what, why, fix)
 
     def _refuse_of_copies(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        copied = {id(parameter) for copy in self.copies for parameter in copy.parameters()}
+        copied = {id(parameter) for copy in self.copies.now() for parameter in copy.parameters()}
         if copied.isdisjoint(id(parameter) for parameter in parameters):
             return
         what = f"{type(optimizer).__name__}.step() was called on a deep copy of the prepared model"
@@ -169,7 +240,7 @@ class OpenWindow:
         raise misuse("step()", what, why, fix)
 
 
-_windows: WeakSet[OpenWindow] = WeakSet()
+_windows: Live[OpenWindow] = Live()
 
 
 @cache
@@ -177,7 +248,7 @@ def _watch_optimizers() -> None:
     """Once a process: torch calls every hook before every step of every optimizer."""
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
-        windows = list(_windows)
+        windows = _windows.now()
         # One that was left open by a Precision that is gone must not stand in the way of the next.
         if not any(window.lets(optimizer) for window in windows):
             for window in windows:

@@ -1,7 +1,8 @@
 """torch's standard loop on a prepared model: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
 
 Three things stand in for the calls that such a loop does not make. Hooks on the model enter the precision's context for
-whatever module of it is called from outside, and hand its outputs out in float32, where losses are computed.
+whatever module of it is called from outside, and hand its outputs out in float32, where losses are computed. (They are
+there from `prepare` on, since they notice copies and threads in any loop, and enter contexts in `evaluating()` too.)
 `torch.autograd.backward`, which `Tensor.backward` calls, is watched: a loss whose graph holds a parameter of a prepared
 model goes through `Precision.backward`. `WrappedOptimizer.step` is `Precision.step`.
 
@@ -17,6 +18,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
+from threading import get_ident, local
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,7 +29,7 @@ from torch.optim import Optimizer
 from harness.core.errors import MisuseError, Problem
 from harness.precision.convert import LossScale
 from harness.precision.layers import widened
-from harness.precision.misuse import misuse
+from harness.precision.misuse import Live, misuse
 
 if TYPE_CHECKING:
     from harness.precision.api import Precision, StepOutcome
@@ -182,25 +184,28 @@ class TrueGradients:
 
 
 class Standard:
-    """What makes the standard loop right on one prepared model, from the first `Precision.wrap` on.
+    """Hooks on one prepared model, and from `begin` on, which the first `Precision.wrap` calls, its standard loop.
 
-    gradients: under an fp16 loss scale. passed_over: the module whose next call is no forward, but a whole step of
+    begun: every call of the model is a context; before that, calls in `Precision.evaluating()` are. gradients: under an
+    fp16 loss scale, once begun. passed_over: the module whose next call is no forward, but a whole step of
     another library's. A pickle of the model leaves its hooks idle; a deep copy (an EMA) enters the same precision's
     context.
     """
 
     def __init__(self, precision: Precision, ready: Prepared) -> None:
         self._precision, self._ready = precision, ready
-        self.gradients = None if ready.loss_scale is None else TrueGradients(ready.loss_scale, ready.device)
+        self.begun = False
+        self.gradients: TrueGradients | None = None
         self.passed_over: nn.Module | None = None
         self._entered: AbstractContextManager[Any] | None = None
         self._entrance: nn.Module | None = None
         self._depth = 0
+        self._thread = 0
         self._autocast: WeakKeyDictionary[nn.Module, tuple[bool, torch.dtype]] = WeakKeyDictionary()
-        for other in [each for each in _standards if each._ready.model is ready.model]:
-            other._retire()  # of a Precision that the model had before
         own = [module for module in ready.model.modules() if next(module.parameters(), None) is not None]
         self._own = WeakSet(own)
+        for module in own:
+            _drop_hooks_of_originals(module)
         self._hooks = [
             hook
             for module in own
@@ -209,6 +214,14 @@ class Standard:
                 module.register_forward_hook(self.leave, always_call=True),
             )
         ]
+
+    def begin(self) -> None:
+        """The standard loop, from now on."""
+        for other in [each for each in _standards.now() if each._ready.model is self._ready.model]:
+            other._retire()  # of a Precision that the model had before
+        scale = self._ready.loss_scale
+        self.gradients = None if scale is None else TrueGradients(scale, self._ready.device)
+        self.begun = True
         _watch_backward()
         _standards.add(self)
 
@@ -223,6 +236,10 @@ class Standard:
             return
         if module not in self._own and torch.is_grad_enabled():
             self._ready.window.copies.add(module)
+        if self._precision.turn.elsewhere and not _in_autograd():
+            raise self._precision.turn.refusal(f"{type(module).__name__}()")
+        if not self.begun and not self._precision.is_evaluating:
+            return
         if module is self.passed_over and not self._precision.busy:
             self.passed_over = None
         elif module is self._entrance:
@@ -230,7 +247,7 @@ class Standard:
         elif not self._precision.busy:
             entered = self._precision.context()
             entered.__enter__()
-            self._entered, self._entrance, self._depth = entered, module, 1
+            self._entered, self._entrance, self._depth, self._thread = entered, module, 1, get_ident()
             self._autocast[module] = self._autocast_now()
         elif self._precision.in_backward and self._entrance is None and module in self._autocast:
             if self._autocast[module] == self._autocast_now():
@@ -239,7 +256,7 @@ class Standard:
             enabled, dtype = self._autocast[module]
             entered = torch.autocast(self._ready.device.type, dtype=dtype, enabled=enabled)
             entered.__enter__()
-            self._entered, self._entrance, self._depth = entered, module, 1
+            self._entered, self._entrance, self._depth, self._thread = entered, module, 1, get_ident()
 
     def _autocast_now(self) -> tuple[bool, torch.dtype]:
         kind = self._ready.device.type
@@ -247,7 +264,7 @@ class Standard:
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
         """After the call, also one that failed: what comes out is in float32."""
-        if torch.compiler.is_compiling() or module is not self._entrance:
+        if torch.compiler.is_compiling() or module is not self._entrance or self._thread != get_ident():
             return None
         self._depth -= 1
         if self._depth or self._entered is None:
@@ -309,7 +326,40 @@ class _Idle:
         """Nothing."""
 
 
-_standards: WeakSet[Standard] = WeakSet()
+_standards: Live[Standard] = Live()
+
+
+class _Calls(local):
+    """own: the next `torch.autograd.backward` of this thread is a Precision's own."""
+
+    own = False
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def own_backward() -> Iterator[None]:
+    """Around the one `loss.backward()` of a `Precision.backward`."""
+    _calls.own = True
+    try:
+        yield
+    finally:
+        _calls.own = False
+
+
+def _in_autograd() -> bool:
+    """Whether autograd calls this, on whatever thread: from a hook, or to compute a forward again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _drop_hooks_of_originals(module: nn.Module) -> None:
+    """What a deep copy brought along of the model that it was made of, now that it is prepared itself."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, Standard) and module not in owner._own:
+                del hooks[key]
 
 
 def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
@@ -333,13 +383,26 @@ def _watch_backward() -> None:
 
     @wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        standards = [each for each in _standards if not each.in_backward]
-        if len(standards) < len(_standards) or not standards:
+        if _calls.own:
+            _calls.own = False
+            return original(tensors, grad_tensors, *args, **kwargs)
+        # Reentrant checkpoints compute backward within backward; on a GPU in a thread of autograd's.
+        nested, standards = _in_autograd(), _standards.now()
+        if not standards or (nested and grad_tensors is not None and all(each.in_backward for each in standards)):
             return original(tensors, grad_tensors, *args, **kwargs)
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reached = [each for each in standards if each.reached_by(losses)]
-        if not reached:
+        within = nested and any(each.in_backward for each in reached)
+        if not reached or (within and grad_tensors is not None):
             return original(losses, grad_tensors, *args, **kwargs)
+        if within:
+            what = "called by a hook within the backward() of the same model"
+            why = "both are of one window, and the loss scale would be divided out of one gradient twice"
+            raise misuse("backward()", what, why, "add it to the loss before, or call it once that backward() is over")
+        if nested and grad_tensors is not None:
+            what = "a reentrant checkpoint is around all of the prepared model"
+            why = "the loss does not show that it reaches the model, so nothing scales it or counts it for the window"
+            raise misuse("backward()", what, why, "checkpoint(..., use_reentrant=False), or checkpoint its blocks")
         if len(reached) > 1:
             what = f"the loss reaches {len(reached)} prepared models"
             why = "whose window it belongs to, and whose loss scale it needs, is not to be seen"

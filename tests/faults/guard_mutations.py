@@ -197,8 +197,8 @@ GUARD = (
     Mutation(
         13,
         "a rollback lowers the learning rate of a loop that is not ours",
-        "with _lr_times(chosen, ready.judge.lr_factor):",
-        "with _lr_times(chosen, 1.0):",
+        "_lr_times(chosen, ready.judge.lr_factor):",
+        "_lr_times(chosen, 1.0):",
         "tests/unit/precision/test_own_guard.py -k rate_that_is_a_tensor",
     ),
     Mutation(

@@ -6,6 +6,34 @@ from mutation import Mutation
 
 LOOP = (
     Mutation(
+        8,
+        "a backward in one thread does not stand for those of other models in other threads",
+        "        if _calls.own:\n",
+        "        if any(each.in_backward for each in _standards.now()):\n",
+        "tests/unit/precision/test_standard_threads.py -k while_another_thread",
+    ),
+    Mutation(
+        8,
+        "two threads on one model at once are refused",
+        '        if self._holder.setdefault("thread", here) != here:\n',
+        "        if False:\n",
+        "tests/unit/precision/test_standard_threads.py -k two_threads",
+    ),
+    Mutation(
+        8,
+        "a call of the model in a second thread does not run without autocast",
+        "        if self._precision.turn.elsewhere and not _in_autograd():\n",
+        "        if False:\n",
+        "tests/unit/precision/test_standard_threads.py -k two_threads",
+    ),
+    Mutation(
+        14,
+        "a backward that a hook starts within the same model's is refused",
+        "        if within:\n",
+        "        if False:\n",
+        "tests/unit/precision/test_standard_threads.py -k within_a_backward_of_the_same",
+    ),
+    Mutation(
         14,
         "gradients come out of an fp16 backward unscaled",
         "        self.gradients.active = True\n",
