@@ -27,6 +27,7 @@ from harness.core.errors import (
 from harness.core.facts import ROLES, Outcome, StepFacts
 from harness.core.metrics import row, slot_row
 from harness.core.schema import validate
+from harness.core.secrets import scrub_all, scrubbed
 from harness.core.state import RunLedger
 from harness.run_folder import RunLock, forget_outcome, write_outcome, write_plan
 from harness.tracking import shipper
@@ -192,13 +193,16 @@ class Telemetry:
     def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:
         """What the run is."""
         where = {} if self.folder is None else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
-        self.journal.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
+        self.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
         self._tell_damage()
 
     def ship(self) -> None:
         """Deliver the journal to MLflow from now on, in a process of its own; after the row of `begin` is written."""
         if self.folder is not None and self.config.mlflow:
             self._ship = shipper.start(self.folder, self.config.experiment, self.config.system_seconds)
+            self.screen.say(self._ship.choice.told)
+        elif self.folder is not None:
+            self.screen.say(f"figures go to {self.folder / JOURNAL} alone (tracking.mlflow=false)")
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of metrics."""
@@ -206,16 +210,16 @@ class Telemetry:
 
     def event(self, step: int, code: str, **fields: Any) -> None:
         """Something happened at `step`; kept, not said."""
-        self.journal.event(step, code, **fields)
+        self.journal.event(step, code, **scrub_all(fields))
 
     def tell(self, step: int, code: str, text: str, **fields: Any) -> None:
         """Something happened at `step` that the user should see."""
-        self.journal.event(step, code, text=text, **fields)
-        self.screen.event(f"step {step}: {code}: {text}")
+        self.event(step, code, text=text, **fields)
+        self.screen.event(scrubbed(f"step {step}: {code}: {text}"))
 
     def note(self, kind: str, **fields: Any) -> None:
         """One row of another kind, see `Journal.note`."""
-        self.journal.note(kind, **fields)
+        self.journal.note(kind, **scrub_all(fields))
 
     def flush(self) -> None:
         """Everything so far is on disk."""
@@ -281,7 +285,7 @@ class Telemetry:
     def failed(self, step: int, error: BaseException) -> None:
         """The run ended by an error."""
         code = error.exit_code if isinstance(error, HarnessError) else ExitCode.FAILED
-        reason = f"{type(error).__name__}: {error}"
+        reason = scrubbed(f"{type(error).__name__}: {error}")
         self.event(step, "run.failed", text=reason)
         if self.folder is not None:
             self._write_outcome(Outcome("failed", code, reason, step))
@@ -299,7 +303,7 @@ class Telemetry:
     def _write_outcome(self, outcome: Outcome) -> None:
         """outcome.json with what the state says of the steps; a folder that does not even take that is told."""
         assert self.folder is not None
-        self._ended = replace(outcome, **self._counts)
+        self._ended = replace(outcome, reason=scrubbed(outcome.reason), **self._counts)
         try:
             write_outcome(self.folder, self._ended)
         except OSError as error:

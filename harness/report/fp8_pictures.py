@@ -124,6 +124,7 @@ def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
             axes.fill_between(steps, values[0], values[4], color=colour, alpha=0.18, linewidth=0)
             axes.fill_between(steps, values[1], values[3], color=colour, alpha=0.38, linewidth=0)
             axes.plot(steps, values[2], color=colour, linewidth=1.3)
+            _look_past_the_start(axes, steps, values, logarithmic)
             if name == "saturation":
                 axes.axhline(1.0, color=INK, linestyle=":", linewidth=1.0)
             if row == 0:
@@ -134,10 +135,25 @@ def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
             axes.grid(color=GRID, linewidth=0.6)
     figure.suptitle(
         f"FP8 figures of {label(history.run_dir.name)} over its layers: half of them lie on either side of the line,\n"
-        "80% in the dark band, all in the light one. Dotted: the format's largest value",
+        "80% in the dark band, all in the light one. Dotted: the format's largest value. "
+        "The axes are those of the steps after the first, whose scales are not set yet",
         fontsize=10, x=0.01, ha="left",
     )  # fmt: skip
     return save(figure, path)
+
+
+def _look_past_the_start(axes: Axes, steps: Floats, values: Floats, logarithmic: bool) -> None:
+    """Have the axis show every step but those of the first column, where scales are not set yet."""
+    later = values[:, steps > steps[0]] if len(steps) > 1 else values
+    later = later[np.isfinite(later)]
+    if not len(later):
+        return
+    low, high = float(later.min()), float(later.max())
+    if logarithmic:
+        axes.set_ylim(low / 1.5, high * 1.5)
+    else:
+        margin = 0.05 * (high - low) or 1.0
+        axes.set_ylim(low - margin, high + margin)
 
 
 def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:

@@ -30,6 +30,7 @@ from harness.report.explain import HALTED, command_line, learned_little, next_st
 from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
 from harness.tracking.standing import spans
+from harness.tracking.store import Store
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
@@ -340,7 +341,8 @@ def _mlflow(run_dir: Path) -> str:
     if not delivered(run_dir):
         command = f"{tool('harness')} sync {short(run_dir)}"
         return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
-    uri, page = tracking_uri(), run_page(run_dir)
+    store = Store.load(run_dir)
+    uri, page = tracking_uri() if store is None else store.uri, run_page(run_dir)
     if uri.startswith(("http://", "https://")):
         return f"delivered to {uri}{page}"
     then = f", then http://127.0.0.1:5000{page}" if page else ""

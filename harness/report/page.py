@@ -20,17 +20,22 @@ from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES
 from harness.core.files import atomic_file
 from harness.core.screen import say
+from harness.core.secrets import scrubbed
 from harness.report import RunFolder, label
 from harness.report.fp8_pictures import GRID, INK, ROLE_COLOURS, pictures, save
 from harness.report.inspect import account
 from harness.tracking.console import fold, rung_lines
 from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, Series, bare, split_slot
+from harness.tracking.journal import run_page
 from harness.tracking.slot_file import PARQUET, write_parquet
+from harness.tracking.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_EVENTS = 500
+MAX_CONFIG = 64 << 10
+LOCAL_PAGES = "http://127.0.0.1:5000"
 HEAD = ("kind", "step", "attempt", "time", "code")
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 70rem; margin: 2rem auto;
@@ -81,8 +86,10 @@ def _page(history: RunHistory, made: Sequence[Path]) -> str:
     sections = [
         f"<h1>Run {name}</h1>",
         _table((), account(history)),
+        *_link(history.run_dir),
         *(["<h2>Pictures</h2>", *images] if images else []),
         *_plan(history.plan),
+        *_config(history.run_dir),
         *_events(history.events),
     ]
     return (
@@ -101,6 +108,29 @@ def _plan(plan: Mapping[str, Any]) -> list[str]:
     lines = escape(shown("\n".join(rung_lines(plan))))
     headings = ("layers", "count", "precision", "backend", "shape", "why")
     return ["<h2>Precision plan</h2>", f"<pre>{lines}</pre>", _table(headings, rows)]
+
+
+def _link(run_dir: Path) -> list[str]:
+    """To the run in MLflow, which has it by an id that the first delivery brings."""
+    store, page = Store.load(run_dir), run_page(run_dir)
+    if store is None or not page:
+        return []
+    if store.uri.startswith(("http://", "https://")):
+        address = escape(shown(store.uri + page))
+        return [f'<p><a href="{address}">This run in MLflow</a></p>']
+    command = escape(shown(f"mlflow ui --backend-store-uri {store.uri}"))
+    address = escape(f"{LOCAL_PAGES}{page}")
+    return [f'<p>In MLflow: <code>{command}</code>, then <a href="{address}">this run</a>.</p>']
+
+
+def _config(run_dir: Path) -> list[str]:
+    """What the run was started with; a loop of somebody's own has none."""
+    try:
+        with (run_dir / "config.yaml").open("rb") as stream:
+            text = stream.read(MAX_CONFIG).decode(errors="replace")
+    except OSError:
+        return []
+    return ["<h2>Config</h2>", f"<pre>{escape(shown(scrubbed(text)))}</pre>"]
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> list[str]:

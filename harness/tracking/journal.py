@@ -171,22 +171,26 @@ POSITION = "shipper.json"
 @dataclass
 class Position:
     """run_id: MLflow's, None until it exists. offset: journal bytes delivered. key: finds a run created just before a
-    kill, whose id was never written down. experiment_id: MLflow's, for links."""
+    kill, whose id was never written down. experiment_id: MLflow's, for links. store: the address of the store that has
+    so much, without secrets."""
 
     run_id: str | None = None
     offset: int = 0
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     experiment_id: str | None = None
+    store: str | None = None
 
     @classmethod
     def load(cls, run_dir: Path) -> Position:
         """The stored position; the beginning if there is none, it is damaged, or the journal does not reach it."""
         try:
             stored = read_json(run_dir / POSITION)
-            position = cls(stored["run_id"], stored["offset"], stored["key"], stored.get("experiment_id"))
+            position = cls(
+                stored["run_id"], stored["offset"], stored["key"], stored.get("experiment_id"), stored.get("store")
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
-        ids = (position.run_id, position.experiment_id)
+        ids = (position.run_id, position.experiment_id, position.store)
         texts = isinstance(position.key, str) and all(isinstance(each, str | None) for each in ids)
         if not texts or type(position.offset) is not int or position.offset < 0:
             return cls()

@@ -23,7 +23,7 @@ import math
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,11 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 from harness.core.errors import ConfigError, Problem
 from harness.core.files import parse_json, step_name
 from harness.core.screen import say
+from harness.core.secrets import scrubbed
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, Position, encode, finished_size, read_rows
 from harness.tracking.mlflow_page import Description, arrange, data_input
+from harness.tracking.retry import Retry
 from harness.tracking.standing import LOSS, Seal, first_step, read_seal, spans
 
 # A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
@@ -54,8 +56,8 @@ _INFINITE = 1.797e308
 class CheckpointModels:
     """The checkpoints of one MLflow run. Sending a row twice changes nothing."""
 
-    def __init__(self, client: MlflowClient, run: Run) -> None:
-        self._client = client
+    def __init__(self, client: MlflowClient, run: Run, retry: Retry) -> None:
+        self._client, self._retry = client, retry
         self._run = run.info
         self._ids: dict[int, str] = {}
         self._unknown = False
@@ -75,17 +77,18 @@ class CheckpointModels:
     def _note(self, row: Mapping[str, Any], milliseconds: int) -> None:
         step, state = int(row["step"]), str(row["state"])
         if state == "saved":
-            model = self._find(step) or self._create(step)
+            model = self._retry(lambda: self._find(step) or self._create(step))
+            self._retry(self._client.finalize_logged_model, model, LoggedModelStatus.READY)
             tags = {"path": row["path"], "step": step, "attempt": row["attempt"], "state": "saved", "good": "false"}
-            self._client.set_logged_model_tags(model, {name: str(value) for name, value in tags.items()})
+            self._retry(self._client.set_logged_model_tags, model, {name: str(each) for name, each in tags.items()})
             metrics = [
                 Metric(f"checkpoint/{name}", value, milliseconds, step, model_id=model)
                 for name, value in row["metrics"].items()
             ]
-            self._client.log_batch(self._run.run_id, metrics=metrics, synchronous=True)
-        elif model := self._find(step):
+            self._retry(self._client.log_batch, self._run.run_id, metrics=metrics, synchronous=True)
+        elif model := self._retry(self._find, step):
             tags = {"good": "true"} if state == "good" else {"state": state, "good": "false"}
-            self._client.set_logged_model_tags(model, tags)
+            self._retry(self._client.set_logged_model_tags, model, tags)
 
     def _create(self, step: int) -> str:
         model = self._client.create_logged_model(
@@ -95,7 +98,6 @@ class CheckpointModels:
             tags={MLFLOW_MODEL_IS_EXTERNAL: "true"},
             model_type="checkpoint",
         )
-        self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
         self._ids[step] = model.model_id
         return model.model_id
 
@@ -153,55 +155,75 @@ def metric_name(name: str) -> str:
 class Sink:
     """One run in an MLflow store: found again by id, else by key, else created. `position` is kept up to date.
 
-    Raises what mlflow raises; the caller retries with a new one.
+    Requests that fail for the moment are repeated one by one. Raises what mlflow raises where that does not help; the
+    caller goes on with a new one. store: the address of the store without secrets; what another one has counts for
+    nothing here.
     """
 
-    def __init__(self, uri: str, run_dir: Path, experiment: str, position: Position) -> None:
+    def __init__(
+        self, uri: str, run_dir: Path, experiment: str, position: Position, retry: Retry, store: str | None = None
+    ) -> None:
         self._uri = uri
         self._client = MlflowClient(tracking_uri=uri)
+        self._retry = retry
         self._run_dir = run_dir
         self._position = position
+        if position.store != store:
+            position.store, position.offset = store, 0
         position.save(run_dir)
-        run = self._find(experiment)
+        run = self._retry(self._find, experiment)
         if position.run_id != run.info.run_id:
             position.run_id, position.offset = run.info.run_id, 0
             position.save(run_dir)
         self._run_id: str = run.info.run_id
         self._status: str = run.info.status
-        arrange(self._client, run.info.experiment_id)
+        self._retry(arrange, self._client, run.info.experiment_id)
         if position.experiment_id != run.info.experiment_id:
             position.experiment_id = run.info.experiment_id
             position.save(run_dir)
-        self._models = CheckpointModels(self._client, run)
+        self._models = CheckpointModels(self._client, run, retry)
         self._attempt = 0
         self._counts: Counter[str] = Counter()
         self._last: deque[str] = deque(maxlen=LAST_EVENTS)
         self._description = Description(self._client, self._run_id, run.info.experiment_id, run_dir)
+        self._news = False
         if position.offset:
             for row in read_rows(run_dir / JOURNAL, position.offset, metrics=False):
-                self._count([row])
+                self._count(row)
                 self._description.take(row)
+            # Whoever sent these may have ended before the tags told of them.
+            self._news = True
 
-    def deliver(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send `rows` in order. If this raises, make a new Sink and send the same rows again."""
+    def deliver(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+        """Send `rows` in order, and say after each batch how many of them the store has. If this raises, make a new
+        Sink and send the rest.
+        """
         metrics: list[Metric] = []
-        for row in rows:
+        for number, row in enumerate(rows):
             self._description.take(row)
+            self._count(row)
+            if row["kind"] == "event":
+                continue
             if row["kind"] == "metrics":
                 stamp = _milliseconds(row)
-                metrics += [
-                    Metric(metric_name(name), value, stamp, row["step"]) for name, value in row["metrics"].items()
-                ]
-                continue
-            if row["kind"] == "event":
+                added = [Metric(metric_name(name), value, stamp, row["step"]) for name, value in row["metrics"].items()]
+                if metrics and len(metrics) + len(added) > MAX_METRICS:
+                    self._send(metrics)
+                    metrics = []
+                    yield number
+                metrics += added
                 continue
             self._send(metrics)
             metrics = []
             self._note(row)
+            # The last row counts as sent when the tags that tell of it are.
+            if number + 1 < len(rows):
+                yield number + 1
         self._send(metrics)
-        self._tag_events(rows)
+        self._tag_events()
         if any(row["kind"] == "end" for row in rows):
-            self._description.write()
+            self.rest()
+        yield len(rows)
 
     def set_aside(self, rows: int) -> None:
         """Tell that so many rows of the journal are not here, as they are none."""
@@ -209,12 +231,12 @@ class Sink:
 
     def rest(self) -> None:
         """Nothing waits to be sent: bring the description up to date."""
-        self._description.write()
+        self._retry(self._description.write)
 
     def resumed(self) -> None:
         """A trainer is there, whatever the shipper of the one before it has said last."""
         if self._status != "RUNNING":
-            self._client.update_run(self._run_id, status="RUNNING")
+            self._retry(self._client.update_run, self._run_id, status="RUNNING")
 
     def watch_machine(self, seconds: float) -> MachineWatch:
         """Begin to tell how busy this machine is."""
@@ -222,7 +244,7 @@ class Sink:
 
     def lost(self) -> None:
         """The trainer went without an "end" row: killed. A resume sets the run RUNNING again."""
-        self._client.set_terminated(self._run_id, "KILLED")
+        self._retry(self._client.set_terminated, self._run_id, "KILLED")
 
     def _find(self, experiment: str) -> Run:
         position = self._position
@@ -255,15 +277,16 @@ class Sink:
 
     def _send(self, metrics: Sequence[Metric]) -> None:
         for first in range(0, len(metrics), MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[first : first + MAX_METRICS], synchronous=True)
+            batch = metrics[first : first + MAX_METRICS]
+            self._retry(self._client.log_batch, self._run_id, metrics=batch, synchronous=True)
 
     def _note(self, row: Mapping[str, Any]) -> None:
         if row["kind"] == "run":
-            self._client.update_run(self._run_id, status="RUNNING")
+            self._retry(self._client.update_run, self._run_id, status="RUNNING")
             self._tag(row.get("tags", {}))
             self._set_params(row.get("params", {}))
             if row.get("data"):
-                self._client.log_inputs(self._run_id, datasets=[data_input(row["data"])])
+                self._retry(self._client.log_inputs, self._run_id, datasets=[data_input(row["data"])])
         elif row["kind"] == "tags":
             self._tag(row.get("tags", {}))
         elif row["kind"] == "artifact":
@@ -272,20 +295,22 @@ class Sink:
             self._models.note(row, _milliseconds(row))
         elif row["kind"] == "end":
             status = STATUS.get(row["status"], "FAILED")
-            self._client.set_terminated(self._run_id, status, end_time=_milliseconds(row))
+            self._retry(self._client.set_terminated, self._run_id, status, end_time=_milliseconds(row))
 
     def _tag(self, tags: Mapping[str, Any]) -> None:
         entries = [RunTag(metric_name(name), str(value)[:MAX_TAG]) for name, value in tags.items()]
         for first in range(0, len(entries), MAX_ENTRIES):
-            self._client.log_batch(self._run_id, tags=entries[first : first + MAX_ENTRIES], synchronous=True)
+            batch = entries[first : first + MAX_ENTRIES]
+            self._retry(self._client.log_batch, self._run_id, tags=batch, synchronous=True)
 
     def _set_params(self, params: Mapping[str, Any]) -> None:
-        standing = self._client.get_run(self._run_id).data.params
+        standing = self._retry(self._client.get_run, self._run_id).data.params
         entries = [Param(metric_name(name), str(value)[:MAX_PARAM]) for name, value in params.items()]
         # Params cannot be changed: a resume with other values leaves the first ones and tells by the tags.
         entries = [entry for entry in entries if entry.key not in standing]
         for first in range(0, len(entries), MAX_ENTRIES):
-            self._client.log_batch(self._run_id, params=entries[first : first + MAX_ENTRIES], synchronous=True)
+            batch = entries[first : first + MAX_ENTRIES]
+            self._retry(self._client.log_batch, self._run_id, params=batch, synchronous=True)
 
     def _upload(self, relative: str) -> None:
         root = self._run_dir.resolve()
@@ -295,32 +320,31 @@ class Sink:
             return
         folder = path.relative_to(root).parent.as_posix()
         try:
-            self._client.log_artifact(self._run_id, str(path), None if folder == "." else folder)
+            self._retry(self._client.log_artifact, self._run_id, str(path), None if folder == "." else folder)
         except NEVER_WORKS as error:
             # An artifact root of another machine; to wait for it would hold back everything behind it.
             say(f"artifact {relative}: {error}, passed over")
 
-    def _tag_events(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self._count(rows):
-            self._tag(
-                {
-                    "attempt": self._attempt,
-                    "events.count": json.dumps(self._counts, sort_keys=True),
-                    "events.last": "\n".join(reversed(self._last)),
-                }
-            )
+    def _tag_events(self) -> None:
+        if not self._news:
+            return
+        self._tag(
+            {
+                "attempt": self._attempt,
+                "events.count": json.dumps(self._counts, sort_keys=True),
+                "events.last": "\n".join(reversed(self._last)),
+            }
+        )
+        self._news = False
 
-    def _count(self, rows: Iterable[Mapping[str, Any]]) -> bool:
-        """Take events and attempt from `rows`; True if there is news."""
-        news = False
-        for row in rows:
-            if row.get("attempt", 0) > self._attempt:
-                self._attempt, news = row["attempt"], True
-            if row["kind"] == "event":
-                news = True
-                self._counts[row["code"]] += 1
-                self._last.append(_event_line(row))
-        return news
+    def _count(self, row: Mapping[str, Any]) -> None:
+        """Take events and attempt from a row."""
+        if row.get("attempt", 0) > self._attempt:
+            self._attempt, self._news = row["attempt"], True
+        if row["kind"] == "event":
+            self._news = True
+            self._counts[row["code"]] += 1
+            self._last.append(_event_line(row))
 
 
 def _event_line(row: Mapping[str, Any]) -> str:
@@ -344,7 +368,8 @@ def find_run(run_dir: Path, experiment: str, uri: str) -> str:
         name = run_dir.name.replace("\\", "").replace("'", "")
         named = client.search_runs([found.experiment_id], f"attributes.run_name = '{name}'") if found else []
     except MlflowException as error:
-        raise ConfigError(Problem("MLflow does not give its run", str(run_dir), str(error)[:400], fix)) from error
+        why = scrubbed(str(error))[:400]
+        raise ConfigError(Problem("MLflow does not give its run", str(run_dir), why, fix)) from None
     if len(named) != 1:
         what = f"MLflow has {len(named)} runs of this name, and shipper.json, which knows which, is gone"
         raise ConfigError(Problem(what, f"{run_dir}: experiment {experiment}", fix=fix))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_RUN_NOTE
 
 from harness.core.errors import some
@@ -112,8 +112,9 @@ class Description:
             return
         text = self._text()
         if text != there:
-            self._client.set_tag(self._run_id, _NOTE_HASH, _hash(text))
-            self._client.set_tag(self._run_id, MLFLOW_RUN_NOTE, text)
+            # In one request: a hash without its text would make the text look like somebody else's.
+            tags = [RunTag(_NOTE_HASH, _hash(text)), RunTag(MLFLOW_RUN_NOTE, text)]
+            self._client.log_batch(self._run_id, tags=tags, synchronous=True)
         self._stale = False
 
     def _text(self) -> str:
@@ -135,6 +136,10 @@ class Description:
             "| | |",
             "|---|---|",
             *(f"| {label} | {_cell(text)} |" for label, text in rows if text),
+            f"| checkpoints | [as models](#/experiments/{self._experiment_id}/models) of this experiment: `source_run_id = "
+            f"'{self._run_id}'` |",
+            "",
+            "amax and scale span powers of two: switch their charts to a log axis (the chart's menu, Configure, Y-axis).",
         ]
         if self._events:
             lines += ["", "| step | newest events | |", "|---|---|---|"]
@@ -147,12 +152,15 @@ class Description:
 
     def _reasons(self) -> str:
         rungs = read_mapping(self._run_dir / "plan.json", MAX_LARGE).get("rungs")
-        told = [
-            f"{rung.get('rung')} {'taken' if rung.get('taken') else 'not taken'}: {rung.get('reason')}"
-            for rung in (rungs if isinstance(rungs, list) else ())
-            if isinstance(rung, dict)
-        ]
-        return some(told, 6)
+        taken, passed = [], []
+        for rung in rungs if isinstance(rungs, list) else ():
+            if not isinstance(rung, dict):
+                continue
+            if rung.get("taken"):
+                taken.append(f"{rung.get('rung')} taken: {rung.get('reason')}")
+            else:
+                passed.append(f"{rung.get('rung')} not taken: {rung.get('reason')}")
+        return some(taken + passed, 6)
 
     def _outcome(self) -> str:
         outcome = read_mapping(self._run_dir / "outcome.json")

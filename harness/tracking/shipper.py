@@ -1,29 +1,33 @@
 """Delivery of the journal to MLflow from a process of its own, so that no training step ever waits for a server.
 
 The trainer calls `start` once and `drain` at its end; `sync` delivers later what could not be delivered in time. The
-process follows the journal from the offset in `shipper.json`, retries in order with back-off, and survives the signals
-that end the trainer, but never by more than `GRACE` seconds.
+process follows the journal from the offset in `shipper.json`, repeats each request that fails until it succeeds, and
+survives the signals that end the trainer, but never by more than `GRACE` seconds. Where to deliver is in its
+environment: everybody on the machine can read command lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from harness.core.errors import shown
 from harness.core.files import with_this_package
+from harness.core.secrets import scrubbed
 from harness.tracking.journal import JOURNAL, Position, decode, delivered, require_run, tracking_uri
+from harness.tracking.store import URI, Choice, Store, choose
 
 if TYPE_CHECKING:
     from harness.tracking.mlflow import MachineWatch, Sink
@@ -34,7 +38,10 @@ LONGEST_BACKOFF = 10.0
 SET_ASIDE = "journal.damaged"
 CHUNK = 256 * 1024
 NICENESS = 10
-# A client that tries again by itself creates a second run where only the answer was lost; we look for the first.
+# Failures that are written down one by one; of later ones only those that are not over at the next try.
+SAID = 100
+# A client that tries again by itself creates a second run where only the answer was lost; we look for the first. And it
+# waits as long as a server asks it to, be it a day.
 FIXED = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 # Seconds enough for a thousand metrics on a busy server: one that is given up goes on all the same, and slows the next.
 DEFAULTS = {
@@ -49,6 +56,7 @@ class ShipperHandle:
 
     run_dir: Path
     process: subprocess.Popen[bytes]
+    choice: Choice
 
     def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until MLflow has all of the journal; False if it has not by then."""
@@ -65,31 +73,50 @@ class ShipperHandle:
 def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> ShipperHandle:
     """Start the shipper of `run_dir`. Call it after the journal's "run" row is written.
 
-    Its output goes to `<run_dir>/shipper.log`. If another shipper still holds the run, it waits for its turn.
+    Its output goes to `<run_dir>/shipper.log`. If another shipper still holds the run, it waits for its turn. Where it
+    delivers is kept in `store.json`, see `choose`.
     system_seconds: between figures of this machine and its GPUs, which are sent too; 0: none.
     """
     journal = run_dir / JOURNAL
     size = journal.stat().st_size if journal.exists() else 0
     command = [*_command(run_dir, experiment), "--pid", str(os.getpid()), "--from", str(size)]
     command += ["--system-seconds", str(system_seconds)]
-    with (run_dir / "shipper.log").open("ab") as log:
+    choice = choose(run_dir)
+    choice.store.save(run_dir)
+    with _log(run_dir) as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=with_this_package()
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment(choice)
         )
-    return ShipperHandle(run_dir, process)
+    return ShipperHandle(run_dir, process, choice)
 
 
-def sync(run_dir: Path, experiment: str, patience: float = 60.0) -> bool:
+def sync(run_dir: Path, experiment: str, patience: float = 60.0, choice: Choice | None = None) -> bool:
     """Deliver all of the journal now and say whether MLflow has it; gives up `patience` seconds after the last success.
 
-    Errors go to `<run_dir>/shipper.log`. Raises ConfigError if `run_dir` is no run folder.
+    choice: where to; without it as `start`. Errors go to `<run_dir>/shipper.log`. Raises ConfigError if `run_dir` is no
+    run folder.
     """
     command = [*_command(require_run(run_dir), experiment), "--patience", str(patience)]
-    with (run_dir / "shipper.log").open("ab") as log:
+    choice = choice or choose(run_dir)
+    choice.store.save(run_dir)
+    with _log(run_dir) as log:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=with_this_package(), check=False
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(choice), check=False
         )
     return done.returncode == 0 and delivered(run_dir)
+
+
+@contextmanager
+def _log(run_dir: Path) -> Iterator[BinaryIO]:
+    """The shipper's log, for its owner alone: what libraries write there is not all ours."""
+    with open(run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+        with suppress(OSError):  # one that somebody else owns
+            os.fchmod(log.fileno(), 0o600)
+        yield log
+
+
+def _environment(choice: Choice) -> dict[str, str]:
+    return {**with_this_package(), URI: choice.uri}
 
 
 def _command(run_dir: Path, experiment: str) -> list[str]:
@@ -109,6 +136,7 @@ class _Follower:
     system_seconds: float = 0.0
     _machine: MachineWatch | None = None
     _look_again: float = 0.0
+    _failures: int = 0
 
     def run(self) -> int:
         """Follow until the end; 0 if all is delivered."""
@@ -157,12 +185,16 @@ class _Follower:
                     self._watch_machine(sink)
                 rows, offset, strange = _read(self.run_dir / JOURNAL, position.offset)
                 if offset != position.offset:
-                    sink.deliver(rows)
+                    for sent in sink.deliver([row for row, _ in rows]):
+                        # Lines that are no rows are set aside first: whoever goes on behind them never sees them.
+                        if sent < len(rows) and not strange:
+                            position.offset = rows[sent - 1][1]
+                            position.save(self.run_dir)
                     if strange:
                         sink.set_aside(self._set_aside(strange))
                     position.offset = offset
                     position.save(self.run_dir)
-                    ended = offset > self.born and bool(rows) and rows[-1]["kind"] == "end"
+                    ended = offset > self.born and bool(rows) and rows[-1][0]["kind"] == "end"
                     backoff, success = POLL, time.monotonic()
                     continue
                 sink.rest()
@@ -171,7 +203,7 @@ class _Follower:
             except Exception as error:
                 # A new connection takes up at what is written down, so that nothing half done is counted twice.
                 sink, position = None, Position.load(self.run_dir)
-                _say(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+                _say(_described(error))
                 if self.pid is None and time.monotonic() - success > self.patience:
                     return 1
                 time.sleep(backoff)
@@ -198,7 +230,7 @@ class _Follower:
         if offset <= self.born:
             return False
         rows, *_ = _read(self.run_dir / JOURNAL, max(0, offset - CHUNK), offset)
-        return bool(rows) and rows[-1]["kind"] == "end"
+        return bool(rows) and rows[-1][0]["kind"] == "end"
 
     def _set_aside(self, lines: Sequence[bytes]) -> int:
         """Keep lines that are no rows, and say so; how many are kept by now. Sent again, they are kept once."""
@@ -212,11 +244,23 @@ class _Follower:
 
     def _connect(self, position: Position) -> Sink:
         from harness.tracking.mlflow import Sink
+        from harness.tracking.retry import Retry, listen_to_answers
 
-        return Sink(tracking_uri(), self.run_dir, self.experiment, position)
+        listen_to_answers()
+        retry = Retry(self.patience if self.pid is None else None, self._failed)
+        uri = tracking_uri()
+        return Sink(uri, self.run_dir, self.experiment, position, retry, Store.of(uri).uri)
+
+    def _failed(self, error: Exception, times: int) -> None:
+        """A request that is tried again."""
+        self._failures += 1
+        if times > 1 or self._failures <= SAID:
+            _say(_described(error))
 
 
-def _read(journal: Path, offset: int, end: int | None = None) -> tuple[list[dict[str, Any]], int, list[bytes]]:
+def _read(
+    journal: Path, offset: int, end: int | None = None
+) -> tuple[list[tuple[dict[str, Any], int]], int, list[bytes]]:
     """Finished rows from `offset` on, about CHUNK bytes of them or those up to `end`, the offset behind them, and the
     lines among them that are no rows that MLflow could be told of.
     """
@@ -227,12 +271,20 @@ def _read(journal: Path, offset: int, end: int | None = None) -> tuple[list[dict
         data = file.read(CHUNK if end is None else end - offset)
         if end is None and len(data) == CHUNK:
             data += file.readline()
-    data = data[: data.rfind(b"\n") + 1]
-    lines = data.split(b"\n")[:-1]
-    decoded = [decode(line) for line in lines]
-    rows = [row for row in decoded if row is not None and "time" in row]
-    strange = [line for line, row in zip(lines, decoded, strict=True) if row is None or "time" not in row]
-    return rows, offset + len(data), strange
+    rows: list[tuple[dict[str, Any], int]] = []
+    strange: list[bytes] = []
+    for line in data.split(b"\n")[:-1]:
+        offset += len(line) + 1
+        row = decode(line)
+        if row is not None and "time" in row:
+            rows.append((row, offset))
+        else:
+            strange.append(line)
+    return rows, offset, strange
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(scrubbed(str(error)).split())[:500]}"
 
 
 def _bound_life(follower: _Follower) -> None:
@@ -245,7 +297,31 @@ def _bound_life(follower: _Follower) -> None:
 
 
 def _say(text: str) -> None:
-    print(time.strftime("%Y-%m-%d %H:%M:%S"), shown(text), flush=True)
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), shown(scrubbed(text)), flush=True)
+
+
+class _Scrubbing(io.TextIOBase):
+    """A stream that takes no secret: warnings and tracebacks of libraries end in the log too. Whole lines at a time."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._begun = stream, ""
+        self._lock = threading.RLock()
+
+    def write(self, text: str) -> int:
+        """As of every stream."""
+        with self._lock:
+            whole, newline, self._begun = (self._begun + text).rpartition("\n")
+            if newline:
+                self._stream.write(scrubbed(whole) + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """What is not a whole line yet stays."""
+        self._stream.flush()
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
 
 
 def main() -> int:
@@ -267,7 +343,8 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.nice(NICENESS)
         threading.Thread(target=_bound_life, args=(follower,), daemon=True).start()
-    return follower.run()
+    with redirect_stdout(_Scrubbing(sys.stdout)), redirect_stderr(_Scrubbing(sys.stderr)):
+        return follower.run()
 
 
 if __name__ == "__main__":

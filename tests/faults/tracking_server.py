@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from pathlib import Path
 
 FAULTS = {
@@ -27,6 +29,9 @@ FAULTS = {
     "no_name": "name not found",
 }
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+SHARE = "share"
+"""Not in FAULTS: most requests succeed."""
+BUSY = "HTTP/1.1 429 Too Many Requests\r\nRetry-After: {}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 DENIED = b"HTTP/1.1 401 Unauthorized\r\nWWW-Authenticate: Basic\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 METHODS = (b"GET", b"POST", b"PATCH", b"DELETE")
 # Put before everything else on PYTHONPATH: name resolution fails while the file is there.
@@ -54,7 +59,7 @@ class Proxy:
 
     "refuse" (nothing listens), "error" (500 to every request), "denied" (401 to every request), "hang" (accepts and
     never answers), "swallow" (the server does what it is asked, but whoever asks it to write never hears so), "no_name"
-    (see NO_NAMES).
+    (see NO_NAMES), "share" (three in ten requests fail: 429 with Retry-After, 500, or done with the answer lost).
     hits: how often each fault met a connection; nobody can count those that were refused. "dead": found no upstream.
     """
 
@@ -62,6 +67,7 @@ class Proxy:
         self.hits: Counter[str] = Counter()
         self._upstream = upstream
         self._fault = ""
+        self._chance = random.Random(0)
         self._open: set[socket.socket] = set()
         self._flag = folder / "no-names"
         self.python_path = folder / "site"
@@ -138,6 +144,8 @@ class Proxy:
                     client.sendall(ERROR if fault == "error" else DENIED)
                 while client.recv(1 << 16):
                     pass
+            elif fault == SHARE:
+                self._relay_share(client)
             else:
                 self._relay(client, fault)
         except OSError:
@@ -145,6 +153,28 @@ class Proxy:
         finally:
             self._open.discard(client)
             client.close()
+
+    def _relay_share(self, client: socket.socket) -> None:
+        """One request, and its answer unless it is one of those that fail."""
+        request = _whole_request(client)
+        if not request:
+            return
+        kind = self._chance.choice(("429", "500", "lost")) if self._chance.random() < 0.3 else ""
+        self.hits[kind or "passed"] += 1
+        if kind == "429":
+            moment = formatdate(time.time() + 1, usegmt=True)
+            client.sendall(BUSY.format(self._chance.choice(("0", "1", moment))).encode())
+            return
+        if kind == "500":
+            client.sendall(ERROR)
+            return
+        with socket.create_connection(("127.0.0.1", self._upstream)) as server:
+            head, _, body = request.partition(b"\r\n\r\n")
+            lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
+            server.sendall(b"\r\n".join([*lines, b"Connection: close", b"", body]))
+            answer = b"".join(iter(lambda: server.recv(1 << 16), b""))
+        if kind != "lost":
+            client.sendall(answer)
 
     def _relay(self, client: socket.socket, fault: str) -> None:
         try:
@@ -168,6 +198,25 @@ class Proxy:
                         return
                     else:
                         client.sendall(data)
+
+
+def _whole_request(client: socket.socket) -> bytes:
+    """Head and body of a request; empty if there comes none."""
+    request = b""
+    while b"\r\n\r\n" not in request:
+        data = client.recv(1 << 16)
+        if not data:
+            return b""
+        request += data
+    head, _, body = request.partition(b"\r\n\r\n")
+    lengths = [line.partition(b":")[2] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+    missing = int(lengths[0]) - len(body) if lengths else 0
+    while missing > 0:
+        data = client.recv(1 << 16)
+        if not data:
+            return b""
+        request, missing = request + data, missing - len(data)
+    return request
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     from mlflow.exceptions import MlflowException
 
     from harness.tracking.mlflow import CheckpointModels
+    from harness.tracking.retry import Retry
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -39,7 +40,7 @@ def names(client: MlflowClient, experiment: str, query: str) -> list[str]:
 
 def send(client: MlflowClient, experiment: str, rows: list[Mapping[str, Any]]) -> None:
     (run,) = client.search_runs([experiment]) or [client.create_run(experiment)]
-    models = CheckpointModels(client, run)
+    models = CheckpointModels(client, run, Retry(None, lambda error, times: None))
     for each in rows:
         models.note(each, round(each["time"] * 1000))
 
