@@ -17,9 +17,8 @@ from harness.core.errors import MisuseError, Problem
 from harness.core.facts import ROLES, SlotStats
 from harness.core.protocols import Meta
 from harness.core.schema import Strict
+from harness.monitors.growth import Bools, Floats, Growth
 
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 _Numbers = npt.NDArray[np.floating[Any]]
 Ratio = Annotated[float, Field(gt=0)]
 
@@ -49,9 +48,6 @@ _DECIBELS_PER_OCTAVE = 20 * float(np.log10(2))
 _ENOUGH = 0.5
 """Of the last of `hits` bad observations, how much is needed: so much may have been taken away between them."""
 
-_MOST = 2.0
-"""How far over its limit a saturation may be while its tensor grows: what grows faster is no fast start."""
-
 _FAINT = np.array([2.0**-6, 2.0**-6, 2.0**-14], dtype=np.float32)
 """Saturation of input, weight and gradient under which a tensor begins to leave what E4M3, or E5M2, resolves."""
 
@@ -65,8 +61,9 @@ _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
 _BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
 _OF_LOSS = np.array([kind.name in ("underflow", "even_db") for kind in STATISTICS])[:, None, None]
 _COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
-_SATURATION, _CLIPPED, _UNDERFLOW = (
-    [kind.name for kind in STATISTICS].index(name) for name in ("saturation", "clipped", "underflow")
+_SATURATION, _CLIPPED, _UNDERFLOW, _SQNR, _EVEN = (
+    [kind.name for kind in STATISTICS].index(name)
+    for name in ("saturation", "clipped", "underflow", "sqnr_db", "even_db")
 )
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
 
@@ -227,7 +224,7 @@ class Evidence:
         self._recent: Floats = np.full((policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32)
         # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
         self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
-        self._scale: Floats = np.full_like(self._amax, np.nan)
+        self._growth = Growth(policy.window, policy.warmup_steps, count)
         self._score = Score(policy, (len(STATISTICS), count, 3))
         self._samples = False
         # Slots whose newest saturation is a reason to look closely, and what that step lost: no part of the state.
@@ -238,11 +235,15 @@ class Evidence:
         self._places: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._present: Bools = np.zeros((count, 3), dtype=np.bool_)
 
+    def meet(self, slots: SlotStats) -> None:
+        """A run's first step: which tensors are zero. Raises as `record`."""
+        self._find(slots.names)
+        self._growth.meet(self._spread(slots.amax))
+
     def note(self, slots: SlotStats) -> None:
         """Append a step's scales alone, to know where they go. Raises as `record`."""
-        if slots.names is not self._names and slots.names != self._names:
-            self._place(slots.names)
-        self._scale = np.concatenate([self._scale[1:], self._spread(slots.scale)[None]])
+        self._find(slots.names)
+        self._growth.note(self._spread(slots.scale), self._spread(slots.amax))
 
     def record(self, slots: SlotStats, ignore: Bools) -> None:
         """Append one step. ignore: bool [layers], whose values say nothing. Raises MisuseError for unknown slots."""
@@ -265,15 +266,14 @@ class Evidence:
             ]
         )
         values[:, ignore] = np.nan
+        values[:, self._growth.unset()] = np.nan
         self._samples = self._samples or not np.isnan(values[_SAMPLED]).all()
         # That all of a tensor was lost takes no sample, and the next one may come when it is over.
         vanished = (values[_SATURATION] > 0) & (values[_SATURATION] < _VANISHED) & np.isnan(values[_UNDERFLOW])
         values[_UNDERFLOW] = np.where(vanished, np.float32(1), values[_UNDERFLOW])
-        limits, headroom = self._limits.repeat(amax.shape[0], axis=1), self._headroom()
+        limits, headroom = self._limits.repeat(amax.shape[0], axis=1), self._growth.headroom()
         limits[_SATURATION] *= headroom
-        # What growth alone takes over the edge: the scale is on its way, and none is cut by more than that.
-        grown = (headroom > 1) & (values[_SATURATION] <= headroom)
-        values[_CLIPPED] = np.where(grown & ~np.isnan(values[_CLIPPED]), 0, values[_CLIPPED])
+        self._without_clipping(values, headroom)
         bad = values * _SIGN > limits * _SIGN
         # 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is told as the smallest number.
         told = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
@@ -286,21 +286,22 @@ class Evidence:
         self._score.add(seen, bad, beyond)
         self._lost = bad & (beyond >= 1) & _OF_LOSS
 
-    def _headroom(self) -> Floats:
-        """What a saturation may be over its limit while its tensor grows: float32 [layers, roles], 1 to _MOST.
+    def _without_clipping(self, values: Floats, headroom: Floats) -> None:
+        """Take from `values` what growth alone clips: the scale is on its way. In place.
 
-        A scale is of the steps before, so a tensor that grows by g a step is at a ratio of g although nothing is wrong
-        with it, and in a fast start g itself swings: g^2, g being by how much a step the scale fell within the window.
-        The scale goes by the largest amax of its history: noise about a level does not look like growth.
+        A value that is cut by r, the saturation, is off by at most 1 - 1/r of itself. What a young tensor loses in
+        sqnr_db and even_db beyond what its clipped values can have lost is still judged: it is lost to something else.
         """
-        valid = np.isfinite(self._scale) & (self._scale > 0)
-        first = valid.argmax(axis=0)
-        last = len(valid) - 1 - valid[::-1].argmax(axis=0)
-        oldest, newest = (np.take_along_axis(self._scale, place[None], axis=0)[0] for place in (first, last))
+        ratio, clipped = values[_SATURATION], values[_CLIPPED]
+        grown = (headroom > 1) & (ratio <= headroom)
+        young = grown & self._growth.young() & (ratio > 1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            octaves = np.log2(oldest / newest) / (last - first)
-        grows = valid.any(axis=0) & (last > first)
-        return np.exp2(np.clip(2 * np.where(grows, octaves, 0.0), 0.0, np.log2(_MOST))).astype(np.float32)
+            cut = np.where(young, (1 - 1 / ratio) ** 2, 0)
+            for place, share in ((_SQNR, np.sign(clipped)), (_EVEN, clipped)):
+                rest = 10 ** (-values[place] / 10) - np.nan_to_num(share) * cut
+                decibels = -10 * np.log10(np.maximum(rest, _SMALLEST))
+                values[place] = np.where(young & ~np.isnan(values[place]), decibels, values[place])
+        values[_CLIPPED] = np.where(grown & ~np.isnan(clipped), 0, clipped)
 
     def suspicious(self, among: Bools) -> bool:
         """Whether anything of a layer in `among` (bool [layers]) is reason to measure everything.
@@ -363,7 +364,7 @@ class Evidence:
 
     def state_dict(self) -> Meta:
         """JSON-able."""
-        arrays = {"recent": self._recent, "amax": self._amax, "scale": self._scale}
+        arrays = {"recent": self._recent, "amax": self._amax, **self._growth.arrays()}
         arrays |= {"score": self._score.value, "bad": self._score.bad}
         return {**{name: _listed(values) for name, values in arrays.items()}, "samples": self._samples}
 
@@ -375,8 +376,7 @@ class Evidence:
         self._recent[:, : recent.shape[1]] = recent
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
-        if "scale" in meta:
-            self._scale = _array(meta["scale"]).reshape(self._scale.shape)
+        self._growth.restore({name: _array(meta[name]) for name in self._growth.arrays() if name in meta})
         if "score" in meta:
             self._score.restore(_array(meta["score"]), _array(meta["bad"]))
         else:
@@ -387,6 +387,10 @@ class Evidence:
         spread = np.full(len(self.layers) * 3, np.nan, dtype=np.float32)
         spread[self._places] = values
         return spread.reshape(-1, 3)
+
+    def _find(self, names: tuple[str, ...]) -> None:
+        if names is not self._names and names != self._names:
+            self._place(names)
 
     def _place(self, names: tuple[str, ...]) -> None:
         parts = [name.rpartition(".") for name in names]

@@ -84,8 +84,10 @@ class FallbackController(KeptWindow):
         if not facts.applied:
             return quiet
         if facts.applied_steps <= self.policy.warmup_steps:
-            if facts.applied_steps > 1:  # the first step's scales are of no tensor
+            if facts.applied_steps > 1:
                 self._evidence.note(facts.slots)
+            else:  # the first step's scales are of no tensor
+                self._evidence.meet(facts.slots)
             # A fault that is there from the start: the first steps that are evidence are measured.
             return replace(quiet, sample_steps=self.policy.hits)
         # A layer just back in FP8 used a scale made from shadow values: its first ratio says nothing of the next ones.
