@@ -209,7 +209,7 @@ class GuardConfig(Strict):
     )
     spike_window: Positive = Field(default=40, description="applied steps that tell the usual loss and gradient norm")
     spike_sigma: float = Field(
-        default=12.0, gt=0, description="robust sigmas (log scale, median/MAD) that make a spike"
+        default=12.0, gt=0, description="robust sigmas (median/MAD) over the usual loss that make a spike"
     )
     spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
     skip_growth: float = Field(
