@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.saver import Snapshots, room_for_snapshots
 from harness.core.collectives import RankComparison
-from harness.core.config import CheckpointConfig, GuardConfig, unwatched
+from harness.core.config import CheckpointConfig, GuardConfig, snapshot_gap, unwatched
 from harness.core.errors import HaltedError, MisuseError, Problem
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
 from harness.core.schema import validate
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from harness.precision.api import Precision
 
-# A copy of the state takes a GPU as long as some steps of a few thousand tokens; runs break most while they are young.
-_SELDOM = 5
 # Of the optimizers that are known Adam keeps the most: to guess what a snapshot takes before there is one.
 _MOMENT_BYTES = 8
 
@@ -235,10 +233,9 @@ class Guard:
 
         A function of the step alone: what a rollback goes back to must not depend on the machine.
         """
-        config, step = self.judge.config, self.state.step
-        often = not config.snapshot_seldom_after or step <= config.snapshot_seldom_after
-        every = config.snapshot_every * (1 if often else _SELDOM)
-        return self.memory is not None and every > 0 and step % every == 0
+        step = self.state.step
+        gap = snapshot_gap(self.judge.config, step)
+        return self.memory is not None and gap > 0 and step % gap == 0
 
     def snapshot(self) -> None:
         """Keep the state in memory, if it can be copied. Collective."""

@@ -25,6 +25,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
 """What `train.optimizer` may name without a colon."""
 _NAMED = 5
+_SELDOM, _LONGEST_GAP = 5, 100
 
 
 class TrainConfig(Strict):
@@ -208,7 +209,7 @@ class GuardConfig(Strict):
     )
     spike_window: Positive = Field(default=40, description="applied steps that tell the usual loss and gradient norm")
     spike_sigma: float = Field(
-        default=12.0, gt=0, description="robust sigmas (log scale, median/MAD) that make a spike"
+        default=12.0, gt=0, description="robust sigmas (median/MAD) over the usual loss that make a spike"
     )
     spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
     skip_growth: float = Field(
@@ -230,9 +231,13 @@ class GuardConfig(Strict):
     parameter_growth: float = Field(
         default=10.0, gt=1, description="growth of the parameters' norm within 100 steps that is reported"
     )
-    snapshot_every: Count = Field(default=20, description="steps between snapshots in memory; 0: none")
+    snapshot_every: Count = Field(
+        default=20, description="steps between snapshots in memory; 0: none; the plan names the steps"
+    )
     snapshot_seldom_after: Count = Field(
-        default=200, description="step after which only every fifth of them is taken; 0: all are"
+        default=200,
+        description="step after which every fifth of them at most is taken, with no gap over 100 steps that "
+        "snapshot_every does not ask for; 0: all are",
     )
     loss_rise: Literal["act", "report"] = Field(
         default="act",
@@ -409,6 +414,31 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
             periods.append(("guard.compare_ranks_every", guard.compare_ranks_every, "the ranks' weights not compared"))
     told = [f"{why} ({name} {period})" for name, period, why in periods if period > steps]
     return f"in {steps:,} step{'s' if steps > 1 else ''}: {'; '.join(told)}" if told else ""
+
+
+def snapshot_gap(guard: GuardConfig, step: int) -> int:
+    """Steps between snapshots in memory where `step` is; 0: none are taken. One is due where it divides `step`.
+
+    A copy of the state takes a GPU as long as some steps of a few thousand tokens, and runs break most while they are
+    young: later ones are fewer, but no gap is over 100 steps unless `snapshot_every` is.
+    """
+    every, seldom_after = guard.snapshot_every, guard.snapshot_seldom_after
+    if not (every and seldom_after and step > seldom_after):
+        return every
+    return every * max(1, min(_SELDOM, _LONGEST_GAP // every))
+
+
+def snapshot_plan(guard: GuardConfig, steps: int) -> str:
+    """At which of `steps` steps snapshots are taken, in a line."""
+    often, seldom_after = guard.snapshot_every, guard.snapshot_seldom_after
+    seldom = snapshot_gap(guard, seldom_after + 1)
+    last = steps // seldom * seldom if seldom else 0
+    if often and last <= seldom_after:
+        last = min(steps, seldom_after or steps) // often * often
+    if not last:
+        return f"snapshots in memory: none in {steps:,} steps (guard.snapshot_every {often}); rollbacks are from disk"
+    told = f"every {often} steps" + (f" up to step {seldom_after}, then every {seldom}" if seldom > often else "")
+    return f"snapshots in memory: {told}; the last after step {last} (guard.snapshot_every, snapshot_seldom_after)"
 
 
 def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:

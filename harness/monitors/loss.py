@@ -35,9 +35,8 @@ HIGH_FIRST, LOW_FIRST = 1.5, 0.3
 _OF_TOKENS = ("nats per token", "nats per byte")
 LOOK_EVERY = 16
 FIRST_MARK = 512
-IMPROVEMENT = 0.005
-"""Falls of the median loss under this share are none. The median of 64 losses with 3% noise has a standard error of
-0.5%, and a loss that falls as slowly as the -0.07th power of the steps falls by 4.7% while they double."""
+NOISE = 0.35
+"""Sigmas of single losses: a fall of the median by less is none. Two medians of 64 differ by 0.22 by chance."""
 
 
 class LossMonitor(KeptWindow):
@@ -269,13 +268,14 @@ class FirstLossMonitor(KeptWindow):
 class PlateauMonitor(KeptWindow):
     """Looks at the loss and the gradient norm of the last `window` applied steps, in two halves.
 
-    The loss stands still if the later half's median is not IMPROVEMENT under the earlier one's. The gradient has
-    vanished if, besides, its median norm in the later half is under `vanished` times the largest such median of the
-    run so far (single spikes do not count). At applied step 512, 1024, 2048, ... the window's median loss is compared
-    with the one at half as many steps: a run on a plateau has gained nothing from all of them.
+    The loss stands still if the later half's median is not under the earlier one's by NOISE. Differences alone decide:
+    a shift of the loss changes nothing. The gradient has vanished if, besides, its median norm in the later half is
+    under `vanished` times the largest such median of the run so far (single spikes do not count). At applied step 512,
+    1024, 2048, ... the window's median loss is compared with the one at half as many steps: a run on a plateau has
+    gained nothing from all of them.
 
     Verdicts, healthy: `gradient.vanished`, once until the norm is ten times over the limit again; `loss.plateau`, once
-    until a later doubling brought the loss down; else `loss.ok`. Losses of zero or below are on no plateau.
+    until a later doubling brought the loss down; else `loss.ok`.
     """
 
     key = "plateau"
@@ -314,8 +314,8 @@ class PlateauMonitor(KeptWindow):
             self._gone = norm < 10 * self.vanished * self._peak
             return None
         half = len(self._losses) // 2
-        before, now = median(islice(self._losses, half)), median(islice(self._losses, half, None))
-        self._gone = norm < self.vanished * self._peak and _stands(before, now)
+        before, now = median(islice(self._losses, half)), median(self._later())
+        self._gone = norm < self.vanished * self._peak and self._stands(before, now)
         if not self._gone:
             return None
         text = (
@@ -331,7 +331,7 @@ class PlateauMonitor(KeptWindow):
             return None
         before, now = self._mark, median(self._losses)
         self._mark = now
-        was_flat, self._flat = self._flat, before is not None and _stands(before, now)
+        was_flat, self._flat = self._flat, before is not None and self._stands(before, now)
         if before is None or not self._flat or was_flat:
             return None
         text = (
@@ -341,6 +341,8 @@ class PlateauMonitor(KeptWindow):
         evidence = {"loss_before": before, "loss": now, "from_update": steps // 2, "to_update": steps}
         return Verdict("loss.plateau", facts.step, text, evidence=evidence)
 
+    def _later(self) -> list[float]:
+        return list(islice(self._losses, len(self._losses) // 2, None))
 
-def _stands(before: float, now: float) -> bool:
-    return now > 0 and now > (1 - IMPROVEMENT) * before
+    def _stands(self, before: float, now: float) -> bool:
+        return before - now <= NOISE * level(self._later(), 0).sigma

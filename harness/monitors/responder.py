@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from harness.core.facts import (
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from harness.core.config import GuardConfig
     from harness.core.state import RunLedger, TrainState
 
+LR_JUMPED = "lr.jump"
+"""The verdict that every later rollback and halt names: what was too long a step is the likelier cause."""
+
 
 class Responder:
     """One action a step: Halt before Rollback before Switch before Continue, within the guard's budgets.
@@ -48,6 +51,7 @@ class Responder:
         self.ledger = ledger
         self.notes: list[Verdict] = []
         self._refusal_told = False
+        self._lr_jump = ""
 
     def decide(self, verdicts: Sequence[Verdict], window: int = 0) -> Action:
         """The action for one step's verdicts; spends budgets, so call it exactly once a step, on every rank.
@@ -57,6 +61,15 @@ class Responder:
         self.notes = []
         if not self.guard.enabled:
             return Continue()
+        for verdict in verdicts:
+            if verdict.code == LR_JUMPED:
+                self._lr_jump = f"; before that, at step {verdict.step}, {verdict.text}"
+        action = self._decided(verdicts, window)
+        if isinstance(action, Halt | Rollback):
+            return replace(action, reason=action.reason + self._lr_jump)
+        return action
+
+    def _decided(self, verdicts: Sequence[Verdict], window: int) -> Action:
         skips = [verdict for verdict in verdicts if verdict.skip]
         within = self.guard.budget_windows
         if skips:

@@ -9,13 +9,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from harness.build import (
+    ENGINES,
     Worker,
     build_data,
     build_plan,
@@ -30,7 +31,16 @@ from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, check_unfinished, lacks_room
-from harness.core.config import RunConfig, data_doubts, flat, left_out, load_config, unwatched, warmup_doubt
+from harness.core.config import (
+    RunConfig,
+    data_doubts,
+    flat,
+    left_out,
+    load_config,
+    snapshot_plan,
+    unwatched,
+    warmup_doubt,
+)
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import step_name
@@ -102,6 +112,8 @@ def train(request: Request) -> int:
         data = build_data(config, folder, worker)
         config = fit_vocab(config, data.ids, data.vocab)
         plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
+        if config.guard.enabled and ENGINES[worker.engine].snapshots:
+            plan = replace(plan, notes=(*plan.notes, snapshot_plan(config.guard, config.train.steps)))
         check_vocab(model, data.ids, config.model.target)
         if request.strict and not plan.rungs[0].taken:
             raise MachineError(

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 import torch
 
-from harness.core.config import RunConfig, TrainConfig, data_doubts, left_out, warmup_doubt
+from harness.core.config import (
+    GuardConfig,
+    RunConfig,
+    TrainConfig,
+    data_doubts,
+    left_out,
+    snapshot_gap,
+    snapshot_plan,
+    warmup_doubt,
+)
 from harness.optim.schedule import Schedule
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -94,3 +104,32 @@ def test_data_that_are_too_small_for_a_setting_are_told() -> None:
     ]
     (told,) = data_doubts(wanted, {"train_samples": 909, "val_samples": 64, "mixture": parts})
     assert "of a a step takes 14.4 samples, and it has 9" in told
+
+
+@pytest.mark.parametrize(
+    ("every", "seldom_after", "expected"),
+    [
+        (20, 200, [*range(20, 201, 20), *range(300, 1001, 100)]),
+        (250, 200, [250, 500, 750, 1000]),
+        (41, 200, [41, 82, 123, 164, 246, 328, 410, 492, 574, 656, 738, 820, 902, 984]),
+        (99, 200, list(range(99, 1001, 99))),
+        (4, 20, [4, 8, 12, 16, *range(20, 1001, 20)]),
+        (300, 0, [300, 600, 900]),
+        (2000, 200, []),
+        (0, 200, []),
+    ],
+)
+def test_the_plan_says_at_which_steps_snapshots_come(every: int, seldom_after: int, expected: list[int]) -> None:
+    guard = GuardConfig(snapshot_every=every, snapshot_seldom_after=seldom_after)
+    due = [step for step in range(1, 1001) if (gap := snapshot_gap(guard, step)) and step % gap == 0]
+    assert due == expected
+    gaps = [after - before for before, after in pairwise([0, *due])]
+    assert max(gaps, default=0) <= max(100, every), "no gap over 100 steps that nobody asked for"
+    assert max(gaps, default=0) <= 5 * every
+    text = snapshot_plan(guard, 1000)
+    if not expected:
+        assert f"none in 1,000 steps (guard.snapshot_every {every})" in text
+        return
+    assert f"every {every} steps" in text
+    assert f"the last after step {expected[-1]} " in text
+    assert ("then every" in text) == (max(gaps) > min(gaps))

@@ -26,7 +26,11 @@ HEALTHY = 10
 
 @dataclass
 class Course:
-    """What became of a run. applied, skipped: windows, of every attempt. told: (code, window) of what was said."""
+    """What became of a run. applied, skipped: windows, of every attempt. told: (code, window) of what was said.
+
+    rollbacks, returned_to: the windows that each passed over, and the step that it went back to. limits: (loss, norm)
+    of every step.
+    """
 
     status: str = "done"
     reason: str = ""
@@ -34,6 +38,7 @@ class Course:
     skipped: list[int] = field(default_factory=list[int])
     told: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     rollbacks: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    returned_to: list[int] = field(default_factory=list[int])
     limits: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
 
     @property
@@ -76,6 +81,7 @@ def drive(formula: Formula, steps: int, every: int = 20, **keys: Any) -> Course:
             limits = {int(each): Limits.from_json(values) for each, values in state["limits"].items()}
             for monitor, meta in zip(monitors, state["monitors"], strict=True):
                 monitor.load_state_dict(meta)
+            course.returned_to.append(step)
             ledger.go_back(step, action.bad)
             waiting = ""
         elif isinstance(action, Halt | Rollback):

@@ -166,6 +166,15 @@ def test_a_rise_is_told_before_it_is_acted_upon_and_what_is_lost_is_gone_back_be
     assert len(course.rollbacks) == 3
     assert all(len(bad) == 200 for bad in course.rollbacks)
     assert min(course.rollbacks[0]) > told[0]
+    assert all(400 < step <= min(course.rollbacks[0]) for step in course.returned_to)
+
+
+@pytest.mark.parametrize("name", ["tasks in blocks of 50", "tasks in blocks of 300", "the same without a fall before"])
+def test_a_lasting_step_is_let_through_once_a_rollback_did_not_help(name: str) -> None:
+    course = drive(HEALTHY[name], 1000)
+    said = [code for code, _ in course.told if code != "loss.rise"]
+    assert said == ["loss.skip"] * 9 + ["loss.accepted", "loss.skip"], "the last was on its way"
+    assert len(course.rollbacks) == 1
 
 
 def test_reporting_alone_lets_a_rise_go_on() -> None:

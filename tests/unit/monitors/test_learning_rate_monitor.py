@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from harness.core.facts import StepFacts
+from harness.core.config import GuardConfig
+from harness.core.facts import Continue, Halt, Rollback, StepFacts, Verdict
+from harness.core.state import RunLedger
+from harness.monitors.responder import Responder
 from harness.monitors.rise import LearningRateMonitor
 
 MakeFacts = Callable[..., StepFacts]
@@ -53,3 +56,18 @@ def test_the_largest_is_kept_in_checkpoints(make_facts: MakeFacts) -> None:
     monitor.observe(make_facts(1, lr=1e-3))
     resumed.load_state_dict(monitor.state_dict())
     assert resumed.observe(make_facts(2, lr=1.0)).code == "lr.jump"
+
+
+def test_what_ends_a_run_after_a_jump_names_it(make_facts: MakeFacts) -> None:
+    monitor, responder = LearningRateMonitor(), Responder(GuardConfig(max_rollbacks=1), RunLedger())
+    broke = Verdict("test.broke", 9, "it broke", proposal=Rollback("5 updates in a row were skipped", (7,)))
+    assert responder.decide([monitor.observe(make_facts(1, lr=1e-3))]) == Continue()
+    assert responder.decide([monitor.observe(make_facts(2, lr=10.0))]) == Continue()
+    back = responder.decide([monitor.observe(make_facts(3, lr=10.0)), broke])
+    halt = responder.decide([broke])
+    assert isinstance(back, Rollback)
+    assert back.bad == (7,)
+    assert isinstance(halt, Halt)
+    for reason in (back.reason, halt.reason):
+        assert "before that, at step 2, the learning rate is 10, 1e+04 times the largest" in reason
+    assert Responder(GuardConfig(), RunLedger()).decide([broke]) == broke.proposal, "nothing is said without a jump"

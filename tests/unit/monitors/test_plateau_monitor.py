@@ -98,6 +98,19 @@ def test_skipped_and_non_finite_steps_count_for_nothing(make_facts: MakeFacts) -
     assert fed.state_dict() == plain.state_dict()
 
 
+@pytest.mark.parametrize("shift", [-8.0, 1024.0])
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_shift_of_the_loss_changes_no_word(make_facts: MakeFacts, flat: bool, shift: float) -> None:
+    """On a grid of 2^-20, where shifts are exact."""
+    steps = np.arange(1, 2100)
+    losses = np.where(steps < 700, 5.0 * steps**-0.1, 2.6) if flat else 1.2 + 5 * steps**-0.3
+    losses = np.round(losses * noise(len(steps), 3, 0.005) * 2**20) / 2**20
+    norms = np.where(flat & (steps > 1500), 1e-5, 1.0)
+    plain, moved = told(make_facts, losses, norms), told(make_facts, losses + shift, norms)
+    assert [(verdict.code, verdict.step) for verdict in plain] == [(verdict.code, verdict.step) for verdict in moved]
+    assert [verdict.code for verdict in plain] == (["gradient.vanished", "loss.plateau"] if flat else [])
+
+
 @pytest.mark.parametrize("cut", [100, 300, 400, 511, 512])
 def test_a_restored_monitor_says_the_same(make_facts: MakeFacts, cut: int) -> None:
     trace = [
