@@ -7,6 +7,34 @@ from mutation import Mutation
 LOOP = (
     Mutation(
         8,
+        "a copy is not trained in a loop without wrap",
+        "        if module not in self._own and torch.is_grad_enabled():\n",
+        "        if self.begun and module not in self._own and torch.is_grad_enabled():\n",
+        "tests/unit/precision/test_copies_and_evaluation.py -k not_trained",
+    ),
+    Mutation(
+        8,
+        "code of the user's own in evaluating() does not run under autocast",
+        '        with self.turn.hold("evaluating()"), torch.no_grad():\n',
+        '        with self.turn.hold("evaluating()"), torch.no_grad(), self.prepared.backend.context():\n',
+        "tests/unit/precision/test_copies_and_evaluation.py -k computes_as_outside",
+    ),
+    Mutation(
+        8,
+        "a model in evaluating() runs as planned in a loop without wrap",
+        "        if not self.begun and not self._precision.is_evaluating:\n",
+        "        if not self.begun:\n",
+        "tests/unit/precision/test_copies_and_evaluation.py -k computes_as_outside",
+    ),
+    Mutation(
+        8,
+        "a copy that is prepared itself leaves the hooks of its original",
+        "            _drop_hooks_of_originals(module)\n",
+        "            pass\n",
+        "tests/unit/precision/test_copies_and_evaluation.py -k prepared_itself",
+    ),
+    Mutation(
+        8,
         "a backward in one thread does not stand for those of other models in other threads",
         "        if _calls.own:\n",
         "        if any(each.in_backward for each in _standards.now()):\n",

@@ -86,7 +86,7 @@ def test_a_hook_trains_another_model_within_a_backward(name: str) -> None:
         with torch.enable_grad():
             found.append(steps(precision, model, wrapped))
 
-    outer[0].weight.register_hook(trains)
+    next(outer.parameters()).register_hook(trains)
     x, y = batch(0)
     hidden: Any = checkpoint(outer[0], x.requires_grad_(), use_reentrant=True)
     nn.functional.mse_loss(outer[2](outer[1](hidden)), y).backward()
