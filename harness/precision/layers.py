@@ -67,6 +67,8 @@ class LayerFilter:
             return "has no size before its first forward"
         if is_conv1d(linear) and self._refuses:
             return f"{type(linear).__name__}: {self._refuses} does not compute from a weight [in, out]"
+        if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            return "nn.MultiheadAttention reads its weight and does not call it"
         if type(linear) is not nn.Linear and not _is_conv1d_itself(type(linear)):
             return f"{type(linear).__name__} is a Linear of its own kind"
         if any(part in _ADAPTERS for name in names for part in name.split(".")):
@@ -265,6 +267,13 @@ def widened(value: Any) -> Any:
     if type(value) is dict:
         return {key: widened(item) for key, item in value.items()}
     return value
+
+
+def kind_of(module: nn.Module) -> str:
+    """What the plan calls a module's class."""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "MultiheadAttention's Linear"
+    return type(module).__name__
 
 
 def _is_called(module: nn.Module) -> bool:

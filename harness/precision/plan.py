@@ -191,7 +191,16 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     that matches nothing, with the near match, and blocks to skip that are not there; NoFp8LayerError, which is one,
     if `rung` is one of FP8 and no layer can run in it.
     """
-    from harness.precision.layers import LayerFilter, enclosing, features, find_kept, is_linear, names_of, plan_fusion
+    from harness.precision.layers import (
+        LayerFilter,
+        enclosing,
+        features,
+        find_kept,
+        is_linear,
+        kind_of,
+        names_of,
+        plan_fusion,
+    )
 
     section = f"recipe {recipe.name}: layers"
     fp8 = rung.precision == "fp8"
@@ -204,7 +213,7 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     rows: list[LayerPlan] = []
     names = names_of(model)
     for module, (name, *others) in names.items():
-        kind = type(module).__name__
+        kind = kind_of(module)
         shape = features(module) if is_linear(module) else ()
         around = enclosing(kept, names, module)
         if module in kept:
@@ -214,7 +223,7 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
         elif around:
             rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"inside {around}, which is kept in fp32", shape))
         elif not is_linear(module):
-            rows.append(LayerPlan(name, kind, "fp32", PLAIN, _no_linear(module)))
+            rows.append(_no_linear(name, module, rung))
         elif layers is None:
             rows.append(LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape))
         elif reason := layers.kept_out(module):
@@ -234,14 +243,19 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     return Plan(recipe.name, recipe.sha256(), tier.name, recipe.name, rung, tuple(rungs), tuple(rows), notes, keep)
 
 
-def _no_linear(module: nn.Module) -> str:
-    """Why a module with parameters that is no Linear has no FP8 layer."""
-    experts = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+def _no_linear(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
+    """The row of a module with parameters that is no Linear: in what it computes, measured where it can be."""
+    from harness.precision.products import half_of, products_in
+
+    kind, parameters = type(module).__name__, list(module.parameters(recurse=False))
+    if ran := products_in(module, half_of(rung.precision)):
+        reason = f"not a Linear: fp32 weights, its matrix products run in {ran} (measured on a small one)"
+        return LayerPlan(name, kind, ran, PLAIN, reason)
+    experts = [parameter for parameter in parameters if parameter.ndim == 3]
+    what = "not a Linear"
     if experts and not hasattr(module, "kernel_size"):  # a convolution over one dimension has three, too
         what = f"3-D weights (of {experts[0].shape[0]} experts): no backend has FP8 layers for those"
-    else:
-        what = "not a Linear"
-    return f"{what}: fp32 weights, autocast decides per op"
+    return LayerPlan(name, kind, "fp32", PLAIN, f"{what}: fp32 weights, autocast decides per op")
 
 
 def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:

@@ -62,6 +62,20 @@ LOOP = (
         "tests/unit/precision/test_standard_threads.py -k within_a_backward_of_the_same",
     ),
     Mutation(
+        15,
+        "an encoder layer is evaluated as it is trained",
+        "torch.backends.mha.set_fastpath_enabled(False)",
+        "pass",
+        "tests/unit/precision/test_products.py -k evaluated_as_it_is_trained",
+    ),
+    Mutation(
+        15,
+        "the plan says what products really run in",
+        "if ran := products_in(module, half_of(rung.precision)):",
+        'if ran := "":',
+        "tests/unit/precision/test_products.py -k products_ran_in",
+    ),
+    Mutation(
         14,
         "gradients come out of an fp16 backward unscaled",
         "        self.gradients.active = True\n",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.protocols import Meta, TensorDict
+from harness.precision.products import planned_autocast
 
 if TYPE_CHECKING:
     from harness.precision.convert import LossScale
@@ -39,7 +40,7 @@ class AutocastBackend:
     @contextmanager
     def context(self) -> Iterator[None]:
         """torch.autocast in the rung's dtype; fp32 runs with autocast off."""
-        with torch.autocast(self.device.type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+        with planned_autocast(self.device, self.dtype):
             yield
 
     def backward_context(self, last: bool | None = None) -> AbstractContextManager[None]:

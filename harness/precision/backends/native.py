@@ -32,6 +32,7 @@ from harness.precision.backends.slot_buffers import SlotBuffers, keep_freed_memo
 from harness.precision.convert import Block, Blocks, define, layer_of, register
 from harness.precision.layers import pickled_as_linear, swap_linears, twin
 from harness.precision.plan import Plan, pad_numbers
+from harness.precision.products import planned_autocast
 from harness.precision.recipe import Recipe
 
 Needs = tuple[bool, bool, bool]
@@ -324,7 +325,7 @@ class NativeBackend:
     @contextmanager
     def context(self) -> Iterator[None]:
         """FP8 in the converted layers, bf16 autocast elsewhere. With gradients off it leaves no trace."""
-        with self._active(), torch.autocast(self.slot_buffers.device.type, dtype=torch.bfloat16):
+        with self._active(), planned_autocast(self.slot_buffers.device, torch.bfloat16):
             yield
 
     @contextmanager

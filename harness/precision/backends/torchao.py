@@ -32,6 +32,7 @@ from harness.precision.backends.native_triton import load_stats
 from harness.precision.convert import Block, Blocks, define, layer_of, register
 from harness.precision.layers import pickled_as_linear
 from harness.precision.plan import Plan, pad_numbers
+from harness.precision.products import planned_autocast
 from harness.precision.recipe import Recipe
 from harness.precision.scaling import SampledStats
 
@@ -342,7 +343,7 @@ class TorchaoBackend:
     @contextmanager
     def context(self) -> Iterator[None]:
         """bf16 autocast; converted layers cast to FP8 themselves. With gradients off nothing is measured."""
-        with self.backward_context(), torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with self.backward_context(), planned_autocast(self.device, torch.bfloat16):
             yield
 
     @contextmanager

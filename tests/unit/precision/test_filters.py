@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, str]]] = {
         transformer,
         4,
         {
-            f"layers.{n}.self_attn.out_proj": "NonDynamicallyQuantizableLinear is a Linear of its own kind"
+            f"layers.{n}.self_attn.out_proj": "nn.MultiheadAttention reads its weight and does not call it"
             for n in (0, 1)
         },
     ),
