@@ -303,7 +303,7 @@ def test_block_scaling_gets_whole_blocks_of_tokens_and_the_rows_added_change_not
     """TE on its stand-in refuses blocks that are not whole, by its own rule: 16 tokens are too few."""
     fp8 = {"scaling": "block", "roll": "step", "amax_history_len": 16}
     x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1))
-    found: list[list[Tensor]] = []
+    found: list[list[Tensor | None]] = []
     for given in (x, nn.functional.pad(x, (0, 0, 0, -rows % 128))):
         trainer = Trainer("transformer_engine", OfBlocks, {"fp8": fp8})
         with trainer.precision.context():
@@ -312,6 +312,7 @@ def test_block_scaling_gets_whole_blocks_of_tokens_and_the_rows_added_change_not
         trainer.precision.backward(loss)
         found.append([out.detach(), *(parameter.grad for parameter in trainer.model.parameters())])
     for mine, filled in zip(*found, strict=True):
+        assert mine is not None and filled is not None
         assert mine.abs().sum() > 0
         assert torch.equal(mine, filled)
 
