@@ -14,7 +14,7 @@ value would hide it.
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from harness.core.errors import MisuseError, Problem
 from harness.precision.convert import LossScale
@@ -206,14 +207,7 @@ class Standard:
         self._own = WeakSet(own)
         for module in own:
             _drop_hooks_of_originals(module)
-        self._hooks = [
-            hook
-            for module in own
-            for hook in (
-                module.register_forward_pre_hook(self.enter),
-                module.register_forward_hook(self.leave, always_call=True),
-            )
-        ]
+        self._hooks = _hook_all(own, self.enter, self.leave)
 
     def begin(self) -> None:
         """The standard loop, from now on."""
@@ -226,8 +220,9 @@ class Standard:
         _standards.add(self)
 
     def _retire(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for module in self._own:
+            for hooks in _hooks_of(module):
+                hooks.pop(self._hooks, None)
         _standards.discard(self)
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -353,12 +348,30 @@ def _in_autograd() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+def _hook_all(modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., Any]) -> int:
+    """Call `enter` before and `leave` after every call of the modules, also one that failed. Returns the hooks' key.
+
+    torch gives every registration a key of its own, and torch.compile compiles a block again where the keys of its
+    modules' hooks differ. Under one key blocks of one kind share their compiled code.
+    """
+    key = RemovableHandle(OrderedDict()).id
+    for module in modules:
+        module._forward_pre_hooks[key] = enter
+        module._forward_hooks[key] = leave
+        module._forward_hooks_always_called[key] = True
+    return key
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
+
+
 def _drop_hooks_of_originals(module: nn.Module) -> None:
     """What a deep copy brought along of the model that it was made of, now that it is prepared itself."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, Standard) and module not in owner._own:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Standard) and module not in owner._own:
+            for hooks in _hooks_of(module):
                 del hooks[key]
 
 

@@ -80,7 +80,9 @@ def times_of(run_dir: Path) -> list[float]:
 
 
 def test_only_the_rows_clock_reads_the_wall_clock() -> None:
-    """And what compares it with the times of files, which are the wall clock's: the store, and a build's lock."""
+    """And what compares it with times that others wrote by theirs: the store and a build's lock with those of files,
+    and a delivery with the date until which a server asks it to wait.
+    """
     reading = {"time": ("time", "time_ns"), "datetime": ("now", "today", "utcnow"), "date": ("today",)}
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -91,7 +93,7 @@ def test_only_the_rows_clock_reads_the_wall_clock() -> None:
         and node.attr in reading.get(node.value.id, ())
     ]
     places = {place.partition(":")[0] for place in found}
-    compare = {"harness/checkpoint/store.py", "harness/engines/deepspeed_setup.py"}
+    compare = {"harness/checkpoint/store.py", "harness/engines/deepspeed_setup.py", "harness/tracking/retry.py"}
     assert places == {"harness/tracking/journal.py", *compare}, found
 
 
