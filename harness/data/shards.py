@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from harness.core.errors import DataError, Problem
 from harness.data.blocks import BLOCK, Stamp, digest
+from harness.data.widths import other_width
 
 Split = Literal["train", "val", ""]
 """Of a file, or a part of one; empty: its documents are still to be divided."""
@@ -43,7 +44,7 @@ _OTHERS = {
     b"ARROW1": "Arrow",
 }
 _PRINTED = bytes(range(32, 127)) + b"\t\n\r"
-_LOOKED_AT, _LETTERS, _IDS = 4096, 64, 1 << 16
+_LOOKED_AT, _LETTERS = 4096, 64
 _INDEX_MAGIC = b"MMIDIDX\0\0"
 _INDEX_HEAD = struct.Struct("<QBQQ")
 _INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -87,6 +88,11 @@ def read_shard(path: Path, dtype: str) -> Shard:
         magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
         if magic in _MAGICS and size >= HEADER_BYTES and _MAGICS[magic][0] == version:
             return _headed(path, size, _MAGICS[magic][1], count)
+        if magic in _MAGICS:
+            known = ", ".join(f"{each} of version {number}" for each, (number, _) in _MAGICS.items())
+            why = f"its header begins with {magic} and version {version}, in {size} bytes; {known} are read"
+            fix = "write it again, or without the header"
+            raise DataError(_problem(path, "has a header of llm.c that is not read", why, fix))
         if what := _no_ids(head, dtype):
             fix = "give what it is by its own name, or the file of ids that was meant"
             raise DataError(_problem(path, f"is {what}, not token ids", f"it begins with {head[:8]!r}", fix))
@@ -114,62 +120,10 @@ def _headerless(path: Path, size: int, dtype: str) -> Shard:
     if size % width:
         why = f"{size} bytes are no whole number of {dtype} ids: it was cut short, or has another dtype"
         raise DataError(_problem(path, "ends within a token id", why, "write it again, or set data.dtype"))
-    shard = Shard(path, dtype, 0, size // width)
-    look = _LOOKS_OTHER.get(dtype)
-    if look and (other := look(np.fromfile(path, shard.numpy_dtype, _IDS))):
-        raise DataError(_problem(path, *other))
-    return shard
-
-
-def _other_than_uint16(ids: npt.NDArray[Any]) -> tuple[str, str, str] | None:
-    """(what, why, fix) where the first ids of a file are of another kind; else None. ids: uint16."""
-    if other := _of_other_bytes(ids):
-        return "does not look like uint16", *other
-    if len(ids) < _LETTERS:
-        return None
-    lower, upper = ids[: len(ids) // 2 * 2 : 2], ids[1::2]
-    if upper.max() <= 0x3F and lower.max() > 4 * max(int(upper.max()), 1) and np.median(upper) <= 1:
-        why = "every second number is 0 or nearly so, as the upper halves of uint32 ids are"
-        return "does not look like uint16", why, "set data.dtype=uint32"
-    # Magnitudes from 2^-14 to 2^16 in all upper halves (sign and exponent), and lower halves spread over all ids.
-    exponents = upper & 0x7F80
-    inside = ((exponents >= 113 << 7) & (exponents < 143 << 7)).mean()
-    if inside > 0.98 and np.histogram(lower, 16, (0, 1 << 16))[0].min() > len(lower) / 64:
-        why = "every second number is as the upper half of a float32 is, and the others are anything"
-        fix = "token ids are whole numbers; for anything else: data.target (docs/datasets.md)"
-        return "does not look like token ids", why, fix
-    return None
-
-
-def _other_than_uint32(ids: npt.NDArray[Any]) -> tuple[str, str, str] | None:
-    """As `_other_than_uint16`. ids: uint32."""
-    if len(ids) < _LETTERS or ids[1::2].any() or not ids[::2].any():
-        return None
-    why = "every second number is 0, as the upper halves of int64 ids are"
-    return "does not look like uint32", why, "write it again: ids.astype(numpy.uint32)"
-
-
-_LOOKS_OTHER = {"uint16": _other_than_uint16, "uint32": _other_than_uint32}
-
-
-def _of_other_bytes(ids: npt.NDArray[Any]) -> tuple[str, str] | None:
-    """(why, fix) where uint16 ids are of one byte, or big-endian; else None.
-
-    The upper bytes of uint16 ids take fewer values than the lower ones, as frequent ids are small. Of one-byte ids both
-    are alike, and not uniform; of big-endian ids it is the other way round.
-    """
-    pairs = ids.view(np.uint8).reshape(-1, 2)
-    if len(pairs) < _LOOKED_AT:
-        return None
-    lower, upper = (np.bincount(half, minlength=256) / len(pairs) for half in pairs.T)
-    bits = [float(-(share[share > 0] * np.log2(share[share > 0])).sum()) for share in (lower, upper)]
-    apart = float(np.abs(lower - upper).sum()) / 2
-    if 1 < bits[0] < 7.8 and apart < 0.02 + 2 * (2 ** bits[0] / len(pairs) / np.pi) ** 0.5:
-        return "its first and its second bytes are spread alike, as ids of one byte are", "set data.dtype=uint8"
-    if bits[1] > 1.5 * bits[0] + 0.5:
-        why = "its second bytes take more values than its first ones, as big-endian ids do"
-        return why, "write it again: ids.astype('<u2')"
-    return None
+    if other := other_width(path, size, dtype):
+        what = f"does not look like {other.looks_like or dtype}"
+        raise DataError(_problem(path, what, other.why, other.fix))
+    return Shard(path, dtype, 0, size // width)
 
 
 def _headed(path: Path, size: int, dtype: str, count: int) -> Shard:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from harness.core.errors import DataError
 from harness.data.batches import TokenBatches
 from harness.data.corpus import Tokens, padded
-from harness.data.shards import is_validation, read_shard, validation_beside
+from harness.data.shards import is_validation, read_shard, validation_beside, write_index
 from harness.data.tokens import TokenData, prepare
 from tests.unit.data.token_files import Ids, config, headed, headerless, megatron, some_ids
 
@@ -158,28 +160,129 @@ def test_ids_of_another_dtype_are_refused(tmp_path: Path) -> None:
         prepare(config(path, dtype="uint32"), tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fix"), [("u1", "set data.dtype=uint8"), (">u2", r"write it again: ids.astype\('<u2'\)")]
-)
-def test_one_byte_and_big_endian_ids_are_not_read_as_uint16(tmp_path: Path, dtype: str, fix: str) -> None:
-    """Two neighbours read as one id, and bytes the other way round, train without a complaint."""
-    rng, file = np.random.default_rng(0), tmp_path / "train.bin"
-    for largest in (90, 250) if dtype == "u1" else (250, 5000, 50256):
-        ids = np.minimum(rng.pareto(1.0, 30000) * 4, largest).astype(np.int64)
-        file.write_bytes(ids.astype(dtype).tobytes())
-        with pytest.raises(DataError, match=rf"does not look like uint16\n.*\n.*{fix}"):
-            read_shard(file, "uint16")
-        file.write_bytes(ids.astype("<u2").tobytes())
-        assert read_shard(file, "uint16").tokens == len(ids)
-    for plain in (rng.integers(0, 1 << 16, 30000), np.zeros(30000), np.arange(30000), rng.integers(0, 50257, 30000)):
-        file.write_bytes(plain.astype("<u2").tobytes())
-        assert read_shard(file, "uint16").tokens == len(plain)
+NUMPY = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4", "int64": "<i8", "big-endian uint16": ">u2",
+         "big-endian uint32": ">u4", "big-endian int64": ">i8"}  # fmt: skip
 
 
-def test_int64_is_not_read_as_uint32(tmp_path: Path) -> None:
-    path = headerless(tmp_path / "train.bin", IDS, "int64")
-    with pytest.raises(DataError, match=r"does not look like uint32\n.*int64 ids are\n.*write it again"):
-        prepare(config(path, dtype="uint32"), tmp_path / "run")
+def frequent(ids: int, count: int = 30000, seed: int = 0) -> Ids:
+    """Ids below `ids`, the small ones more often, as tokenizers give them. The largest is among them."""
+    made = np.minimum(np.random.default_rng(seed).pareto(0.6, count) * 8, ids - 1).astype(np.int64)
+    made[count // 2] = ids - 1
+    return made
+
+
+VOCABULARIES = {
+    "characters": np.random.default_rng(0).binomial(64, 0.4, 30000),
+    "bytes": frequent(250),
+    "DNA": np.random.default_rng(1).integers(0, 5, 30000),
+    "300": frequent(300),
+    "5000": frequent(5000),
+    "GPT-2": frequent(50257),
+    "Llama 3": frequent(128_000),
+    "few tokens": frequent(8000, 3000),
+}
+
+
+@pytest.mark.parametrize("declared", ["uint8", "uint16", "uint32"])
+@pytest.mark.parametrize("written", NUMPY)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_ids_are_read_as_what_they_are_or_refused(tmp_path: Path, vocabulary: str, written: str, declared: str) -> None:
+    """Ids of another width, and bytes the other way round, train without a complaint."""
+    ids, file = VOCABULARIES[vocabulary], tmp_path / "train.bin"
+    dtype = np.dtype(NUMPY[written])
+    if int(ids.max()) > np.iinfo(dtype).max:
+        ids = ids[ids <= np.iinfo(dtype).max]
+    ids = ids[: len(ids) // 8 * 8]  # whole numbers of every width
+    file.write_bytes(ids.astype(dtype).tobytes())
+    given = config(file, dtype=declared)
+    if written == declared:
+        assert np.array_equal(both(prepare(given, tmp_path / "run")), ids)
+        return
+    with pytest.raises(DataError, match=r"does not look like|no vocabulary is as large"):
+        prepare(given, tmp_path / "run")
+
+
+DRAW = np.random.default_rng(0)
+CORPORA: dict[str, bytes] = {
+    "text": b"to be, or not to be\n" * 2000,
+    "pairs of digits": b"0,1,1,0," * 5000,
+    "Cyrillic": "это просто русский текст, где много слов; ".encode() * 1000,
+    "Chinese": "这是一个很长的中文文本没有空格".encode() * 1000,
+    "documents": b"one\0two, three\0" * 3000,
+    "random": DRAW.bytes(40000),
+    "zeros": bytes(40000),
+    "two values": DRAW.integers(0, 2, 40000).astype("u1").tobytes(),
+    "sound of 16 bits": (8000 * np.sin(np.arange(40000) / 20)).astype("<i2").tobytes(),
+    "a picture": DRAW.integers(0, 256, 5000).repeat(8).astype("u1").tobytes(),
+    "opaque pixels": np.insert(DRAW.integers(0, 256, 30000), range(0, 30000, 3), 255).astype("u1").tobytes(),
+    "notes and lengths": DRAW.integers((21, 0), (109, 16), (20000, 2)).astype("u1").tobytes(),
+    "a program": Path(sys.executable).read_bytes()[: 1 << 20],
+}
+
+
+@pytest.mark.parametrize("count", [200, 2000, 1 << 20])
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_bytes_are_not_taken_for_wider_ids(tmp_path: Path, corpus: str, count: int) -> None:
+    content = CORPORA[corpus][:count]
+    (tmp_path / "train.bin").write_bytes(content)
+    shard = read_shard(tmp_path / "train.bin", "uint8")
+    assert (shard.tokens, shard.dtype) == (len(content), "uint8")
+
+
+def test_bytes_in_pairs_are_taken_with_an_index(tmp_path: Path) -> None:
+    """What docs/data.md says of bytes that look like wider ids and are none."""
+    path = tmp_path / "train.bin"
+    path.write_bytes(("to be, or not to be\n" * 2000).encode("utf-16-le"))
+    with pytest.raises(DataError, match=r"bytes in pairs"):
+        read_shard(path, "uint8")
+    path.with_suffix(".idx").write_bytes(write_index(path, "uint8", [path.stat().st_size]))
+    assert np.array_equal(both(prepare(config(path), tmp_path / "run")), np.frombuffer(path.read_bytes(), np.uint8))
+
+
+@pytest.mark.parametrize("written", ["<i8", ">i8", ">u2", ">u4"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_command_that_an_error_names_makes_ids_that_are_read(tmp_path: Path, written: str, folder: bool) -> None:
+    ids = frequent(5000)
+    for name, part in (("train.bin", ids[:25000]), ("val.bin", ids[25000:])):
+        (tmp_path / name).write_bytes(part.astype(written).tobytes())
+    with pytest.raises(DataError) as caught:
+        prepare(config(tmp_path if folder else tmp_path / "train.bin"), tmp_path / "run")
+    fixes = [problem.fix.split("; then ") for problem in caught.value.problems]
+    for command, _ in fixes:
+        subprocess.run(command, shell=True, check=True)
+    (arguments,) = {arguments for _, arguments in fixes}
+    path, dtype = (each.partition("=")[2] for each in arguments.split())
+    data = prepare(config(path, dtype=dtype), tmp_path / "again")
+    assert np.array_equal(both(data), ids)
+
+
+def test_padding_below_zero_does_not_hide_the_width(tmp_path: Path) -> None:
+    ids = np.where(np.arange(30000) % 50 < 10, -100, frequent(5000))
+    for dtype in ("<i8", "<i4"):
+        (tmp_path / "train.bin").write_bytes(ids.astype(dtype).tobytes())
+        with pytest.raises(DataError, match="does not look like uint16"):
+            read_shard(tmp_path / "train.bin", "uint16")
+
+
+@pytest.mark.parametrize("wide", ["a.bin", "b.bin", "val.bin"])
+def test_a_shard_of_another_width_is_named(tmp_path: Path, wide: str) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number, name in enumerate(("a.bin", "b.bin", "val.bin")):
+        headerless(folder / name, frequent(5000, 4000, number), "uint32" if name == wide else "uint16")
+    with pytest.raises(DataError) as caught:
+        prepare(config(folder), tmp_path / "run")
+    assert [Path(problem.where).name for problem in caught.value.problems] == [wide]
+
+
+@pytest.mark.parametrize("declared", ["uint8", "uint16", "uint32"])
+def test_a_header_that_is_not_known_is_no_ids(tmp_path: Path, declared: str) -> None:
+    path = headed(tmp_path / "train.bin", IDS)
+    content = bytearray(path.read_bytes())
+    content[4] = 9  # its version
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a header of llm\.c that is not read\n.*version 9"):
+        prepare(config(path, dtype=declared), tmp_path / "run")
 
 
 def test_all_bad_shards_are_named_at_once(tmp_path: Path) -> None:
