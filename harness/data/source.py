@@ -76,7 +76,7 @@ def origin_of_files(
     base = source.resolve() if source.is_dir() else source.resolve().parent
     whole = WHOLE if sum(stamp.size for stamp in files.values()) <= MUCH else SAMPLED * BLOCK
     entries = {_name(path, base): _entry(stamp, fingerprint_file(path, whole)) for path, stamp in files.items()}
-    others = sorted(look_around(source, suffixes).keys() - entries.keys()) if listed else None
+    others = sorted(stamps(look_around(source, suffixes)).keys() - entries.keys()) if listed else None
     return _origin(source, suffixes, entries, others, tokenizer, whole)
 
 
@@ -187,7 +187,8 @@ def _of_files(
         elif stamp.size > whole:
             touched.append(name)
     gone = [name for name in known if name not in now]
-    new = sorted(there.keys() - known.keys() - set(others or ()))
+    # A pipe or a socket is no data, and was none when the record was made.
+    new = sorted(stamps(there).keys() - known.keys() - set(others or ()))
     words = {
         "changed": changed,
         "gone": gone,

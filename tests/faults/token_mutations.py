@@ -45,21 +45,21 @@ TOKENS: tuple[Mutation, ...] = (
         "ids of one byte are not read as uint16",
         "if _alike(lower, upper, len(pairs), most):",
         "if False:",
-        "tests/unit/data/test_token_files.py -k 'read_as_what and uint8-uint16'",
+        "tests/unit/data/test_token_files.py -k uint8-uint16",
     ),
     Mutation(
         23,
         "ids of two bytes are not read as bytes",
         "if _is_upper(lower, upper):",
         "if False:",
-        "tests/unit/data/test_token_files.py -k 'read_as_what and uint16-uint8'",
+        "tests/unit/data/test_token_files.py -k uint16-uint8",
     ),
     Mutation(
         23,
         "ids of two bytes are not read as ids of four",
         "if _alike(lower, upper, len(halves) // 2, np.inf):",
         "if False:",
-        "tests/unit/data/test_token_files.py -k 'read_as_what and DNA-uint16-uint32'",
+        "tests/unit/data/test_token_files.py -k DNA-uint16-uint32",
     ),
     Mutation(
         23,
@@ -172,5 +172,12 @@ TOKENS: tuple[Mutation, ...] = (
         "if rows and sizes[0] >= _ROWS * sizes[1]:",
         "if False:",
         "tests/unit/data/test_what_people_have.py -k several_kinds",
+    ),
+    Mutation(
+        17,
+        "a pipe or a socket in the source is no change of it",
+        "new = sorted(stamps(there).keys() - known.keys() - set(others or ()))",
+        "new = sorted(there.keys() - known.keys() - set(others or ()))",
+        "tests/unit/data/test_source_changes.py -k no_file",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,56 @@ def told(path: Path, run: Path, **more: object) -> str:
     """What the start says once the run's data are made."""
     prepare(config(path, **more), run)
     return "; ".join(source_changes(config(path, **more), run / "data"))
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    # By a relative name: a socket's path has 107 characters at most.
+    here = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _link_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+def _link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+# A link that leads nowhere or out of the folder is refused in a folder of text.
+ODD = [(text, "txt", _fifo), (text, "txt", _socket)]
+ODD += [(rows, "jsonl", make) for make in (_fifo, _socket, _link_to_nothing, _link_to_itself, _link_to_a_device)]
+
+
+@pytest.mark.parametrize(("source", "suffix", "make"), ODD)
+def test_what_is_no_file_is_no_change(
+    tmp_path: Path, source: Callable[[Path], Path], suffix: str, make: Callable[[Path], None]
+) -> None:
+    path = source(tmp_path / "source")
+    odd = path / f"odd.{suffix}"
+    make(odd)
+    assert told(path, tmp_path / "run") == ""
+    assert told(path, tmp_path / "run") == ""
+    odd.unlink()
+    assert told(path, tmp_path / "run") == ""
+    make(odd)
+    assert told(path, tmp_path / "run") == ""
+    odd.unlink()
+    odd.write_text(json.dumps({"text": LINE}))
+    assert f"new: {odd.name}" in told(path, tmp_path / "run")
 
 
 @pytest.mark.parametrize(("make", "suffix"), KINDS)
