@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Parquet:
         files, left_out = files_below(path, self.suffixes)
         for file, split in files:
             try:
-                with library.ParquetFile(file) as opened:
+                with _reading(f"data.path: {file}", "cannot be read as Parquet"), library.ParquetFile(file) as opened:
                     if problem := _column(opened.schema_arrow, key, file):
                         problems.append(problem)
                         continue
@@ -40,23 +41,21 @@ class Parquet:
                         Part(str(file), number, number + 1, group.total_byte_size, split)
                         for number, group in enumerate(groups)
                     ]
-            except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-                problems.append(Problem("cannot be read as Parquet", f"data.path: {file}", str(error)[:300], FIX_COPY))
+            except DataError as error:
+                problems += error.problems
         return listed(parts, left_out, problems, path)
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
         """The rows of a row group."""
         library = import_extra("pyarrow.parquet", "hf", "data.path")
-        try:
-            with library.ParquetFile(part.path) as opened:
-                groups = list(range(part.begin, part.end))
-                row = 0
-                for batch in opened.iter_batches(batch_size=BATCH, row_groups=groups, columns=[key]):
-                    for value in batch.column(0).to_pylist():
-                        yield piece_of(value, key, f"{part.path}, row group {part.begin}, row {row}")
-                        row += 1
-        except ValueError as error:
-            raise DataError(Problem("cannot be read", part.path, str(error)[:300], FIX_COPY)) from error
+        where = f"{part.path}, row group {part.begin}"
+        with _reading(where), library.ParquetFile(part.path) as opened:
+            groups = list(range(part.begin, part.end))
+            row = 0
+            for batch in opened.iter_batches(batch_size=BATCH, row_groups=groups, columns=[key]):
+                for value in batch.column(0).to_pylist():
+                    yield piece_of(value, key, f"{where}, row {row}")
+                    row += 1
 
 
 class ArrowFolder:
@@ -74,14 +73,15 @@ class ArrowFolder:
         problems: list[Problem] = []
         for file, split in self._listed(path):
             try:
-                with library.OSFile(str(file)) as source:
+                with _reading(f"data.path: {file}", "cannot be read as Arrow"), library.OSFile(str(file)) as source:
                     problem = _column(_opened(ipc, source).schema, key, file)
+                    size = file.stat().st_size
                 if problem:
                     problems.append(problem)
                     continue
-                parts.append(Part(str(file), 0, 0, file.stat().st_size, split))
-            except (OSError, ValueError) as error:
-                problems.append(Problem("cannot be read as Arrow", f"data.path: {file}", str(error)[:300], FIX_COPY))
+                parts.append(Part(str(file), 0, 0, size, split))
+            except DataError as error:
+                problems += error.problems
         return listed(parts, self._other_splits(path), problems, path)
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
@@ -89,14 +89,11 @@ class ArrowFolder:
         library = import_extra("pyarrow", "hf", "data.path")
         ipc = import_extra("pyarrow.ipc", "hf", "data.path")
         row = 0
-        try:
-            with library.OSFile(part.path) as source:
-                for batch in _batches(_opened(ipc, source)):
-                    for value in batch.column(key).to_pylist():
-                        yield piece_of(value, key, f"{part.path}, row {row}")
-                        row += 1
-        except ValueError as error:
-            raise DataError(Problem("cannot be read", part.path, str(error)[:300], FIX_COPY)) from error
+        with _reading(part.path), library.OSFile(part.path) as source:
+            for batch in _batches(_opened(ipc, source)):
+                for value in batch.column(key).to_pylist():
+                    yield piece_of(value, key, f"{part.path}, row {row}")
+                    row += 1
 
     def _listed(self, path: Path) -> list[tuple[Path, Split]]:
         if path.is_file():
@@ -118,6 +115,23 @@ class ArrowFolder:
         used = {Path(file).parent.name for file, _ in self._listed(path)}
         names = [name for name in _split_names(path) or [] if name not in used]
         return [(name, "a split that is neither train nor validation") for name in names]
+
+
+@contextmanager
+def _reading(where: str, what: str = "cannot be read") -> Iterator[None]:
+    """Around what pyarrow reads. A small file may say that it unpacks to more than there is memory for.
+
+    Raises DataError in place of pyarrow's errors, which have no common class that is theirs alone.
+    """
+    arrow = import_extra("pyarrow", "hf", "data.path")
+    try:
+        yield
+    except MemoryError as error:
+        fix = "write it again with fewer rows in a group and shorter texts, without dictionaries: "
+        fix += "pyarrow.parquet.write_table(..., row_group_size=1000, use_dictionary=False)"
+        raise DataError(Problem(what, where, f"it does not fit into memory: {error}".rstrip(": "), fix)) from error
+    except (OSError, ValueError, arrow.ArrowException) as error:
+        raise DataError(Problem(what, where, str(error)[:300], FIX_COPY)) from error
 
 
 # What pyarrow calls types of text, and lists of whole numbers.

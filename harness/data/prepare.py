@@ -313,10 +313,12 @@ class _Work:
         last = ""
         text_bytes = 0
         for batch, size in self._or_abandon(shards, self._batches(plan["tasks"][task], task, skipped, problems)):
-            made = self.encoder.encode([piece.text for piece, _ in batch])
+            made = self._encoded([piece for piece, _ in batch], skipped, problems)
             text_bytes += size
             flat: list[npt.NDArray[Any]] = []
             for (piece, split), ids in zip(batch, made, strict=True):
+                if ids is None:
+                    continue
                 if last and last != split:
                     shards[last].end_document()
                 last = split
@@ -345,6 +347,39 @@ class _Work:
         write_json(_marker(self.out, task), made)
         advance(sum(part[3] for part in plan["tasks"][task]) - text_bytes)  # the source has more than its texts
         return []
+
+    def _encoded(
+        self, pieces: Sequence[Piece], skipped: Counter[str], problems: list[Problem]
+    ) -> list[npt.NDArray[np.int64] | None]:
+        """Ids of each piece. None of one on which the tokenizer fails: it is counted, or named, as a bad row is."""
+        try:
+            return [*self.encoder.encode([piece.text for piece in pieces])]
+        except DataError:
+            made = [self._encoded_alone(piece) for piece in pieces]
+        for piece, ids in zip(pieces, made, strict=True):
+            if not isinstance(ids, DataError):
+                continue
+            (problem,) = ids.problems
+            if self.plan["bad"] == "skip":
+                skipped[f"{problem.where} {problem.what}"] += 1
+            else:
+                fix = f"{problem.fix}; or pass over such rows: data.bad=skip (--bad skip)"
+                problems.append(
+                    Problem(f"{problem.where} {problem.what}", f"data.path: {piece.where}", problem.why, fix)
+                )
+        # What is left of a document still needs its end.
+        empty = np.zeros(0, dtype=np.int64)
+        inside = [False, *(not piece.ends for piece in pieces[:-1])]
+        return [
+            each if not isinstance(each, DataError) else (empty if began and piece.ends else None)
+            for each, began, piece in zip(made, inside, pieces, strict=True)
+        ]
+
+    def _encoded_alone(self, piece: Piece) -> npt.NDArray[np.int64] | DataError:
+        try:
+            return self.encoder.encode([piece.text])[0]
+        except DataError as error:
+            return error
 
     def _or_abandon(self, shards: Mapping[str, ShardWriter], batches: Iterator[_T]) -> Iterator[_T]:
         """`batches`; the shards are given up if reading the source fails."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.errors import ConfigError, Problem
+from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.files import MAX_LARGE, read_bounded, read_mapping
 from harness.core.schema import import_extra
 from harness.data.corpus import Vocabulary
@@ -28,7 +28,10 @@ class Encoder(Protocol):
     vocabulary: Vocabulary
 
     def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
-        """Ids of each text, int64 [tokens], without the separator. bytes are UTF-8."""
+        """Ids of each text, int64 [tokens], without the separator. bytes are UTF-8.
+
+        Raises DataError if the tokenizer fails on one of the texts.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -57,6 +60,7 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         """path: the file, or a folder that has it (as Hugging Face writes one). Raises ConfigError."""
+        self._path = path
         file = tokenizer_file(path)
         library = import_extra("tokenizers", "hf", WHERE)
         try:
@@ -78,7 +82,13 @@ class Tokenizer:
         # Processes share the work already, and a library with threads of its own cannot be forked.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         plain = [text if isinstance(text, str) else text.decode() for text in texts]
-        made = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
+        try:
+            made = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
+        except BaseException as error:
+            if isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error)):
+                raise
+            fix = "leave that text out or cut it into lines, or take another tokenizer"
+            raise DataError(Problem("fails on a text", f"{WHERE}: {self._path}", str(error)[:300], fix)) from error
         return [np.asarray(each.ids, dtype=np.int64) for each in made]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -103,6 +113,11 @@ def tokenizer_file(path: Path) -> Path:
 def load_encoder(path: str | None) -> Encoder:
     """The tokenizer at `path`; bytes for None. Raises ConfigError."""
     return Tokenizer(Path(path)) if path else Bytes()
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether the Rust code of the library gave up: a regex that takes too long does that. It is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 def _end(file: Path, ids: dict[str, int]) -> int | None:

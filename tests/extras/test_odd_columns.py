@@ -137,3 +137,39 @@ def test_the_command_for_a_table_works(tmp_path: Path, suffix: str) -> None:
     subprocess.run(f"{sys.executable} -c {command[1]}", shell=True, check=True)
     found = lines(tmp_path / "table.parquet", tmp_path / "run", text_key="story")
     assert sorted(found) == sorted(f'{line}, "quoted"' for line in LINES)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from harness.core.errors import DataError
+from harness.data.columns import ArrowFolder, Parquet
+source = {".parquet": Parquet, ".feather": ArrowFolder}[Path(sys.argv[1]).suffix]()
+(part,) = source.parts(Path(sys.argv[1]), "text", "auto").parts
+(size,) = [int(line.split()[1]) << 10 for line in Path("/proc/self/status").open() if line.startswith("VmSize")]
+resource.setrlimit(resource.RLIMIT_AS, (size + (50 << 20),) * 2)
+try:
+    list(source.read(part, "text"))
+except DataError as error:
+    print(error)
+"""
+"""Reads a file with room for 50 MiB more than the libraries take."""
+
+
+@pytest.mark.parametrize("how", ["a dictionary", "plain", "Arrow"])
+def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path: Path, how: str) -> None:
+    """A few kilobytes may unpack to any size."""
+    column = pa.array([letter * (32 << 20) for letter in "abcd"] + ["x"] * 50)
+    if how == "Arrow":
+        path = tmp_path / "rows.feather"
+        pyarrow.feather.write_feather(pa.table({"text": column}), path, compression="zstd")
+    else:
+        large = {"dictionary_pagesize_limit": (1 << 31) - 1} if how == "a dictionary" else {}
+        path = write(
+            tmp_path / "rows.parquet", column, compression="zstd", use_dictionary=how == "a dictionary", **large
+        )
+    assert path.stat().st_size < 1 << 20
+    made = subprocess.run([sys.executable, "-c", LIMITED, path], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert "it does not fit into memory" in made.stdout
+    assert "row_group_size=1000" in made.stdout

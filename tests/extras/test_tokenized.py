@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from harness.core.errors import ConfigError, DataError, ExitCode
+from harness.data import rows
 from harness.data.corpus import Tokens
 from harness.data.prepare import Preparation, prepare_dataset
 from harness.data.tokens import TokenData, prepare
@@ -195,3 +196,62 @@ def test_the_command_and_a_run_on_what_it_made(tmp_path: Path, tokenizer: Path) 
     assert (tmp_path / "runs" / "r" / "data" / "tokenizer.json").read_bytes() == (
         tokenizer / "tokenizer.json"
     ).read_bytes()
+
+
+def gives_up(folder: Path, how: str) -> Path:
+    """A tokenizer that fails on a text with a long row of a: its regex gives up, which is a panic of the library, or it
+    has no token for what it does not know."""
+    if how == "panic":
+        made = Tokenizer(models.BPE(vocab={END: 0, "a": 1, "b": 2, "ab": 3}, merges=[("a", "b")]))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$|b"), "isolated")
+    else:
+        made = Tokenizer(models.WordLevel(vocab={END: 0, "ab": 1}, unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+SAID = {"panic": "Regex search error", "unknown": "[UNK]"}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_a_text_that_the_tokenizer_fails_on_is_named_or_passed_over(
+    tmp_path: Path, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, file = tmp_path / "rows.jsonl", gives_up(tmp_path / "tokenizer", how)
+    bad = {"panic": "a" * 5000 + "b", "unknown": "zebra"}[how]
+    texts = [bad if number in (7, 31) else "ab ab ab ab ab" for number in range(60)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    path.write_text("".join(lines))
+    with pytest.raises(DataError) as caught:
+        prepare(config(path, tokenizer=str(file)), tmp_path / "run")
+    assert len(caught.value.problems) == 2
+    places = [sum(map(len, lines[:number])) for number in (7, 31)]
+    for problem, place in zip(caught.value.problems, places, strict=True):
+        assert "fails on a text" in problem.what
+        assert problem.where.endswith(f"rows.jsonl, byte {place}")
+        assert SAID[how] in problem.why
+        assert "data.bad=skip" in problem.fix
+    data = prepare(config(path, tokenizer=str(file), bad="skip"), tmp_path / "other")
+    assert list(data.info["skipped"]) == [{"name": "2 rows", "reason": f"data.tokenizer: {file} fails on a text"}]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_document_in_pieces_keeps_its_end_where_the_tokenizer_fails_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text file is cut into pieces; documents must not run into each other where a piece is passed over."""
+    monkeypatch.setattr(rows, "PIECE", 1 << 10)
+    file = gives_up(tmp_path / "tokenizer", "unknown")
+    documents: list[int] = []
+    for ending in ("", "zebra\n" * 10):
+        folder, out = tmp_path / f"texts{len(documents)}", tmp_path / f"out{len(documents)}"
+        folder.mkdir()
+        for number in range(20):
+            (folder / f"{number}.txt").write_text("ab ab ab ab\n" * 500 + (ending if number % 2 else ""))
+        prepare_dataset(Preparation(str(folder), "text", tokenizer=str(file), bad="skip"), out, processes=1)
+        made = json.loads((out / "dataset.json").read_text())
+        documents.append(made["documents"])
+    assert made["skipped"] == [{"name": "10 rows", "reason": f"data.tokenizer: {file} fails on a text"}]
+    assert documents[0] == documents[1]

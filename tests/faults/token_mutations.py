@@ -180,4 +180,18 @@ TOKENS: tuple[Mutation, ...] = (
         "new = sorted(there.keys() - known.keys() - set(others or ()))",
         "tests/unit/data/test_source_changes.py -k no_file",
     ),
+    Mutation(
+        21,
+        "a text that the tokenizer's library gives up on is named",
+        "isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error))",
+        "True",
+        "tests/extras/test_tokenized.py -k fails_on",
+    ),
+    Mutation(
+        21,
+        "a file of rows that does not fit into memory is named",
+        '    except MemoryError as error:\n        fix = "write it again with fewer rows',
+        '    except ZeroDivisionError as error:\n        fix = "write it again with fewer rows',
+        "tests/extras/test_odd_columns.py -k into_memory",
+    ),
 )
