@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from harness.core.errors import ConfigError, DataError, ExitCode
-from harness.data import rows
+from harness.data import rows as row_files
 from harness.data.corpus import Tokens
 from harness.data.prepare import Preparation, prepare_dataset
 from harness.data.tokens import TokenData, prepare
@@ -242,7 +242,7 @@ def test_a_document_in_pieces_keeps_its_end_where_the_tokenizer_fails_on_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text file is cut into pieces; documents must not run into each other where a piece is passed over."""
-    monkeypatch.setattr(rows, "PIECE", 1 << 10)
+    monkeypatch.setattr(row_files, "PIECE", 1 << 10)
     file = gives_up(tmp_path / "tokenizer", "unknown")
     documents: list[int] = []
     for ending in ("", "zebra\n" * 10):
