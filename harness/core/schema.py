@@ -13,10 +13,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from harness.core.errors import CONTROL, ConfigError, HarnessError, Problem, near_match
 from harness.core.files import MAX_DEPTH, check_plain, read_bounded
@@ -125,9 +125,34 @@ _KEY = 80
 
 
 class Strict(BaseModel):
-    """Base of every section: unknown keys refused, no coercion of types, values frozen once validated."""
+    """Base of every section: unknown keys refused, no coercion of types, values frozen once validated.
+
+    A choice among names is taken in any case: `data.format=jsonl` is `JSONL`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choices_in_any_case(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        values = dict(given)
+        for name, field in cls.model_fields.items():
+            value = values.get(name)
+            if isinstance(value, str):
+                values[name] = _choices(field.annotation).get(value.casefold(), value)
+        return values
+
+
+def _choices(annotation: Any) -> dict[str, str]:
+    """Lower case -> each name that a Literal, or a union with one, allows."""
+    if get_origin(annotation) is Literal:
+        return {name.casefold(): name for name in get_args(annotation) if isinstance(name, str)}
+    found: dict[str, str] = {}
+    for part in get_args(annotation):
+        found |= _choices(part)
+    return found
 
 
 def validate(model: type[T], data: Mapping[str, Any], source: str) -> T:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from harness.core.errors import ExitCode
 from harness.core.screen import say
 from harness.report import RunFolder
-from harness.tracking.journal import JOURNAL, require_run
+from harness.tracking.journal import JOURNAL, require_run, runs_in
 from harness.tracking.standing import Seal
 
 
 def command(run: RunFolder) -> int:
     """Print what each checkpoint is worth, and whether the journal is as it was left; the exit code is 1 if one is
-    damaged, the journal is not, or there is no checkpoint.
+    damaged, the journal is not, or there is no checkpoint. A folder of runs is taken for all of them.
 
-    Nothing is changed: the next start of the run moves damaged ones aside. Raises ConfigError if `run` is no run.
+    Nothing is changed: the next start of the run moves damaged ones aside. Raises ConfigError if `run` is neither.
     """
-    folder = require_run(run)
+    if (run / JOURNAL).is_file() or not (runs := runs_in(run)):
+        return int(_verify(require_run(run)))
+    failed = [folder for folder in runs if _verify(folder) is not ExitCode.DONE]
+    say(f"{len(runs) - len(failed)} of {len(runs)} runs are whole")
+    return int(ExitCode.FAILED if failed else ExitCode.DONE)
+
+
+def _verify(folder: Path) -> ExitCode:
     from harness.checkpoint.manifest import read_marks
     from harness.checkpoint.policy import best
     from harness.checkpoint.store import Store
@@ -35,10 +44,10 @@ def command(run: RunFolder) -> int:
         known = [f"{name} {value:.4f}" for name, value in sorted(store.metrics(step).items())]
         titles = ["good"] * (step in good) + [f"lowest {metric}" for metric, at in lowest.items() if at == step]
         say(f"{store.path(step)}: ok{', '.join(['', *titles, *known])}")
-    say(f"{len(steps) - damaged} of {len(steps)} checkpoints verify")
+    say(f"{folder}: {len(steps) - damaged} of {len(steps)} checkpoints verify")
     for aside in sorted(store.root.glob("quarantine-*")):
         say(f"{aside}: was found damaged and set aside")
     _, wrong = Seal.of(folder / JOURNAL)
     if wrong:
         say(f"{folder / JOURNAL}: is not as the run left it: {wrong}")
-    return int(ExitCode.FAILED if damaged or wrong or not steps else ExitCode.DONE)
+    return ExitCode.FAILED if damaged or wrong or not steps else ExitCode.DONE

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.core.errors import ConfigError, Problem, near_match
+from harness.core.errors import ConfigError, Problem, near_match, some
 from harness.core.files import atomic_file, read_json, too_many, write_json
 from harness.tracking.standing import Seal, StandingRows, first_step, lacking, spans
 
@@ -249,11 +249,19 @@ def _ends_a_row(journal: Path, offset: int) -> bool:
         return False
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """The runs' folders that lie directly in `folder`, by name."""
+    return sorted(path.parent for path in folder.glob(f"*/{JOURNAL}"))
+
+
 def require_run(run_dir: Path) -> Path:
     """`run_dir`, resolved, if it is a run's folder. Raises ConfigError with the near match among its neighbours."""
     if (run_dir / JOURNAL).is_file():
         return run_dir.resolve()
-    runs = [path.parent.name for path in run_dir.absolute().parent.glob(f"*/{JOURNAL}")]
+    if inside := runs_in(run_dir):
+        fix = f"name one of them: {some(inside, 3)}"
+        raise ConfigError(Problem(f"a folder of {len(inside)} runs, not a run", str(run_dir), fix=fix))
+    runs = [path.name for path in runs_in(run_dir.absolute().parent)]
     what = f"has no {JOURNAL}" if run_dir.is_dir() else "no such folder"
     hint = near_match(run_dir.name, runs) or "start one with: harness train --recipe fp8_hybrid"
     raise ConfigError(Problem(f"not a run: {what}", str(run_dir), fix=hint))

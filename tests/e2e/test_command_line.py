@@ -162,4 +162,16 @@ def test_what_a_finished_run_leaves_behind(tmp_path: Path) -> None:
     for command in (["inspect"], ["verify"], ["report"]):
         tool = harness(ROOT, *command, str(run))
         assert tool.returncode == 0, tool.stderr
+    both = harness(tmp_path, "verify", "runs")
+    assert (both.returncode, both.stdout.splitlines()[-1]) == (0, "2 of 2 runs are whole")
+    newest = max((run / "checkpoints").glob("step-*"))
+    weights = next(newest.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    one = harness(tmp_path, "verify", "runs")
+    assert (one.returncode, one.stdout.splitlines()[-1]) == (1, "1 of 2 runs are whole")
+    assert newest.name in one.stdout
+    neither = harness(tmp_path, "inspect", "runs")
+    assert neither.returncode == 2
+    assert "a folder of 2 runs, not a run" in neither.stderr
+    assert f"name one of them: runs/copy, runs/{run.name}" in neither.stderr
     assert events(run, "guard.rollback") == []

@@ -41,6 +41,25 @@ def test_types_are_not_coerced() -> None:
             load_config("tiny", [override])
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (["data.format=jsonl"], "JSONL"),
+        (["data.format=PARQUET"], "Parquet"),
+        (["data.format=JSONL"], "JSONL"),
+    ],
+)
+def test_a_choice_is_taken_in_any_case(given: list[str], taken: str) -> None:
+    assert load_config("tiny", given, "fp8_hybrid").data.format == taken
+
+
+def test_other_choices_too_and_no_more_than_case() -> None:
+    config = load_config("tiny", ["checkpoint.best=Train_Loss", "data.packing=DOCUMENTS"], "fp8_hybrid")
+    assert (config.checkpoint.best, config.data.packing) == ("train_loss", "documents")
+    with pytest.raises(ConfigError, match=r"'json' is not one of .*\n.*JSONL"):
+        load_config("tiny", ["data.format=json"], "fp8_hybrid")
+
+
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"global_batch \(5\) is not a multiple of train.micro_batch \(2\)"):
         load_config("tiny", ["train.global_batch=5"])
