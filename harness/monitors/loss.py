@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from statistics import median
-from typing import Any
 
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
 from harness.monitors.base import (
@@ -211,16 +209,6 @@ class LossMonitor(KeptWindow):
             f"within their limit: the data have changed, not the weights. Losses up to {self._ceiling:.4g} are let "
             "through from now on. Look at the windows that the journal names"
         )
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Older checkpoints have logarithms, and know neither of a first median nor of what was accepted."""
-        if "losses" not in meta:
-            losses = [math.exp(each) for each in meta["logs"]]
-            empty: dict[str, Any] = {"marks": [], "recurs": False, "first": None, "best": None, "ceiling": None}
-            row = [None for _ in meta["spiking"]]
-            rest = {"losses": losses, "spiking": meta["spiking"], "row": row, "window": None, "follows": False}
-            meta = {**empty, **rest}
-        super().load_state_dict(meta)
 
 
 class FirstLossMonitor(KeptWindow):

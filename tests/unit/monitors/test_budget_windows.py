@@ -87,17 +87,3 @@ def test_a_resume_takes_the_skips_from_the_checkpoint() -> None:
     state.resume({}, json.loads(json.dumps(meta)))
     assert isinstance(responder(state.ledger, max_skips=3).decide(SKIP, 20_005), Halt)
     assert responder(state.ledger, max_skips=3).decide(SKIP, 30_003) == Continue()
-
-
-def test_what_an_earlier_version_wrote_is_read_and_counts_from_the_first_window() -> None:
-    old = {
-        name: value for name, value in asdict(RunLedger(rollbacks=2, skips=3)).items() if not name.startswith("recent_")
-    }
-    ledger = RunLedger.from_json(old)
-    assert ledger.spent(9_999, 10_000) == (3, 2)
-    assert ledger.spent(10_000, 10_000) == (0, 0)
-    _, meta = TrainState({}, ledger, step=20).state_dict()
-    del meta["budgets"]["recent_skips"]
-    state = TrainState({}, RunLedger())
-    state.resume({}, meta)
-    assert state.ledger.spent(9_999, 10_000)[0] == 3
