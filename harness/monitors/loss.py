@@ -13,6 +13,7 @@ from harness.monitors.base import (
     AHEAD,
     ARMED_AFTER,
     RECURRING_SPAN,
+    ROUNDING,
     KeptWindow,
     Level,
     MonitorContext,
@@ -26,8 +27,6 @@ JUDGED_AFTER = 16
 """Losses until spikes are told; a limit, which acts by itself, needs twice as many."""
 HALF = 0.5
 """Of what the loss has fallen since its first median: a rise by less is no spike, however quiet the window is."""
-_ROUNDING = 2.0**-20
-"""Of the largest loss: spread that float32 may have rounded away."""
 HIGH_FIRST, LOW_FIRST = 1.5, 0.3
 """Times ln(vocabulary), between which the first loss of an untrained model lies."""
 _OF_TOKENS = ("nats per token", "nats per byte")
@@ -128,7 +127,7 @@ class LossMonitor(KeptWindow):
         if len(self._losses) < min(armed_after, self._losses.maxlen or armed_after):
             return None
         found = level(list(self._losses), ahead)
-        return Level(found.centre, max(_ROUNDING * max(map(abs, self._losses)), found.sigma))
+        return Level(found.centre, max(ROUNDING * max(map(abs, self._losses)), found.sigma))
 
     @property
     def _fall(self) -> float:
