@@ -30,7 +30,6 @@ _LOSS_SCALE = "loss_scale"
 _BUDGETS = {"attempt", "skips", "switches", "lowered", "recent_skips"}
 _LISTS = ("skipped_windows", "returned_to", "recent_skips", "recent_rollbacks")
 _PRECISIONS = ("", "bf16", "fp32")
-_OLD_TOTAL = 10_000
 # Characters of another library's error.
 _SHOWN = 400
 
@@ -59,7 +58,7 @@ class RunLedger:
     seals: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """One from before there were seals, or made by hand, begins its chain as it is."""
+        """A ledger that is not new begins its chain as it is."""
         if not self.seals and (self.attempt > 1 or self.skipped_windows):
             self._seal()
 
@@ -110,7 +109,7 @@ class RunLedger:
     @classmethod
     def from_json(cls, raw: Any) -> RunLedger:
         """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is none."""
-        raw = {"seals": [], **_recent_of_old(raw), **raw} if isinstance(raw, dict) else {}
+        raw = raw if isinstance(raw, dict) else {}
         lists = [raw.get(key) for key in (*_LISTS, "seals")]
         if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(cls)}:
             raise ValueError("its keys are not those of this version")
@@ -152,15 +151,6 @@ def lost_ledger(where: str, why: str) -> Problem:
 
 def _since(windows: Iterable[int], window: int, within: int) -> list[int]:
     return [each for each in windows if each > window - within]
-
-
-def _recent_of_old(raw: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Of a ledger that has totals alone: all was spent at the run's first window. Nothing where a total is no count."""
-    recent: dict[str, list[int]] = {}
-    for name, total in (("recent_skips", raw.get("skips")), ("recent_rollbacks", raw.get("rollbacks"))):
-        if total is not None and _is_count(total):
-            recent[name] = [0] * min(total, _OLD_TOTAL)
-    return recent
 
 
 def _is_count(value: Any) -> bool:
@@ -420,14 +410,14 @@ class TrainState:
         """
         self.load_state_dict(tensors, meta, parts)
         ledger, budgets = self.ledger, meta["budgets"]
-        if not ledger.follows(*meta.get("sealed", (0, ""))):
+        if not ledger.follows(*meta["sealed"]):
             why = (
                 f"it was saved in attempt {budgets['attempt']}; the ledger is of attempt {ledger.attempt}, or another's"
             )
             raise CheckpointError(lost_ledger(f"checkpoint of step {meta['step']} and incidents.json", why))
         if budgets["attempt"] == ledger.attempt:
             ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
-            ledger.recent_skips = list(budgets.get("recent_skips", [0] * min(ledger.skips, _OLD_TOTAL)))
+            ledger.recent_skips = list(budgets["recent_skips"])
             ledger.lowered = budgets["lowered"]
         else:
             self.drop_fallback()
@@ -446,7 +436,7 @@ class TrainState:
         for name, part in self.parts.items():
             if name in saved & here:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
-        if {*meta["budgets"], "recent_skips"} != _BUDGETS:
+        if set(meta["budgets"]) != _BUDGETS or len(meta["sealed"]) != 2:
             raise ValueError("its budgets are not those of this version")
         self.step = int(meta["step"])
         self.dense_sampling = SamplingSpan(*meta["closer_look"])

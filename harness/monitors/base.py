@@ -100,6 +100,10 @@ RECENT = 8
 _LOG_MAX = 80.0
 
 
+ROUNDING = 2.0**-20
+"""Of the largest loss: spread that float32 may have rounded away."""
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """The usual value of a series of logarithms, and the standard deviation about it."""

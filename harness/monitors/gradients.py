@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from statistics import median, median_low
@@ -279,20 +278,6 @@ class GradientMonitor(KeptWindow):
             return None
         return min(median(norms), median(norms[:OLDEST]))
 
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Older checkpoints do not know of norms that were accepted."""
-        norms = [None for _ in meta.get("bad_windows", ())]
-        defaults = {
-            "bad_norms": norms,
-            "accepted": 0.0,
-            "probation": 0,
-            "left": 0,
-            "lifted": False,
-            "marks": [],
-            "recurs": False,
-        }
-        super().load_state_dict({**defaults, **meta})
-
 
 class ClippingMonitor(KeptWindow):
     """Reports when nearly every update is clipped.
@@ -479,7 +464,3 @@ class ParameterMonitor(KeptWindow):
             )
         evidence = {"norm": jsonable(norm), "smallest": jsonable(smallest), "lr": facts.lr, "window": facts.window}
         return Verdict("parameters.growth", facts.step, text, healthy=False, proposal=proposal, evidence=evidence)
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Older checkpoints do not have `infinite`."""
-        super().load_state_dict({"infinite": False, **meta})

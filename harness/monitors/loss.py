@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from statistics import median
-from typing import Any
 
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
 from harness.monitors.base import (
     AHEAD,
     ARMED_AFTER,
     RECURRING_SPAN,
+    ROUNDING,
     KeptWindow,
     Level,
     MonitorContext,
@@ -28,8 +27,6 @@ JUDGED_AFTER = 16
 """Losses until spikes are told; a limit, which acts by itself, needs twice as many."""
 HALF = 0.5
 """Of what the loss has fallen since its first median: a rise by less is no spike, however quiet the window is."""
-_ROUNDING = 2.0**-20
-"""Of the largest loss: spread that float32 may have rounded away."""
 HIGH_FIRST, LOW_FIRST = 1.5, 0.3
 """Times ln(vocabulary), between which the first loss of an untrained model lies."""
 _OF_TOKENS = ("nats per token", "nats per byte")
@@ -130,7 +127,7 @@ class LossMonitor(KeptWindow):
         if len(self._losses) < min(armed_after, self._losses.maxlen or armed_after):
             return None
         found = level(list(self._losses), ahead)
-        return Level(found.centre, max(_ROUNDING * max(map(abs, self._losses)), found.sigma))
+        return Level(found.centre, max(ROUNDING * max(map(abs, self._losses)), found.sigma))
 
     @property
     def _fall(self) -> float:
@@ -211,16 +208,6 @@ class LossMonitor(KeptWindow):
             f"within their limit: the data have changed, not the weights. Losses up to {self._ceiling:.4g} are let "
             "through from now on. Look at the windows that the journal names"
         )
-
-    def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Older checkpoints have logarithms, and know neither of a first median nor of what was accepted."""
-        if "losses" not in meta:
-            losses = [math.exp(each) for each in meta["logs"]]
-            empty: dict[str, Any] = {"marks": [], "recurs": False, "first": None, "best": None, "ceiling": None}
-            row = [None for _ in meta["spiking"]]
-            rest = {"losses": losses, "spiking": meta["spiking"], "row": row, "window": None, "follows": False}
-            meta = {**empty, **rest}
-        super().load_state_dict(meta)
 
 
 class FirstLossMonitor(KeptWindow):

@@ -39,23 +39,6 @@ MONITORS = (
 """In the order in which they judge a step. A key never changes: it is the monitor's name in every checkpoint."""
 
 NAMED_IN_TEXT = 5
-_FORMER_KEYS = {
-    "GradientMonitor": "gradients",
-    "UnderflowMonitor": "underflow",
-    "ClippingMonitor": "clipping",
-    "ParameterMonitor": "parameters",
-    "LossMonitor": "loss",
-    "ScalerMonitor": "scaler",
-    "DataMonitor": "data",
-    "RanksMonitor": "ranks",
-    "PlateauMonitor": "plateau",
-    "Fp8Monitor": "fp8",
-    "Fp8StormMonitor": "fp8_storm",
-    "FallbackController": "fallback",
-    "Fp8FrozenMonitor": "fp8_frozen",
-    "WholeRunFallback": "whole_run",
-}
-"""Checkpoints once named monitors by their classes. A list of the past, which nothing is added to."""
 
 
 def build_monitors(context: MonitorContext) -> list[Monitor]:
@@ -81,8 +64,7 @@ class MonitorsPart:
         Windows of a monitor that does not watch this run (it has no FP8 layers, or no loss scale) are left; one that
         did not watch the run before starts without a past. Raises CheckpointError for a key that no monitor has.
         """
-        windows = {_FORMER_KEYS.get(key, key): window for key, window in meta.items()}
-        unknown = sorted(windows.keys() - {monitor.key for monitor in (*MONITORS, *self.monitors)})
+        unknown = sorted(meta.keys() - {monitor.key for monitor in (*MONITORS, *self.monitors)})
         if unknown:
             raise CheckpointError(
                 Problem(
@@ -93,5 +75,5 @@ class MonitorsPart:
                 )
             )
         for monitor in self.monitors:
-            if monitor.key in windows:
-                monitor.load_state_dict(windows[monitor.key])
+            if monitor.key in meta:
+                monitor.load_state_dict(meta[monitor.key])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import median
 
 from harness.core.facts import Rollback, StepFacts, Verdict
-from harness.monitors.base import KeptWindow, MonitorContext, level
+from harness.monitors.base import ROUNDING, KeptWindow, MonitorContext, level
 
 FIRST = 16
 """Losses that make the first median."""
@@ -19,7 +19,10 @@ FLOOR = 6.0
 sigma of its own."""
 ACT_AFTER = 200
 RISING = 100
-"""Updates over which a loss that never fell must go on rising to be acted upon: a step that lasts is none."""
+"""Updates over which a loss that never fell must go on rising to be acted upon, in each quarter of them: a step that
+lasts moves two quarters at most."""
+QUARTER = FLOOR / 8
+"""Robust sigmas that a quarter must rise by. All four together must rise by FLOOR."""
 LR_JUMP = 10.0
 
 
@@ -30,13 +33,15 @@ class LossRiseMonitor(KeptWindow):
     what it had fallen since the first median, and by six sigmas of the losses about the best one. Over the first median
     by six sigmas for 200 updates in a row it is acted upon, if `act`: a rollback past their windows, and the halt once
     the budget is spent. A loss that had not fallen by then must still be rising: a step that lasts is reported alone.
+    So is a smaller rise that lasts: six sigmas over the best for 200 updates in a row.
 
-    Verdicts: `loss.rise`, told when it has risen, once per streak, and when it is acted upon; unhealthy as long as the
-    median is over the first one, if `act`, so that no such state is gone back to. Else `loss.ok`.
+    Verdicts: `loss.rise`, told when it has risen or a smaller rise has lasted, once per streak, and when it is acted
+    upon; unhealthy as long as the median is over the first one, if `act`, so that no such state is gone back to. Else
+    `loss.ok`.
     """
 
     key = "loss_rise"
-    kept = ("losses", "first", "best", "sigma", "medians", "above", "risen")
+    kept = ("losses", "first", "best", "sigma", "medians", "above", "risen", "higher")
 
     def __init__(self, window: int, act: bool = True) -> None:
         self.act = act
@@ -49,6 +54,8 @@ class LossRiseMonitor(KeptWindow):
         # The windows of the latest updates in a row at which the median was over the first one.
         self._above: deque[int] = deque(maxlen=ACT_AFTER)
         self._risen = False
+        # Updates in a row at which the median was over the best one by the floor; ACT_AFTER + 1 once that is told.
+        self._higher = 0
 
     @classmethod
     def build(cls, context: MonitorContext) -> LossRiseMonitor:
@@ -67,7 +74,8 @@ class LossRiseMonitor(KeptWindow):
         if self._first is None:
             self._first = median(islice(self._losses, FIRST))
         if self._best is None or now < self._best:
-            self._best, self._sigma = now, level(list(self._losses), 0).sigma
+            spread = level(list(self._losses), 0).sigma
+            self._best, self._sigma = now, max(spread, ROUNDING * max(map(abs, self._losses)))
         self._medians.append(now)
         floor = FLOOR * self._sigma
         line = self._best + max(HALF * (self._first - self._best), floor)
@@ -80,13 +88,29 @@ class LossRiseMonitor(KeptWindow):
         else:
             self._above.clear()
 
+        # A smaller rise is told once it has lasted. A larger one has been told by then.
+        if now > self._best + floor:
+            self._higher = ACT_AFTER + 1 if self._risen else min(self._higher + 1, ACT_AFTER + 1)
+        elif now <= self._best + floor / 2:
+            self._higher = 0
+
         fell = self._first - self._best > floor
-        rising = len(self._medians) > RISING and now > self._medians[0] + floor
-        if self.act and len(self._above) == ACT_AFTER and (fell or rising):
+        if self.act and len(self._above) == ACT_AFTER and (fell or self._rising(floor)):
             return self._acted_upon(facts, now)
         if self._risen and not was_risen:
-            return self._told(facts, now)
+            return self._told(facts, now, "more than half of what was learned is lost")
+        if self._higher == ACT_AFTER:
+            self._higher += 1
+            return self._told(facts, now, f"it has been higher than its best for {ACT_AFTER} updates")
         return self._as_before(facts)
+
+    def _rising(self, floor: float) -> bool:
+        """Whether the median rose in every quarter of the last RISING updates, and by `floor` in all."""
+        if len(self._medians) <= RISING:
+            return False
+        marks = [self._medians[place] for place in range(0, RISING + 1, RISING // 4)]
+        rises = [later - earlier for earlier, later in pairwise(marks)]
+        return sum(rises) > floor and min(rises) > QUARTER * self._sigma
 
     def _as_before(self, facts: StepFacts) -> Verdict:
         bad = self.act and bool(self._above)
@@ -101,10 +125,10 @@ class LossRiseMonitor(KeptWindow):
     def _evidence(self, facts: StepFacts, now: float) -> dict[str, float | None]:
         return {"loss": now, "best": self._best, "first": self._first, "sigma": self._sigma, "window": facts.window}
 
-    def _told(self, facts: StepFacts, now: float) -> Verdict:
+    def _told(self, facts: StepFacts, now: float, why: str) -> Verdict:
         what = f"If it stays over the first for {ACT_AFTER} updates the run goes back" if self.act else "It goes on"
         text = (
-            f"{self._said(now)}: more than half of what was learned is lost. {what} (guard.loss_rise: "
+            f"{self._said(now)}: {why}. {what} (guard.loss_rise: "
             f"{'act' if self.act else 'report'}). Look at the data from window {facts.window} back (targets whose unit "
             "or scale changes, a cache that grows), at train/lr, and at what changed in the model"
         )

@@ -148,16 +148,30 @@ GUARD = (
     Mutation(
         13,
         "a resume takes what was spent from the checkpoint",
-        'ledger.recent_skips = list(budgets.get("recent_skips", [0] * min(ledger.skips, _OLD_TOTAL)))',
+        'ledger.recent_skips = list(budgets["recent_skips"])',
         "pass",
         "tests/unit/monitors/test_budget_windows.py -k resume",
     ),
     Mutation(
         11,
         "a loss that stays over its first median is acted upon",
-        "if self.act and len(self._above) == ACT_AFTER and (fell or rising):",
+        "if self.act and len(self._above) == ACT_AFTER and (fell or self._rising(floor)):",
         "if False:",
         "tests/unit/monitors/test_guard_families.py -k ended_and",
+    ),
+    Mutation(
+        11,
+        "a small rise that lasts is told",
+        "if self._higher == ACT_AFTER:",
+        "if False:",
+        "tests/unit/monitors/test_guard_families.py -k 15_percent",
+    ),
+    Mutation(
+        11,
+        "a step of a loss that never fell is no rise",
+        "return sum(rises) > floor and min(rises) > QUARTER * self._sigma",
+        "return sum(rises) > floor",
+        "tests/unit/monitors/test_guard_families.py -k two_lasting",
     ),
     Mutation(
         11,

@@ -22,7 +22,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "detector windows are restored",
-        "monitor.load_state_dict(windows[monitor.key])",
+        "monitor.load_state_dict(meta[monitor.key])",
         "pass",
         "tests/faults/test_resume_sweep.py -k killed_fp8",
     ),

@@ -225,7 +225,7 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "a checkpoint knows the ledger it was saved beside",
-        'if not ledger.follows(*meta.get("sealed", (0, ""))):',
+        'if not ledger.follows(*meta["sealed"]):',
         "if False:",
         "tests/faults/test_other_files.py -k runs_own",
     ),

@@ -223,15 +223,6 @@ def test_an_untouched_run_goes_on(rolled_back: Path, tmp_path: Path) -> None:
     assert load_ledger(folder / "runs" / "r").skipped_windows == [71, 72, 73]
 
 
-def test_a_ledger_of_before_there_were_seals_is_taken(rolled_back: Path, tmp_path: Path) -> None:
-    ledger = json.loads((rolled_back / "runs" / "r" / "incidents.json").read_text())
-    del ledger["seals"]
-    (tmp_path / "incidents.json").write_text(json.dumps(ledger))
-    old = load_ledger(tmp_path)
-    assert old.skipped_windows == [71, 72, 73]
-    assert old.follows(0, "")
-
-
 def test_a_later_rollback_still_follows_an_earlier_checkpoint() -> None:
     ledger = RunLedger()
     ledger.go_back(20, [21])

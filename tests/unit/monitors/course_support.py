@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from typing import Any
 
 from harness.core.config import GuardConfig
 from harness.core.facts import Halt, Limits, Rollback, StepFacts
-from harness.core.state import RunLedger
+from harness.core.protocols import Monitor
+from harness.core.state import RunLedger, TrainState
 from harness.monitors.base import AHEAD, MonitorContext
 from harness.monitors.evidence import FallbackConfig
 from harness.monitors.gradients import GradientMonitor
@@ -39,6 +40,7 @@ class Course:
     told: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     rollbacks: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     returned_to: list[int] = field(default_factory=list[int])
+    resumed: int = 0
     limits: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
 
     @property
@@ -47,12 +49,28 @@ class Course:
         return {code for code, _ in self.told}
 
 
-def drive(formula: Formula, steps: int, every: int = 20, **keys: Any) -> Course:
-    """`steps` steps, or until it halts. every: steps between states that a rollback can go back to."""
-    guard = GuardConfig.model_validate(keys)
+def built(guard: GuardConfig) -> list[Monitor]:
+    """The monitors of loss and norms."""
     context = MonitorContext(guard, FallbackConfig())
-    monitors = [kind.build(context) for kind in (GradientMonitor, LossMonitor, LossRiseMonitor)]
+    return [kind.build(context) for kind in (GradientMonitor, LossMonitor, LossRiseMonitor)]
+
+
+def resumed(ledger: RunLedger, on_disk: str, step: int) -> RunLedger:
+    """What another process has of `ledger`: the run's file, written at the last rollback, and a checkpoint of `step`."""
+    _, meta = TrainState({}, ledger, step=step).state_dict()
+    state = TrainState({}, RunLedger.from_json(json.loads(on_disk)))
+    state.resume({}, json.loads(json.dumps(meta)))
+    return state.ledger
+
+
+def drive(formula: Formula, steps: int, every: int = 20, resume_every: int = 0, **keys: Any) -> Course:
+    """`steps` steps, or until it halts. every: steps between states that a rollback can go back to. resume_every: steps
+    after which another process goes on, 0: none.
+    """
+    guard = GuardConfig.model_validate(keys)
+    monitors = built(guard)
     course, ledger = Course(), RunLedger()
+    on_disk = json.dumps(asdict(ledger))
     responder = Responder(guard, ledger)
     limits: dict[int, Limits] = {}
     step = applied = healthy = 0
@@ -83,6 +101,7 @@ def drive(formula: Formula, steps: int, every: int = 20, **keys: Any) -> Course:
                 monitor.load_state_dict(meta)
             course.returned_to.append(step)
             ledger.go_back(step, action.bad)
+            on_disk = json.dumps(asdict(ledger))
             waiting = ""
         elif isinstance(action, Halt | Rollback):
             course.status, course.reason = "halted", action.reason
@@ -91,4 +110,12 @@ def drive(formula: Formula, steps: int, every: int = 20, **keys: Any) -> Course:
             state = {"step": step, "applied": applied, "limits": {s: each.as_json() for s, each in limits.items()},
                      "monitors": [monitor.state_dict() for monitor in monitors]}  # fmt: skip
             waiting, healthy = json.dumps(state), 0
+        if resume_every and step % resume_every == 0:
+            windows = json.loads(json.dumps([monitor.state_dict() for monitor in monitors]))
+            monitors = built(guard)
+            for monitor, meta in zip(monitors, windows, strict=True):
+                monitor.load_state_dict(meta)
+            ledger = resumed(ledger, on_disk, step)
+            responder = Responder(guard, ledger)
+            course.resumed += 1
     return course

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.core.config import GuardConfig
 from harness.core.facts import Action, Continue, Halt, Rollback, Verdict
 from harness.core.state import RunLedger, TrainState
 from harness.monitors.responder import Responder
+from tests.unit.monitors.course_support import Formula, drive
 
 SKIP = [Verdict("test.skip", 7, "what was skipped", healthy=False, skip=True)]
 BACK = [Verdict("test.back", 7, "what broke", healthy=False, proposal=Rollback("it broke"))]
@@ -79,6 +82,39 @@ def test_the_ledger_on_disk_brings_both_back() -> None:
     assert isinstance(responder(again, max_skips=9, max_rollbacks=1).decide(BACK, 20_010), Halt)
 
 
+def nan_at(single: set[int], rows: set[int] | None = None) -> Formula:
+    """A loss of 2 and a norm of 1, NaN in the windows `single` and in five from each of `rows` on."""
+    bad = single | {first + more for first in rows or () for more in range(5)}
+    return lambda _, window: (math.nan if window in bad else 2.0, 1.0)
+
+
+@pytest.mark.slow
+def test_a_run_of_100_000_steps_with_a_thousandth_skipped_ends_done() -> None:
+    """100 single windows by chance, 23 rows that roll back, and another process every 5,000 steps."""
+    single = {int(window) for window in np.random.default_rng(3).choice(100_000, 100, replace=False)}
+    course = drive(nan_at(single, set(range(2_000, 94_000, 4_000))), 100_000, resume_every=5_000)
+    assert course.status == "done", course.reason
+    assert len(course.rollbacks) == 23
+    assert course.resumed >= 20
+    assert len(course.skipped) > 200
+
+
+@pytest.mark.parametrize(("skips", "status"), [(100, "done"), (101, "halted")])
+def test_one_more_than_the_budget_within_10_000_windows_halts_through_rollbacks_and_resumes(
+    skips: int, status: str
+) -> None:
+    """Two rows of five that roll back are among the skips; another process goes on every 1,000 steps."""
+    single = set(range(300, 300 + 95 * (skips - 10), 95))
+    course = drive(nan_at(single, {4_030, 8_020}), 10_000, resume_every=1_000)
+    assert course.status == status, course.reason
+    assert len(course.rollbacks) == 2
+    assert course.resumed >= 8
+    assert len(course.skipped) == skips
+    if status == "halted":
+        assert course.skipped[-1] == max(single), "not one earlier"
+        assert "101 updates were skipped within 10000 windows" in course.reason
+
+
 def test_a_resume_takes_the_skips_from_the_checkpoint() -> None:
     judge = responder(max_skips=3)
     spend(judge, range(20_000, 20_003), SKIP)
@@ -87,17 +123,3 @@ def test_a_resume_takes_the_skips_from_the_checkpoint() -> None:
     state.resume({}, json.loads(json.dumps(meta)))
     assert isinstance(responder(state.ledger, max_skips=3).decide(SKIP, 20_005), Halt)
     assert responder(state.ledger, max_skips=3).decide(SKIP, 30_003) == Continue()
-
-
-def test_what_an_earlier_version_wrote_is_read_and_counts_from_the_first_window() -> None:
-    old = {
-        name: value for name, value in asdict(RunLedger(rollbacks=2, skips=3)).items() if not name.startswith("recent_")
-    }
-    ledger = RunLedger.from_json(old)
-    assert ledger.spent(9_999, 10_000) == (3, 2)
-    assert ledger.spent(10_000, 10_000) == (0, 0)
-    _, meta = TrainState({}, ledger, step=20).state_dict()
-    del meta["budgets"]["recent_skips"]
-    state = TrainState({}, RunLedger())
-    state.resume({}, meta)
-    assert state.ledger.spent(9_999, 10_000)[0] == 3

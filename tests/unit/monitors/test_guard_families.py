@@ -59,6 +59,12 @@ def quiet_step(fallen: bool, factor: float) -> Formula:
     return formula
 
 
+def steps_up(applied: int, window: int) -> Numbers:
+    """A quiet loss that never falls and steps up by 15% three times, for good."""
+    loss = 2.0 + 0.004 * float(drawn(window, 0).standard_normal())
+    return loss * 1.15 ** sum(window > at for at in (500, 900, 1400)), usual(applied, window)[1]
+
+
 HEALTHY: dict[str, Formula] = {
     "as usual": usual,
     "a batch in ten of another task": sometimes(0.1, lambda loss, norm: (loss + 2.5, norm * 3)),
@@ -175,6 +181,34 @@ def test_a_lasting_step_is_let_through_once_a_rollback_did_not_help(name: str) -
     said = [code for code, _ in course.told if code != "loss.rise"]
     assert said == ["loss.skip"] * 9 + ["loss.accepted", "loss.skip"], "the last was on its way"
     assert len(course.rollbacks) == 1
+
+
+def test_a_lasting_step_of_15_percent_is_told_and_no_more() -> None:
+    """It is far from half of what the loss had fallen, and far over the spread of a quiet loss."""
+    course = drive(HEALTHY["a quiet loss that steps up by 15%"], 1000)
+    assert course.codes == {"loss.rise"}
+    assert [500 + 200 <= window < 500 + 250 for _, window in course.told] == [True], "once, after 200 updates"
+    assert course.skipped == []
+    assert course.rollbacks == []
+
+
+def test_two_lasting_steps_are_no_rise() -> None:
+    """The second comes when the loss has been over its first median for long."""
+    course = drive(steps_up, 2000)
+    assert course.status == "done", course.reason
+    assert len(course.rollbacks) <= 1
+
+
+def test_a_small_rise_is_told_once_until_the_loss_was_back() -> None:
+    """Between half of what makes a rise and all of it nothing is told again."""
+
+    def formula(applied: int, window: int) -> Numbers:
+        up = 0.0 if window < 300 or 800 <= window < 900 else (0.3 if window % 100 < 80 else 0.14)
+        loss, norm = usual(applied, window)
+        return loss + up, norm
+
+    course = drive(formula, 1300)
+    assert [code for code, _ in course.told] == ["loss.rise"] * 2
 
 
 def test_reporting_alone_lets_a_rise_go_on() -> None:

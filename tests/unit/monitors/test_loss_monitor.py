@@ -112,13 +112,6 @@ def test_a_silent_window_does_not_turn_noise_into_a_spike(make_facts: MakeFacts)
     assert monitor.observe(make_facts(101, loss=2.51)).code == "loss.spike", "over half of what it had fallen"
 
 
-def test_a_window_of_an_earlier_version_is_read(make_facts: MakeFacts) -> None:
-    """It had the logarithms of the losses."""
-    monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
-    monitor.load_state_dict({"logs": [math.log(2.0 + 0.01 * (step % 3)) for step in range(40)], "spiking": []})
-    assert monitor.observe(make_facts(40, loss=2.01)).limits.loss == pytest.approx(2.01 + 12 * 1.4826 * 0.01, rel=0.05)
-
-
 def test_before_sixteen_losses_nothing_is_judged(make_facts: MakeFacts) -> None:
     monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
     codes = [monitor.observe(make_facts(i, loss=2.0 if i < 15 else 20.0)).code for i in range(17)]

@@ -187,9 +187,6 @@ def test_what_was_accepted_survives_a_checkpoint_and_ends_with_the_window(make_f
         limits = [each.observe(make_facts(45 + n, grad_norm=1.0)).limits.norm for n in range(45)]
         assert limits[:39] == pytest.approx([50.0] * 39)
         assert limits[40:] == pytest.approx([5.0] * 5), "what was not used by then is gone"
-    since = ("accepted", "bad_norms", "left", "lifted", "marks", "recurs")
-    old = {name: value for name, value in monitor.state_dict().items() if not name.startswith(since)}
-    GradientMonitor(max_consecutive_skips=5).load_state_dict(old)
 
 
 def armed(make_facts: MakeFacts, max_consecutive_skips: int = 5) -> GradientMonitor:

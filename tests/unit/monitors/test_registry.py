@@ -1,4 +1,4 @@
-"""Which monitors watch a run, and their windows in checkpoints: of this version, of an older one, of one to come."""
+"""Which monitors watch a run, and their windows in checkpoints: of this version, of one to come."""
 
 from __future__ import annotations
 
@@ -22,25 +22,7 @@ from harness.monitors.registry import MONITORS, MonitorsPart, build_monitors
 
 MakeFacts = Callable[..., StepFacts]
 ALWAYS = ["gradients", "underflow", "clipping", "parameters", "loss", "loss_rise", "lr", "data", "ranks", "plateau"]
-# The classes by which checkpoints named monitors before they had keys.
-CLASSES = {
-    "gradients": "GradientMonitor",
-    "underflow": "UnderflowMonitor",
-    "clipping": "ClippingMonitor",
-    "parameters": "ParameterMonitor",
-    "loss": "LossMonitor",
-    "scaler": "ScalerMonitor",
-    "data": "DataMonitor",
-    "ranks": "RanksMonitor",
-    "plateau": "PlateauMonitor",
-    "fp8": "Fp8Monitor",
-    "fp8_storm": "Fp8StormMonitor",
-    "fallback": "FallbackController",
-    "fp8_frozen": "Fp8FrozenMonitor",
-    "whole_run": "WholeRunFallback",
-}
-
-SINCE = ("first_loss", "loss_rise", "lr")
+ALL = [*ALWAYS, "first_loss", "scaler", "fp8", "fp8_storm", "fallback", "fp8_frozen", "whole_run"]
 
 
 class NoData:
@@ -117,16 +99,15 @@ def test_with_the_guard_off_nothing_watches() -> None:
 
 
 def test_every_monitor_has_a_key_of_its_own_and_none_changes() -> None:
-    assert sorted(monitor.key for monitor in MONITORS) == sorted([*CLASSES, *SINCE])
+    assert sorted(monitor.key for monitor in MONITORS) == sorted(ALL)
 
 
 @pytest.mark.parametrize("given", [FP8, FP16], ids=["fp8", "fp16"])
-@pytest.mark.parametrize("older", [False, True], ids=["keys", "class names"])
-def test_windows_come_back_from_checkpoints_of_both_kinds(given: dict[str, Any], older: bool) -> None:
+def test_windows_come_back_from_a_checkpoint(given: dict[str, Any]) -> None:
     meta = stored(MonitorsPart(driven(context(**given))))
     fresh = MonitorsPart(build_monitors(context(**given)))
     assert stored(fresh) != meta
-    fresh.load_state_dict({}, {CLASSES.get(key, key): window for key, window in meta.items()} if older else meta)
+    fresh.load_state_dict({}, meta)
     assert stored(fresh) == meta
 
 
