@@ -136,10 +136,11 @@ class Description:
             "| | |",
             "|---|---|",
             *(f"| {label} | {_cell(text)} |" for label, text in rows if text),
-            f"| checkpoints | [as models](#/experiments/{self._experiment_id}/models) of this experiment: `source_run_id = "
-            f"'{self._run_id}'` |",
+            f"| checkpoints | [as models](#/experiments/{self._experiment_id}/models) of this experiment: "
+            f"`source_run_id = '{self._run_id}'` |",
             "",
-            "amax and scale span powers of two: switch their charts to a log axis (the chart's menu, Configure, Y-axis).",
+            "amax and scale span powers of two: switch their charts to a log axis "
+            "(the chart's menu, Configure, Y-axis).",
         ]
         if self._events:
             lines += ["", "| step | newest events | |", "|---|---|---|"]
