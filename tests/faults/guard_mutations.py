@@ -14,6 +14,13 @@ GUARD = (
     ),
     Mutation(
         11,
+        "a halt names no command of ours in a loop of one's own",
+        "            if action.fix and self._precision is not None:\n",
+        "            if action.fix and False:\n",
+        "tests/unit/precision/test_own_guard.py -k halt_tells",
+    ),
+    Mutation(
+        11,
         "the progress counts skipped updates as the summary does",
         "        skipped = facts.step - facts.applied_steps\n",
         "        skipped = ledger.skips\n",
