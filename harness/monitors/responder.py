@@ -83,7 +83,7 @@ class Responder:
                 f"guard.max_skips ({self.guard.max_skips}); last: {skips[-1].text}",
                 "Look for bad data in the windows that the journal names, lower train.lr, or, if nothing is wrong with "
                 "them, raise guard.max_skips, guard.skip_growth or guard.spike_sigma, in a new run: "
-                "--name NEW --resume runs/<run>/checkpoints/step-<good>"
+                "--name NEW --resume runs/<run>/checkpoints/step-<good>",
             )
         if rollbacks := [v.proposal for v in verdicts if isinstance(v.proposal, Rollback)]:
             return self._rollback(rollbacks, rolled_back, window)
@@ -112,7 +112,7 @@ class Responder:
                 f"{self.guard.budget_windows} windows (guard.budget_windows)",
                 "Lower train.lr, lengthen train.warmup_steps, try the bf16 recipe, or look at the windows that the "
                 "journal names, in a new run from a good checkpoint: "
-                "--name NEW --resume runs/<run>/checkpoints/step-<N>"
+                "--name NEW --resume runs/<run>/checkpoints/step-<N>",
             )
         self.ledger.rolls_back(window, self.guard.budget_windows)
         bad = {window for proposal in proposals for window in proposal.bad} - set(self.ledger.skipped_windows)
