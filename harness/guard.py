@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 _MOMENT_BYTES = 8
 
 
+_FIX_IN_A_LOOP = (
+    "Look at the samples of the windows named, lower the learning rate, or, if nothing is wrong with them, raise that "
+    "setting of Guard.for_precision; go on from a checkpoint of your own"
+)
+"""Of a halt that proposes a command of ours, where no run folder and no command is."""
+
+
 class Guard:
     """Watches one run: every step is judged one step later, and what the verdicts ask for is done.
 
@@ -165,7 +172,7 @@ class Guard:
         while (facts := self.arrived(0 if self.snapshot_due() else 1)) is not None:
             action = self.act(self.observe(facts))
             if isinstance(action, Halt):
-                raise HaltedError(Problem(action.reason, f"step {facts.step}"))
+                raise HaltedError(Problem(action.reason, f"step {facts.step}", fix=action.fix or None))
             if isinstance(action, Rollback):
                 precision.drop_window()
                 for optimizer in self._optimizers:
@@ -224,7 +231,9 @@ class Guard:
             else:
                 self.telemetry.screen.event(f"step {step}: rolled back to step {target}: {action.reason}")
         if isinstance(action, Halt):
-            self.telemetry.event(step, "guard.halt", reason=action.reason)
+            if action.fix and self._precision is not None:
+                action = replace(action, fix=_FIX_IN_A_LOOP)
+            self.telemetry.event(step, "guard.halt", reason=action.text)
             self.telemetry.flush()
         return action
 

@@ -276,7 +276,7 @@ def train(run: Run) -> Outcome:
             known = {"train_loss": facts.loss}
             action = guard.act(observe(run, facts))
             if isinstance(action, Halt):
-                return Outcome("halted", ExitCode.HALTED, action.reason, facts.step)
+                return Outcome("halted", ExitCode.HALTED, action.text, facts.step)
             if isinstance(action, Rollback):
                 returned, known = True, {}
         if run.state.step >= total or _every(run.config.train.eval_every, run.state.step):

@@ -259,7 +259,8 @@ class Telemetry:
         self._tell_slots(facts.step, kept)
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
-        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, ledger.skips, len(ledger.returned_to))
+        skipped = facts.step - facts.applied_steps
+        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, skipped, len(ledger.returned_to))
 
     def count(self, step: int, applied: int, ledger: RunLedger) -> None:
         """What the outcome says of the run's steps: a resume may have none left to record."""

@@ -234,9 +234,15 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Stop the run; it would only get worse."""
+    """Stop the run; it would only get worse. fix: what its user can do about it."""
 
     reason: str
+    fix: str = ""
+
+    @property
+    def text(self) -> str:
+        """Reason and fix."""
+        return f"{self.reason}. {self.fix}" if self.fix else self.reason
 
 
 Action = Continue | Switch | Rollback | Halt

@@ -77,7 +77,8 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     (
         "guard/skipped",
         "",
-        "updates that were skipped so far; those of the last guard.budget_windows count against guard.max_skips",
+        "updates that were skipped so far, also those before a rollback; those of the last guard.budget_windows count "
+        "against guard.max_skips",
         lambda _, ledger: float(ledger.skips),
     ),
     ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),

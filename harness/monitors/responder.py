@@ -75,15 +75,15 @@ class Responder:
         if skips:
             self.ledger.skipped(window, len(skips), within)
         spent, rolled_back = self.ledger.spent(window, within)
-        if halts := [v.proposal.reason for v in verdicts if isinstance(v.proposal, Halt)]:
+        if halts := [v.proposal.text for v in verdicts if isinstance(v.proposal, Halt)]:
             return Halt("; ".join(halts))
         if skips and spent > self.guard.max_skips:
             return Halt(
                 f"{spent} updates were skipped within {within} windows (guard.budget_windows), more than "
-                f"guard.max_skips ({self.guard.max_skips}); last: {skips[-1].text}. "
+                f"guard.max_skips ({self.guard.max_skips}); last: {skips[-1].text}",
                 "Look for bad data in the windows that the journal names, lower train.lr, or, if nothing is wrong with "
                 "them, raise guard.max_skips, guard.skip_growth or guard.spike_sigma, in a new run: "
-                "--name NEW --resume runs/<run>/checkpoints/step-<good>"
+                "--name NEW --resume runs/<run>/checkpoints/step-<good>",
             )
         if rollbacks := [v.proposal for v in verdicts if isinstance(v.proposal, Rollback)]:
             return self._rollback(rollbacks, rolled_back, window)
@@ -109,10 +109,10 @@ class Responder:
         if spent >= self.guard.max_rollbacks:
             return Halt(
                 f"{reason}; and all of guard.max_rollbacks ({self.guard.max_rollbacks}) are spent within "
-                f"{self.guard.budget_windows} windows (guard.budget_windows). "
+                f"{self.guard.budget_windows} windows (guard.budget_windows)",
                 "Lower train.lr, lengthen train.warmup_steps, try the bf16 recipe, or look at the windows that the "
                 "journal names, in a new run from a good checkpoint: "
-                "--name NEW --resume runs/<run>/checkpoints/step-<N>"
+                "--name NEW --resume runs/<run>/checkpoints/step-<N>",
             )
         self.ledger.rolls_back(window, self.guard.budget_windows)
         bad = {window for proposal in proposals for window in proposal.bad} - set(self.ledger.skipped_windows)

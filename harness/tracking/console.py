@@ -60,7 +60,10 @@ class Console:
             self._rich.width = PLAIN_WIDTH
 
     def step(self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int) -> None:
-        """Report one step. fp8_layers of fp8_total ran in FP8; skipped updates and rollbacks so far."""
+        """Report one step. fp8_layers of fp8_total ran in FP8; rollbacks so far.
+
+        skipped: updates of the steps that count, as in the summary.
+        """
         done = facts.step
         if not self._total:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +80,9 @@ def test_a_broken_run_rolls_back_passes_over_the_bad_windows_and_finishes(tmp_pa
     ledger = json.loads((run / "incidents.json").read_text())
     assert ledger["rollbacks"] == 1
     assert ledger["skipped_windows"] == first["passed_over"]
+    progress = [line for line in done.stdout.splitlines() if line.startswith("step ") and "  skipped " in line][-1]
+    (summed,) = re.findall(r"applied, (\d+) skipped", done.stdout)
+    assert f"  skipped {summed} " in progress, "the progress counts as the summary does"
     assert list((run / "checkpoints").glob("rolledback-*")), "the newer branch is kept aside"
 
 

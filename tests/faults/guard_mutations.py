@@ -8,9 +8,23 @@ GUARD = (
     Mutation(
         11,
         "only rollbacks that happened are counted",
-        "ledger.skips, len(ledger.returned_to))",
-        "ledger.skips, ledger.rollbacks)",
+        "skipped, len(ledger.returned_to))",
+        "skipped, ledger.rollbacks)",
         "tests/e2e/test_guard.py -k nowhere_to_go",
+    ),
+    Mutation(
+        11,
+        "a halt names no command of ours in a loop of one's own",
+        "            if action.fix and self._precision is not None:\n",
+        "            if action.fix and False:\n",
+        "tests/unit/precision/test_own_guard.py -k halt_tells",
+    ),
+    Mutation(
+        11,
+        "the progress counts skipped updates as the summary does",
+        "        skipped = facts.step - facts.applied_steps\n",
+        "        skipped = ledger.skips\n",
+        "tests/e2e/test_guard.py -k passes_over_the_bad_windows",
     ),
     Mutation(
         8,

@@ -67,7 +67,7 @@ def test_rollbacks_beyond_the_budget_halt_with_the_reason_and_the_way_out() -> N
     assert [type(action) for action in actions] == [Rollback, Rollback, Halt]
     assert isinstance(actions[2], Halt)
     for part in ("spike 2", "guard.max_rollbacks (2)", "train.lr"):
-        assert part in actions[2].reason
+        assert part in actions[2].text
     assert ledger.rollbacks == 2
 
 
@@ -132,7 +132,7 @@ def test_the_halt_for_too_many_skips_names_the_keys_to_raise() -> None:
     assert isinstance(action, Halt)
     assert ledger.skips == 2
     for key in ("guard.max_skips (1)", "guard.skip_growth", "guard.spike_sigma"):
-        assert key in action.reason
+        assert key in action.text
 
 
 def test_switched_off_it_does_nothing() -> None:

@@ -48,6 +48,28 @@ def test_a_rollback_puts_back_model_optimizer_schedule_and_precision(name: str) 
     assert loop.windows[-3:] == [8, 9, 12], "the windows of the two bad losses are passed over"
 
 
+@pytest.mark.parametrize(
+    ("poison", "settings", "told"),
+    [
+        ((10, 12, 14), {"max_skips": 2}, "more than guard.max_skips (2)"),
+        ((10, 11, 14, 15), {"max_rollbacks": 1}, "all of guard.max_rollbacks (1) are spent"),
+        ((1, 2), {}, "no snapshot is good"),
+    ],
+)
+def test_a_halt_tells_a_loop_of_ones_own_what_it_can_do_there(
+    poison: tuple[int, ...], settings: dict[str, Any], told: str
+) -> None:
+    """No command of ours starts it again, and it has no run folder and no `train` section."""
+    loop = Loop(poison=poison, **settings)
+    with pytest.raises(HaltedError) as caught:
+        loop.steps(40)
+    text = str(caught.value)
+    assert told in text
+    assert "checkpoint of your own" in text
+    for word in ("--name", "--resume", "runs/<run>", "train.", "journal", "data.bad", "bf16 recipe, or look"):
+        assert word not in text
+
+
 @pytest.mark.parametrize(("after", "taken"), [(8, [2, 4, 6, 8, 10, 20, 30]), (0, list(range(2, 31, 2)))])
 def test_snapshots_are_taken_seldom_once_a_run_is_old(
     after: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
