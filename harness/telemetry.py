@@ -187,7 +187,7 @@ class Telemetry:
         underflow = (limits.underflow, limits.underflow, limits.underflow_grad_output)
         even_db = (limits.even_db_input, limits.even_db_weight, limits.even_db_grad_output)
         self.slots.limits = SlotLimits(
-            saturation, limits.clipped, underflow, limits.sqnr_db, limits.warmup_steps, even_db
+            saturation, limits.clipped, underflow, limits.sqnr_db, limits.warmup_steps, even_db, limits.centred_db
         )
 
     def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:

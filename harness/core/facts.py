@@ -116,12 +116,23 @@ class SlotStats:
             SAMPLED,
         ),
     ] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    centred_db: Annotated[
+        _PerSlot,
+        Metric(
+            "as SQNR, but of what varies from row to row: value and error less their channel's mean",
+            "dB",
+            "fp8_centred_db",
+            "mean",
+            SAMPLED,
+        ),
+    ] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
 
     def __post_init__(self) -> None:
         """What was not given was not measured."""
-        if len(self.even_db) != len(self.names):
-            object.__setattr__(self, "even_db", np.full(len(self.names), np.nan, dtype=np.float32))
+        for name in ("even_db", "centred_db"):
+            if len(getattr(self, name)) != len(self.names):
+                object.__setattr__(self, name, np.full(len(self.names), np.nan, dtype=np.float32))
 
 
 IGNORED = -100

@@ -130,8 +130,9 @@ ROLE_QUANTILES: dict[str, tuple[str, ...]] = {
     "underflow": ("p50", "p90", "max"),
     "sqnr_db": ("min", "p50"),
     "even_db": ("min",),
+    "centred_db": ("min",),
 }
-"""Of each figure of the slots, what is kept for each role: 57 series for a model of any size."""
+"""Of each figure of the slots, what is kept for each role: 60 series for a model of any size."""
 
 _RANKS = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _Figures = npt.NDArray[np.float32]

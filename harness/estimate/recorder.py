@@ -473,7 +473,8 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
     if name in CONVOLUTIONS:
         return "convolutions"
     files = [_short(path) for path, _, _ in frames]
-    if any(function == "quantization_stats" or function.startswith("SampledStats.") for _, function, _ in frames):
+    sums = ("quantization_stats", "channel_stats")
+    if any(function in sums or function.startswith("SampledStats.") for _, function, _ in frames):
         return "FP8 statistics"
     libraries = (f"{backend.library}/" for backend in BACKENDS.values() if backend.library)
     fp8 = ("harness/precision/backends/", "harness/precision/scaling", *libraries)

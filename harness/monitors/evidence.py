@@ -41,6 +41,7 @@ STATISTICS = (
     Statistic("underflow", sampled=True),
     Statistic("sqnr_db", sampled=True, below=True),
     Statistic("even_db", sampled=True, below=True),
+    Statistic("centred_db", sampled=True, below=True),
 )
 
 _PER_OCTAVE = 0.5
@@ -61,10 +62,14 @@ _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
 _BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
 _OF_LOSS = np.array([kind.name in ("underflow", "even_db") for kind in STATISTICS])[:, None, None]
 _COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
-_SATURATION, _CLIPPED, _UNDERFLOW, _SQNR, _EVEN = (
+_SATURATION, _CLIPPED, _UNDERFLOW, _SQNR, _EVEN, _CENTRED = (
     [kind.name for kind in STATISTICS].index(name)
-    for name in ("saturation", "clipped", "underflow", "sqnr_db", "even_db")
+    for name in ("saturation", "clipped", "underflow", "sqnr_db", "even_db", "centred_db")
 )
+_COMMON = 3.0
+"""By how many dB the rows' common part must have lowered an SQNR for it to count: half of the energy is that part."""
+PRESSING = np.array([kind.name != "centred_db" for kind in STATISTICS])
+"""Statistics for which a whole run may leave FP8. What the rows of most layers share may be the model's own."""
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
 
 
@@ -74,8 +79,9 @@ class FallbackConfig(Strict):
     A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
     tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
     non-zero values, flushed to zero) are over theirs, the latter without a sample where the saturation says that
-    all was lost; sqnr_db or even_db is under its limit; its amax is infinite; or, unless None, its amax is over
-    amax_over or amax_growth times what it was a window before.
+    all was lost; sqnr_db or even_db is under its limit; centred_db has been under its limit for centred_steps steps,
+    for what the rows have in common; its amax is infinite; or, unless None, its amax is over amax_over or amax_growth
+    times what it was a window before.
 
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
     beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
@@ -108,6 +114,13 @@ class FallbackConfig(Strict):
     even_db_weight: float = Field(default=22.0, description="the same for weights")
     even_db_grad_output: float = Field(
         default=7.0, description="SQNR of which every row is an equal part, dB, under which an output gradient is bad"
+    )
+    centred_db: float = Field(
+        default=5.0,
+        description="SQNR of what varies from row to row, without each channel's mean, dB, under which a slot is bad",
+    )
+    centred_steps: int = Field(
+        default=200, ge=1, description="steps for which a slot must be under centred_db throughout before it counts"
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="amax over that of a window before that counts as bad; null: not looked at"
@@ -201,8 +214,10 @@ class Score:
         self.value[place] = self.bad[place] = 0
 
     def restore(self, value: Floats, bad: Floats) -> None:
-        """Be what `value` and `bad` were."""
-        self.value, self.bad = value.reshape(self.value.shape), bad.reshape(self.bad.shape)
+        """Be what `value` and `bad` were; statistics that came later start anew."""
+        for mine, saved in ((self.value, value), (self.bad, bad)):
+            mine[...] = 0
+            mine.reshape(-1)[: saved.size] = saved
 
     def count(self, bad: Floats) -> None:
         """Be what so many bad observations in the window make at least."""
@@ -225,6 +240,8 @@ class Evidence:
         # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
         self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
         self._growth = Growth(policy.window, policy.warmup_steps, count)
+        # Steps since the first sample of those without a break in which the rows were nearly alike: of tensors, too.
+        self._alike: npt.NDArray[np.int64] = np.zeros((count, 3), dtype=np.int64)
         self._score = Score(policy, (len(STATISTICS), count, 3))
         self._samples = False
         # Slots whose newest saturation is a reason to look closely, and what that step lost: no part of the state.
@@ -263,6 +280,7 @@ class Evidence:
                 self._spread(slots.underflow),
                 self._spread(slots.sqnr_db),
                 self._spread(slots.even_db),
+                self._spread(slots.centred_db),
             ]
         )
         values[:, ignore] = np.nan
@@ -273,6 +291,7 @@ class Evidence:
         values[_UNDERFLOW] = np.where(vanished, np.float32(1), values[_UNDERFLOW])
         limits, headroom = self._limits.repeat(amax.shape[0], axis=1), self._growth.headroom()
         limits[_SATURATION] *= headroom
+        values[_CENTRED] = self._common_mode(values, limits)
         self._without_clipping(values, headroom)
         bad = values * _SIGN > limits * _SIGN
         # 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is told as the smallest number.
@@ -285,6 +304,21 @@ class Evidence:
         beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, limits, _BELOW))
         self._score.add(seen, bad, beyond)
         self._lost = bad & (beyond >= 1) & _OF_LOSS
+
+    def _common_mode(self, values: Floats, limits: Floats) -> Floats:
+        """The centred SQNRs that count, NaN for the others: float32 [layers, roles].
+
+        What is cut off, or lost without a common part, takes the rows' differences with it: clipped share and SQNR say
+        so. In a healthy run, too, rows are nearly alike for a while after the start, while it learns what all of them
+        have in common: a slot counts once it has been so for `centred_steps` steps.
+        """
+        centred = values[_CENTRED]
+        common = (values[_CLIPPED] <= limits[_CLIPPED]) & (values[_SQNR] - centred > _COMMON)
+        low = common & (centred < limits[_CENTRED])
+        self._alike = np.where(self._alike > 0, self._alike + 1, 0)
+        self._alike = np.where(np.isnan(centred), self._alike, np.where(low, np.maximum(self._alike, 1), 0))
+        lasting = self._alike >= self.policy.centred_steps
+        return np.where(low & ~lasting, np.float32(np.nan), np.where(common | np.isnan(centred), centred, _LARGEST))
 
     def _without_clipping(self, values: Floats, headroom: Floats) -> None:
         """Take from `values` what growth alone clips: the scale is on its way. In place.
@@ -366,7 +400,8 @@ class Evidence:
         """JSON-able."""
         arrays = {"recent": self._recent, "amax": self._amax, **self._growth.arrays()}
         arrays |= {"score": self._score.value, "bad": self._score.bad}
-        return {**{name: _listed(values) for name, values in arrays.items()}, "samples": self._samples}
+        listed = {name: _listed(values) for name, values in arrays.items()}
+        return {**listed, "samples": self._samples, "alike": self._alike.ravel().tolist()}
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         """Restore what `state_dict` of the same layers and window gave. Older ones have no scales, and
@@ -377,6 +412,7 @@ class Evidence:
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
         self._growth.restore({name: _array(meta[name]) for name in self._growth.arrays() if name in meta})
+        self._alike = np.array(meta["alike"], dtype=np.int64).reshape(self._alike.shape)
         if "score" in meta:
             self._score.restore(_array(meta["score"]), _array(meta["bad"]))
         else:

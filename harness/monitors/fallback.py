@@ -20,7 +20,7 @@ from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
 from harness.monitors.base import KeptWindow, MonitorContext, is_calibration
-from harness.monitors.evidence import Bools, Evidence, FallbackConfig, unknown_names
+from harness.monitors.evidence import PRESSING, Bools, Evidence, FallbackConfig, unknown_names
 
 _NEVER = -1
 
@@ -135,8 +135,9 @@ class FallbackController(KeptWindow):
         room = self.policy.max_demoted(len(self.layers)) - int(self._demoted.sum() + on_their_way.sum())
         leaving = self._worst_first(np.flatnonzero(wants & ready))
         demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]
-        self._stuck_since = (step if self._stuck_since == _NEVER else self._stuck_since) if stuck else _NEVER
-        if stuck and self.policy.over_budget == "bf16" and step - self._stuck_since >= self.policy.window:
+        pressing = bool(over[PRESSING][:, stuck].any())
+        self._stuck_since = (step if self._stuck_since == _NEVER else self._stuck_since) if pressing else _NEVER
+        if pressing and self.policy.over_budget == "bf16" and step - self._stuck_since >= self.policy.window:
             return self._fall_back(step, stuck, over)
         promote = self._returning(step, ready) if self._demoted.any() else []
         self._asked[[*demote, *promote]] = step

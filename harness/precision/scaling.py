@@ -209,8 +209,12 @@ def cast(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     return (x.detach() * scale.reshape(1)).clamp_(-spec.max, spec.max).to(spec.dtype)
 
 
-SUMS = 6
-"""How many sums `quantization_stats` gives."""
+ROW_SUMS, CHANNEL_SUMS = 6, 2
+SUMS = ROW_SUMS + CHANNEL_SUMS
+"""How many sums a slot has: those of `summed`, then those of `channel_stats`."""
+CENTRED_ROWS, ROWS_TOGETHER = 256, 32
+IN_BF16 = 2.0**-16
+"""The share of a channel's energy that BF16 still tells from the rest: it keeps no more of what varies by less."""
 _GRADIENT = ROLES.index("grad_output")
 
 
@@ -235,6 +239,45 @@ def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt:
     return torch.stack([*sums, *(each.sum(dim=-1) for each in (exact.square(), error.square(), own))], dim=-1)
 
 
+def channel_stats(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor:
+    """What varies from row to row, and what the cast loses of that: float64 [2] = sum of (x - mean)^2 and sum of
+    (error - mean error)^2, each mean being over the rows of one channel (a place in the last dimension).
+
+    x, quantized, scale: as of `quantization_stats`. Non-finite values count as 0. An offset that every row has is in
+    neither sum: without it, what is left of the rows' differences shows. A channel counts in neither where rows differ
+    by no more than BF16 can tell (IN_BF16): constant ones, a single row; in BF16 they would be no better off. Of more
+    than CENTRED_ROWS rows, stretches of ROWS_TOGETHER stand for all, evenly spread: rows one by one could all be, say,
+    the first tokens of their samples, which are alike.
+    """
+    wide, quantized = x.detach().reshape(-1, x.shape[-1]), quantized.reshape(-1, x.shape[-1])
+    rows, (count, gap) = len(wide), centred_rows(len(wide))
+    if count < rows:
+        place = torch.arange(count, device=x.device)
+        place = place // ROWS_TOGETHER * gap + place % ROWS_TOGETHER
+        wide, quantized = wide[place], quantized[place]
+        scale = scale[place] if isinstance(scale, Tensor) and scale.numel() == rows else scale
+    wide = wide.float()
+    finite = torch.isfinite(wide)
+    exact = torch.where(finite, wide, 0.0).double()
+    error = torch.where(finite, exact - quantized.double() / scale, 0.0)
+    varying, lost = _varying(exact), _varying(error)
+    told = varying > IN_BF16 * exact.square().sum(dim=0)
+    return torch.stack([torch.where(told, each, 0.0).sum() for each in (varying, lost)]) * (rows / count)
+
+
+def centred_rows(rows: int) -> tuple[int, int]:
+    """How many of so many rows `channel_stats` looks at, and how far apart its stretches of them begin."""
+    if rows <= CENTRED_ROWS:
+        return rows, ROWS_TOGETHER
+    return CENTRED_ROWS, rows // (CENTRED_ROWS // ROWS_TOGETHER)
+
+
+def _varying(values: Tensor) -> Tensor:
+    """Sums of squares about each column's mean. Taken from the first row, so that what is constant gives 0."""
+    about = values - values[:1]
+    return (about.square().sum(dim=0) - about.sum(dim=0).square() / len(values)).clamp_min_(0.0)
+
+
 def by_rows(slot: int) -> bool:
     """Whether what a slot loses is told by its rows: a gradient. Slots come in threes, in the order of ROLES."""
     return slot % len(ROLES) == _GRADIENT
@@ -252,22 +295,28 @@ def summed(rows: Tensor, slot: int) -> Tensor:
     return rows.sum(dim=0)
 
 
-def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """`quantization_stats` of the cast of x [r, c] under `scale`, float32 0-d or [r, 1]."""
-    return quantization_stats(x, quantize(x, scale, fmt), scale, fmt)
+def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """`quantization_stats` and `channel_stats` of the cast of x [r, c] under `scale`, float32 0-d or [r, 1].
+
+    The second may come as parts of the sums, [parts, 2].
+    """
+    quantized = quantize(x, scale, fmt)
+    return quantization_stats(x, quantized, scale, fmt), channel_stats(x, quantized, scale)[None]
 
 
 def shares(sums: Tensor) -> Tensor:
-    """Clipped share, underflow, SQNR in dB, and that with every value (of gradients: row) weighing alike, float32
-    [4, slots].
+    """Clipped share, underflow, SQNR in dB, that with every value (of gradients: row) weighing alike, and that of
+    what varies from row to row, float32 [5, slots].
 
-    sums: of `summed`, float64 [slots, SUMS]. The shares are of the non-zero finite values. NaN where
-    nothing was sampled; a cast without any error has no SQNR either.
+    sums: of `summed` and `channel_stats`, float64 [slots, SUMS]. The shares are of the non-zero finite values. NaN
+    where nothing was sampled; a cast without any error has no SQNR either, nor one of rows that are alike
+    the last.
     """
-    clipped, nonzero, flushed, signal, noise, own = sums.unbind(dim=1)
+    clipped, nonzero, flushed, signal, noise, own, varying, lost = sums.unbind(dim=1)
     decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), torch.nan)
     even = torch.where(own > 0, -10 * torch.log10(own / nonzero), torch.nan)
-    return torch.stack([clipped / nonzero, flushed / nonzero, decibels, even]).float()
+    centred = torch.where(lost > 0, 10 * torch.log10(varying / lost), torch.nan)
+    return torch.stack([clipped / nonzero, flushed / nonzero, decibels, even, centred]).float()
 
 
 LARGEST = 1 << 20
@@ -287,7 +336,7 @@ class SampledStats:
         formats: Sequence[str],
         device: torch.device,
         by_row: bool = False,
-        measure: Callable[[Tensor, Tensor, str], Tensor] = cast_stats,
+        measure: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]] = cast_stats,
     ) -> None:
         self.formats, self.by_row, self.measure, self.sampling = tuple(formats), by_row, measure, False
         self.sums = torch.zeros(len(self.formats), SUMS, dtype=torch.float64, device=device)
@@ -315,8 +364,9 @@ class SampledStats:
             scale = FORMATS[fmt].max / rows.abs().amax(dim=-1, keepdim=True).float()
         # A tensor or row of zeros has an infinite scale; under any other it is zeros as well.
         scale = torch.where(torch.isfinite(scale), scale, 1.0)
-        self.sums[slot] += summed(self.measure(rows, scale, fmt), slot)
+        of_rows, of_channels = self.measure(rows, scale, fmt)
+        self.sums[slot] += torch.cat([summed(of_rows, slot), of_channels.sum(dim=0)])
 
     def rows(self, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [4, slots]: as of `shares`; NaN where not sampled. mean: over ranks."""
+        """float32 [5, slots]: as of `shares`; NaN where not sampled. mean: over ranks."""
         return shares(mean(self.sums) if self.sampling else self.sums)

@@ -34,7 +34,10 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
     "guard": ("demoted_layers", "skipped", "rollbacks"),
     **{f"fp8/{role}": ("saturation_max", "amax_max", "sqnr_db_min") for role in ("input", "weight", "grad_output")},
 }
-_FOLDED = ("fp8_amax", "fp8_scale", "fp8_saturation", "fp8_clipped", "fp8_underflow", "fp8_sqnr_db", "fp8_even_db")
+_FOLDED = tuple(
+    f"fp8_{figure}"
+    for figure in ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db", "centred_db")
+)
 
 
 def arrange(client: MlflowClient, experiment_id: str) -> None:

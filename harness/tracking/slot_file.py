@@ -33,7 +33,7 @@ SLOT_FILE = "fp8_telemetry.bin"
 PARQUET = "fp8_telemetry.parquet"
 FIGURES = tuple(SLOT_ROWS)
 _FIRST_FIGURES = 6
-"""Files of versions before `even_db` have so many."""
+"""Files of versions before `even_db` have so many, those before `centred_db` one more."""
 COLUMNS = ("step", "layer", "role", *FIGURES)
 """Of the Parquet table. step: int64; layer, role: text; the figures: float32, null where not measured."""
 

@@ -50,6 +50,7 @@ class SlotLimits:
     sqnr_db: float
     warmup_steps: int
     even_db: tuple[float, ...] = (math.nan, math.nan, math.nan)
+    centred_db: float = math.nan
 
     def beyond(self, slots: SlotStats) -> list[int]:
         """Places of the slots beyond a limit in this step, the worst by saturation first."""
@@ -63,6 +64,7 @@ class SlotLimits:
                 | (slots.underflow > underflow)
                 | (slots.sqnr_db < self.sqnr_db)
                 | (slots.even_db < even)
+                | (slots.centred_db < self.centred_db)
             )
             over = np.nan_to_num(slots.saturation / limits, nan=0.0)
         return sorted(np.flatnonzero(bad).tolist(), key=lambda place: (-over[place], place))

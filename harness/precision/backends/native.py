@@ -364,7 +364,7 @@ class NativeBackend:
         return self.slot_buffers.staged()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update scales unless skipped; float32 [7, slots] statistics (rows: core.metrics.SLOT_ROWS)."""
+        """Update scales unless skipped; float32 [8, slots] statistics (rows: core.metrics.SLOT_ROWS)."""
         self.slot_buffers.end_window(amax, skip)
         return self.slot_buffers.stats(
             mean(self.slot_buffers.sums) if self.slot_buffers.sampling else self.slot_buffers.sums

@@ -11,6 +11,9 @@ namespace {
 
 constexpr int64_t kBlock = 8192;  // statistics are summed block by block, so they do not depend on the thread count
 constexpr int64_t kSerial = 4 * kBlock;
+constexpr int64_t kStripe = 256;  // channels looked at together
+constexpr int64_t kRows = 256, kTogether = 32;  // see scaling.centred_rows
+constexpr double kInBf16 = 0x1p-16;
 constexpr uint32_t kAbs = 0x7fffffffu, kInf = 0x7f800000u, kHigh = 0xffff0000u, kHalf = 0x00400000u;
 
 inline uint32_t bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
@@ -24,6 +27,13 @@ struct Grid { float max; uint32_t min_exponent_bits, magic_shift; };
 inline Grid grid(int fmt) {  // 0: E4M3 (448, 2^-6, 3 bits), 1: E5M2 (57344, 2^-14, 2 bits)
   if (fmt == 0) return Grid{448.0f, bits(0x1p-6f), (20u << 23) | kHalf};
   return Grid{57344.0f, bits(0x1p-14f), (21u << 23) | kHalf};
+}
+
+// The value in units of FP8, which the cast rounds; 0 where it is no finite number.
+template <typename T>
+inline float in_fp8(const T* x, int64_t i, float scale) {
+  const float value = widen(x, i);
+  return (bits(value) & kAbs) < kInf ? value * scale : 0.0f;
 }
 
 struct Sums { double clipped, nonzero, flushed, signal, noise, own; };
@@ -133,9 +143,73 @@ Sums measure_rows(const T* x, int64_t n, int64_t row, float scale, float max, co
   return all;
 }
 
+// About the mean of each of `width` channels: the squares of what varies from row to row, and of what is lost of it.
+// Everything is taken from the first row, in units of FP8, where value and error are exact in float32.
+struct Varying { double signal, noise; };
+
 template <typename T>
-void run(const T* x, int64_t n, int64_t row, float scale, Grid g, uint16_t* q, float* amax, double* stats,
-         int threads) {
+Varying measure_channels(const T* x, int64_t rows, int64_t row, int64_t width, float scale, const uint16_t* q) {
+  const int64_t count = rows < kRows ? rows : kRows, gap = rows > kRows ? rows / (kRows / kTogether) : kTogether;
+  float first[kStripe], offset[kStripe], sum[4][kStripe];
+  double total[4][kStripe] = {};
+  for (int64_t j = 0; j < width; ++j) {
+    first[j] = in_fp8(x, j, scale);
+    offset[j] = (bits(widen(x, j)) & kAbs) < kInf ? first[j] - widen(q, j) : 0.0f;
+  }
+  for (int64_t part = 0; part * kTogether < count; ++part) {
+    const int64_t start = part * gap;
+    const int64_t left = count - part * kTogether, end = start + (left < kTogether ? left : kTogether);
+    std::memset(sum, 0, sizeof sum);  // in float32 no more rows than these
+    for (int64_t i = start; i < end; ++i) {
+      const T* __restrict line = x + i * row;
+      const uint16_t* __restrict cast = q + i * row;
+#pragma omp simd
+      for (int64_t j = 0; j < width; ++j) {
+        const float value = in_fp8(line, j, scale);
+        const float raw = (bits(widen(line, j)) & kAbs) < kInf ? widen(cast, j) : 0.0f;
+        const float about = value - first[j], error = value - raw - offset[j];
+        sum[0][j] += about; sum[1][j] += about * about;
+        sum[2][j] += error; sum[3][j] += error * error;
+      }
+    }
+    for (int k = 0; k < 4; ++k)
+      for (int64_t j = 0; j < width; ++j) total[k][j] += sum[k][j];
+  }
+  Varying found{0, 0};
+  for (int64_t j = 0; j < width; ++j) {
+    const double signal = total[1][j] - total[0][j] * total[0][j] / double(count);
+    const double noise = total[3][j] - total[2][j] * total[2][j] / double(count);
+    const double all = total[1][j] + 2 * total[0][j] * first[j] + double(count) * first[j] * first[j];
+    if (!(signal > kInBf16 * all)) continue;
+    found.signal += signal;
+    found.noise += noise > 0 ? noise : 0.0;
+  }
+  const double all = double(rows) / double(count);
+  return Varying{found.signal * all, found.noise * all};
+}
+
+// Stripes of channels have no part in each other: their sums do not depend on the thread count.
+template <typename T>
+void add_channels(const T* x, int64_t n, int64_t row, float scale, const uint16_t* q, double* stats, int threads) {
+  const int64_t stripes = (row + kStripe - 1) / kStripe;
+  std::vector<Varying> found(stripes);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n > kSerial)
+  for (int64_t s = 0; s < stripes; ++s) {
+    const int64_t from = s * kStripe, width = from + kStripe < row ? kStripe : row - from;
+    found[s] = measure_channels(x + from, n / row, row, width, scale, q + from);
+  }
+  const double unit = 1.0 / double(scale);
+  for (const Varying& each : found) {
+    // A value that overflows in units of FP8 says nothing of the rest.
+    if (!std::isfinite(each.signal) || !std::isfinite(each.noise)) continue;
+    stats[6] += each.signal * unit * unit; stats[7] += each.noise * unit * unit;
+  }
+}
+
+template <typename T>
+void run(const T* x, int64_t n, int64_t columns, float scale, Grid g, uint16_t* q, float* amax, double* stats,
+         bool by_rows, int threads) {
+  const int64_t row = by_rows ? columns : 0;
   const int64_t block = row == 0 ? kBlock : row < kBlock ? kBlock / row * row : row;
   const int64_t blocks = (n + block - 1) / block;
   std::vector<uint32_t> peaks(blocks, 0u);
@@ -154,20 +228,22 @@ void run(const T* x, int64_t n, int64_t row, float scale, Grid g, uint16_t* q, f
     stats[0] += s.clipped; stats[1] += s.nonzero; stats[2] += s.flushed; stats[3] += s.signal; stats[4] += s.noise;
     stats[5] += s.own;
   }
+  if (stats && n) add_channels(x, n, columns, scale, q, stats, threads);
 }
 
 }  // namespace
 
 extern "C" {
 
-// x: n values, float32 (is_bf16 = 0) or bfloat16. q: n bfloat16, out. amax: in and out (max). stats: 6 doubles, added
-// to (clipped, nonzero, flushed, sum x^2, sum error^2, sum min(1, error^2 / x^2)), or null. row: 0, or values in a row,
-// and the last sum is then of rows: nonzero * min(1, sum error^2 / sum x^2). fmt: 0 E4M3, 1 E5M2.
-void harness_quantize(const void* x, int is_bf16, int64_t n, int64_t row, float scale, int fmt, uint16_t* q,
-                      float* amax, double* stats, int threads) {
+// x: n values, float32 (is_bf16 = 0) or bfloat16. q: n bfloat16, out. amax: in and out (max). stats: 8 doubles, added
+// to (clipped, nonzero, flushed, sum x^2, sum error^2, sum min(1, error^2 / x^2), and about each channel's mean: sum
+// x^2, sum error^2), or null. columns: values in a row, i.e. channels. by_rows: the sixth sum is of rows: nonzero *
+// min(1, sum error^2 / sum x^2). fmt: 0 E4M3, 1 E5M2.
+void harness_quantize(const void* x, int is_bf16, int64_t n, int64_t columns, float scale, int fmt, uint16_t* q,
+                      float* amax, double* stats, int by_rows, int threads) {
   const Grid g = grid(fmt);
-  if (is_bf16) run(static_cast<const uint16_t*>(x), n, row, scale, g, q, amax, stats, threads);
-  else run(static_cast<const float*>(x), n, row, scale, g, q, amax, stats, threads);
+  if (is_bf16) run(static_cast<const uint16_t*>(x), n, columns, scale, g, q, amax, stats, by_rows != 0, threads);
+  else run(static_cast<const float*>(x), n, columns, scale, g, q, amax, stats, by_rows != 0, threads);
 }
 
 }

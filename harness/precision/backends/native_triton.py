@@ -1,8 +1,8 @@
 # pyright: reportInvalidTypeForm=false
-"""Two Triton kernels, each one pass over a tensor, with torch operations as their equals: quantise, amax and transpose;
-and the sums behind the statistics of a cast.
+"""Three Triton kernels, each one pass over a tensor, with torch operations as their equals: quantise, amax and
+transpose; and the sums behind the statistics of a cast, by rows and by channels.
 
-The operators `hopper_harness::fp8_quantize` and `fp8_row_stats` are a launch or two on a GPU: of statistics in torch
+The operators `hopper_harness::fp8_quantize` and `fp8_cast_stats` are a launch or two on a GPU: of statistics in torch
 operations a sampled step made 5,300, and took 1.7 times the time of another (96 slots, on an H100). Triton comes with
 torch's CUDA builds; without it, or where its compiler fails or a kernel differs, torch operations do the same.
 """
@@ -35,12 +35,14 @@ _log = logging.getLogger("harness.precision")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Cast = Callable[[Tensor, Tensor, "Tensor | None", str, bool, bool], tuple[Tensor, Tensor]]
 
-Stats = Callable[[Tensor, Tensor, str], Tensor]
+Stats = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
 
 # A tile is ROWS x COLS elements, shared by WARPS x 32 threads.
 ROWS, COLS, WARPS = 64, 64, 8
 # Of statistics, so many elements of a row are looked at together.
 STRETCH = 1024
+# Of channels, so many are looked at together, and so many rows of them.
+CHANNELS, DEPTH = 32, 64
 
 
 def quantize_pair(
@@ -119,26 +121,44 @@ def _fake_quantize(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
 
 
-def _fp8_row_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+def _fp8_cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """`scaling.cast_stats`: x [r, c] of a dtype in DTYPES, rows contiguous. Sums in another order."""
     spec = scaling.FORMATS[fmt]
     rows, columns = x.shape
-    sums = x.new_zeros(rows, scaling.SUMS, dtype=torch.float64)
+    sums = x.new_zeros(rows, scaling.ROW_SUMS, dtype=torch.float64)
     if x.numel():
         by_row = 1 if scale.numel() == rows and scale.dim() else 0
         launch: Any = _stats_kernel[(rows,)]
         numbers = spec.max, 2.0**spec.min_exponent, 1.5 * 2.0 ** (23 - spec.mantissa_bits)
-        launch(x, scale, sums, columns, x.stride(0), by_row, *numbers, SUMS=scaling.SUMS, STRETCH=STRETCH)
+        launch(x, scale, sums, columns, x.stride(0), by_row, *numbers, SUMS=scaling.ROW_SUMS, STRETCH=STRETCH)
+    return sums, _of_channels(x, scale, fmt)
+
+
+def _of_channels(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """`scaling.channel_stats`, a part of the sums for each CHANNELS channels: [parts, 2]."""
+    spec = scaling.FORMATS[fmt]
+    rows, columns = x.shape
+    sums = x.new_zeros(-(-columns // CHANNELS), scaling.CHANNEL_SUMS, dtype=torch.float64)
+    if x.numel():
+        by_row = 1 if scale.numel() == rows and scale.dim() else 0
+        launch: Any = _channel_kernel[(len(sums),)]
+        numbers = spec.max, 2.0**spec.min_exponent, 1.5 * 2.0 ** (23 - spec.mantissa_bits)
+        count, gap = scaling.centred_rows(rows)
+        sizes: dict[str, Any] = {"CHANNELS": CHANNELS, "DEPTH": DEPTH}
+        sizes |= {"TOGETHER": scaling.ROWS_TOGETHER, "IN_BF16": scaling.IN_BF16}
+        launch(x, scale, sums, rows, count, gap, columns, x.stride(0), by_row, *numbers, **sizes)
     return sums
 
 
-def _fake_stats(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    return x.new_empty(x.shape[0], scaling.SUMS, dtype=torch.float64)
+def _fake_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    blocks = -(-x.shape[1] // CHANNELS)
+    rows = x.new_empty(x.shape[0], scaling.ROW_SUMS, dtype=torch.float64)
+    return rows, x.new_empty(blocks, scaling.CHANNEL_SUMS, dtype=torch.float64)
 
 
 # Compiled code is cached on disk by this name: another result needs another name.
 define("fp8_quantize", _fp8_quantize, _fake_quantize, mutates=("amax",))
-define("fp8_row_stats", _fp8_row_stats, _fake_stats)
+define("fp8_cast_stats", _fp8_cast_stats, _fake_stats)
 _ops: Any = torch.ops.hopper_harness
 
 if triton is not None:
@@ -248,6 +268,66 @@ if triton is not None:
         tl.store(sums + 4, tl.sum(noise, 0))
         tl.store(sums + 5, tl.sum(own, 0))
 
+    @triton.jit
+    def _value_and_error(x, scale, i, j, inside, step, scale_step, LIMIT, SMALLEST, MAGIC):
+        value = tl.load(x + i[:, None] * step + j[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.where((value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000, value, 0.0)
+        factor = tl.load(scale + i[:, None] * scale_step, mask=inside, other=1.0)
+        scaled = tl.minimum(tl.maximum(value * factor, -LIMIT), LIMIT)
+        exponent = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        magic = tl.maximum(exponent, SMALLEST) * MAGIC
+        quantized = (scaled + magic) - magic
+        exact = value.to(tl.float64)
+        return exact, exact - quantized.to(tl.float64) / factor.to(tl.float64)
+
+    @triton.jit
+    def _channel_kernel(
+        x,
+        scale,
+        sums,
+        rows,
+        count,
+        gap,
+        columns,
+        step,
+        scale_step,
+        LIMIT,
+        SMALLEST,
+        MAGIC,
+        IN_BF16: tl.constexpr,
+        TOGETHER: tl.constexpr,
+        CHANNELS: tl.constexpr,
+        DEPTH: tl.constexpr,
+    ):
+        block = tl.program_id(0).to(tl.int64)
+        j = block * CHANNELS + tl.arange(0, CHANNELS)
+        # Taken from the first row, so that a channel that is the same in every row counts exactly 0.
+        top = tl.arange(0, 1).to(tl.int64)
+        inside = (top[:, None] < rows) & (j[None, :] < columns)
+        first, offset = _value_and_error(x, scale, top, j, inside, step, scale_step, LIMIT, SMALLEST, MAGIC)
+        value_sum = tl.zeros([CHANNELS], tl.float64)
+        value_squares = tl.zeros([CHANNELS], tl.float64)
+        error_sum = tl.zeros([CHANNELS], tl.float64)
+        error_squares = tl.zeros([CHANNELS], tl.float64)
+        for start in range(0, count, DEPTH):
+            number = (start + tl.arange(0, DEPTH)).to(tl.int64)
+            i = number // TOGETHER * gap + number % TOGETHER
+            inside = (number[:, None] < count) & (j[None, :] < columns)
+            value, error = _value_and_error(x, scale, i, j, inside, step, scale_step, LIMIT, SMALLEST, MAGIC)
+            value = tl.where(inside, value - first, 0.0)
+            error = tl.where(inside, error - offset, 0.0)
+            value_sum += tl.sum(value, 0)
+            value_squares += tl.sum(value * value, 0)
+            error_sum += tl.sum(error, 0)
+            error_squares += tl.sum(error * error, 0)
+        top_row = tl.sum(first, 0)
+        whole = value_squares + 2 * value_sum * top_row + top_row * top_row * count
+        varying = value_squares - value_sum * value_sum / count
+        lost = tl.maximum(error_squares - error_sum * error_sum / count, 0.0)
+        told = varying > IN_BF16 * whole
+        tl.store(sums + block * 2, tl.sum(tl.where(told, varying, 0.0), 0) * rows / count)
+        tl.store(sums + block * 2 + 1, tl.sum(tl.where(told, lost, 0.0), 0) * rows / count)
+
 
 def load(device: torch.device) -> tuple[Cast, str]:
     """What casts on `device`, and what it is: the kernel if it is there and right, else `quantize_pair` and why.
@@ -271,7 +351,7 @@ def load_stats(device: torch.device) -> Stats:
         return scaling.cast_stats
     reason = _unusable(device, lambda: check_stats(device))
     if not reason:
-        return _ops.fp8_row_stats
+        return _ops.fp8_cast_stats
     _log.warning("FP8 statistics run in PyTorch, slower: %s", reason)
     return scaling.cast_stats
 
@@ -316,7 +396,7 @@ def check(device: torch.device, thorough: bool = True) -> list[str]:
 
 
 def check_stats(device: torch.device) -> list[str]:
-    """Where the kernel's sums of a row on `device` differ from `scaling.cast_stats` on the CPU. Empty: nowhere.
+    """Where the kernels' sums on `device` differ from `scaling.cast_stats` on the CPU. Empty: nowhere.
 
     Counts are equal, sums of squares within float64's rounding: they are added up in another order. Every bfloat16
     value (but subnormal ones, of which Triton's interpreter loses some) and float32 ones between them, both formats,
@@ -329,14 +409,30 @@ def check_stats(device: torch.device) -> list[str]:
     for x in (every.view(256, 256), wide, wide[::3]):
         for fmt in scaling.FORMATS:
             for scale in (torch.tensor(0.37), torch.tensor(2.0**20), torch.linspace(1e-3, 1e3, len(x))[:, None]):
-                expected = scaling.cast_stats(x, scale, fmt)
-                actual = _fp8_row_stats(x.to(device), scale.to(device), fmt).cpu()
+                expected, _ = scaling.cast_stats(x, scale, fmt)
+                actual = _fp8_cast_stats(x.to(device), scale.to(device), fmt)[0].cpu()
                 # What float64 itself rounds off: of a row that FP8 holds exactly there may be nothing else.
                 floor = 1e-20 * torch.stack([expected[:, 3], expected[:, 3], expected[:, 1]], dim=1)
                 near = (actual[:, 3:] - expected[:, 3:]).abs() <= 1e-9 * expected[:, 3:] + floor
                 if not torch.equal(actual[:, :3], expected[:, :3]) or not near.all():
                     what = f"{x.dtype} {list(x.shape)}, {scale.numel()} scale(s), {fmt}"
                     found.append(f"{actual.sum(0).tolist()} for {expected.sum(0).tolist()} of {what}")
+    return found + _channel_differences(device)
+
+
+def _channel_differences(device: torch.device) -> list[str]:
+    """As `check_stats`, of the sums by channels: rows about 3 that differ by 1, fewer and more than are looked at."""
+    found: list[str] = []
+    for rows, columns in ((1, 7), (40, 100), (1100, 48)):
+        x = 3 + torch.sin(torch.arange(rows * columns, dtype=torch.float32, device="cpu")).view(rows, columns)
+        x[:, 1], x[0, 2], x[-1, 3] = 1.7, torch.nan, torch.inf
+        for fmt in scaling.FORMATS:
+            for scale in (torch.tensor(100.0), torch.linspace(10, 1000, rows)[:, None]):
+                expected = scaling.channel_stats(x, scaling.quantize(x, scale, fmt), scale)
+                actual = _of_channels(x.to(device), scale.to(device), fmt).sum(dim=0).cpu()
+                if not torch.allclose(actual, expected, rtol=1e-9, atol=0.0):
+                    what = f"{[rows, columns]}, {scale.numel()} scale(s), {fmt}"
+                    found.append(f"{actual.tolist()} for {expected.tolist()} of the channels of {what}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The buffers of all FP8 slots of a model, packed: history [L, slots], scale [slots], statistics [slots, 6].
+"""The buffers of all FP8 slots of a model, packed: history [L, slots], scale [slots], statistics [slots, 8].
 
 One update, one all-reduce, one snapshot, one telemetry read for the whole model, whatever its number of layers.
 
@@ -48,8 +48,9 @@ def load() -> tuple[Kernel | None, str]:
     """(kernel, what it is), or (None, why there is none).
 
     kernel(x, scale, fmt, amax_pointer, stats_pointer, by_rows=False): x a contiguous float32 or bfloat16 CPU tensor;
-    returns its raw FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to six
-    doubles at stats_pointer (see `scaling.quantization_stats`; by_rows: as `scaling.summed` has a gradient).
+    returns its raw FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to eight
+    doubles at stats_pointer (see `scaling.quantization_stats` and `channel_stats`; by_rows: as `scaling.summed` has a
+    gradient).
     """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
@@ -78,15 +79,16 @@ def _bind(library: ctypes.CDLL) -> Kernel:
     function = library.harness_quantize
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     count = ctypes.c_int64
-    function.argtypes = [pointer, integer, count, count, ctypes.c_float, integer] + [pointer] * 3 + [integer]
+    function.argtypes = [pointer, integer, count, count, ctypes.c_float, integer] + [pointer] * 3 + [integer] * 2
     function.restype = None
 
     def quantize(x: Tensor, scale: float, fmt: str, amax: int, stats: int | None, by_rows: bool = False) -> Tensor:
         out = torch.empty_like(x, dtype=torch.bfloat16)
         is_bf16 = int(x.dtype == torch.bfloat16)
         code = _FORMAT_CODES[fmt]
-        row, threads = x.shape[-1] if by_rows else 0, torch.get_num_threads()
-        function(x.data_ptr(), is_bf16, x.numel(), row, scale, code, out.data_ptr(), amax, stats, threads)
+        row, threads = x.shape[-1], torch.get_num_threads()
+        pointers = out.data_ptr(), amax, stats
+        function(x.data_ptr(), is_bf16, x.numel(), row, scale, code, *pointers, int(by_rows), threads)
         return out
 
     return quantize
@@ -188,7 +190,8 @@ class SlotBuffers(scaling.ScalingState):
             self._stage(x, slot)
             if self.sampling:
                 rows = scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
-                self.sums[slot] += scaling.summed(rows, slot)
+                channels = scaling.channel_stats(x, quantized, self.scale[slot])
+                self.sums[slot] += torch.cat([scaling.summed(rows, slot), channels])
         return quantized
 
     def observe(self, x: Tensor, slot: int) -> None:
@@ -238,7 +241,7 @@ class SlotBuffers(scaling.ScalingState):
         self._scales_changed()
 
     def stats(self, sums: Tensor) -> Tensor:
-        """float32 [7, slots], rows as in core.metrics.SLOT_ROWS, of the window that ended. sums: `sums`, rank-reduced.
+        """float32 [8, slots], rows as in core.metrics.SLOT_ROWS, of the window that ended. sums: `sums`, rank-reduced.
 
         scale is the one in use when the window began. Rows from clipped on are NaN where nothing was sampled.
         """

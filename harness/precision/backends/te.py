@@ -167,11 +167,11 @@ class TransformerEngineBackend:
 
     @torch.no_grad()
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [7, slots] as the protocol says; after a skipped step all FP8 state is what it was before."""
+        """float32 [8, slots] as the protocol says; after a skipped step all FP8 state is what it was before."""
         known = self._scales.finish(amax, skip)
         sampled = self._watch.sampled
         return torch.cat(
-            [known, known.new_full((4, known.shape[1]), torch.nan) if sampled is None else sampled.rows(mean)]
+            [known, known.new_full((5, known.shape[1]), torch.nan) if sampled is None else sampled.rows(mean)]
         )
 
     def scrubbed(self) -> Tensor:

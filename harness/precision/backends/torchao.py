@@ -369,7 +369,7 @@ class TorchaoBackend:
         return self._watch.amax.clone()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [7, slots] as the protocol says; scale is what the largest cast used.
+        """float32 [8, slots] as the protocol says; scale is what the largest cast used.
 
         Clipped share, underflow and SQNR are those of the casts along the last dimension.
         """

@@ -28,7 +28,8 @@ def make_facts(
 ) -> StepFacts:
     """Slots are at ratio and amax 0.9 and unsampled unless said otherwise.
 
-    statistics: `amax`, `clipped`, `sqnr_db`, `even_db`, each by slot; amax follows the ratio by default: scales are 1.
+    statistics: `amax`, `clipped`, `sqnr_db`, `even_db`, `centred_db`, each by slot; amax follows the ratio by default:
+    scales are 1.
     """
     ratios = np.array([(saturation or {}).get(name, 0.9) for name in NAMES], dtype=np.float32)
     flushed = np.array([(underflow or {}).get(name, math.nan) for name in NAMES], dtype=np.float32)
@@ -39,8 +40,8 @@ def make_facts(
         return np.array([values.get(name, usual[i]) for i, name in enumerate(NAMES)], dtype=np.float32)
 
     amax, clipped, sqnr_db = given("amax", ratios), given("clipped", unsampled), given("sqnr_db", unsampled)
-    even_db = given("even_db", unsampled)
-    slots = SlotStats(NAMES, amax, np.ones_like(ratios), ratios, clipped, flushed, sqnr_db, even_db)
+    even_db, centred_db = given("even_db", unsampled), given("centred_db", unsampled)
+    slots = SlotStats(NAMES, amax, np.ones_like(ratios), ratios, clipped, flushed, sqnr_db, even_db, centred_db)
     count = step + 1 if applied_steps is None else applied_steps
     return StepFacts(step, step, 2.0, 1.0, 1e-3, 1.0, applied, count, 4096, 0.1, demoted=demoted, slots=slots)
 

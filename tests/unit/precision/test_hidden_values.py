@@ -25,7 +25,7 @@ def measured(x: Tensor, fmt: str = "e4m3") -> tuple[float, float, float]:
     stats = SampledStats([fmt], torch.device("cpu"))
     stats.begin(sample=True)
     stats.add(0, x, torch.tensor(scaling.FORMATS[fmt].max) / x.abs().max())
-    _, underflow, whole, even = stats.rows(lambda values: values)[:, 0].tolist()
+    _, underflow, whole, even, _ = stats.rows(lambda values: values)[:, 0].tolist()
     return underflow, whole, even
 
 
@@ -65,7 +65,7 @@ def gradient(x: Tensor) -> tuple[float, float]:
     stats = SampledStats(["e4m3", "e4m3", "e5m2"], torch.device("cpu"))
     stats.begin(sample=True)
     stats.add(2, x, torch.tensor(scaling.FORMATS["e5m2"].max) / x.abs().max())
-    _, underflow, _, even = stats.rows(lambda values: values)[:, 2].tolist()
+    _, underflow, _, even, _ = stats.rows(lambda values: values)[:, 2].tolist()
     return underflow, even
 
 
@@ -110,7 +110,7 @@ def test_the_fused_kernel_of_a_cpu_tells_the_same_of_a_gradient(shape: tuple[int
     stats = SampledStats(["e4m3", "e4m3", "e5m2"], torch.device("cpu"))
     stats.begin(sample=True)
     stats.add(2, x, torch.tensor(1.0))
-    torch.testing.assert_close(buffers.sums[2], 2 * stats.sums[2], rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(buffers.sums[2, :6], 2 * stats.sums[2, :6], rtol=1e-12, atol=0.0)
     assert buffers.sums[2, 5] > 0
 
 

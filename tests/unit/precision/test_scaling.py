@@ -109,7 +109,7 @@ def test_kernel_statistics_match_the_reference() -> None:
         q = kernel(x, scale, fmt, amax.data_ptr(), sums.data_ptr())
         reference = scaling.quantization_stats(x, q, scale, fmt).sum(dim=0)
         assert torch.equal(sums[:3], reference[:3])
-        assert torch.allclose(sums[3:], reference[3:], rtol=1e-6)
+        assert torch.allclose(sums[3:6], reference[3:], rtol=1e-6)
         assert sums[0] > 0 or fmt == "e5m2", "the E4M3 case must clip"
 
 
