@@ -35,14 +35,16 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from benchmarks.clean import first_finding
 from benchmarks.intervals import binomial_upper
-from benchmarks.traces import read_trace
 from harness import Precision
+from harness.core.errors import DataError, Problem
+from harness.core.facts import SlotStats, StepFacts
 from harness.core.files import atomic_file, read_json, write_json
 from harness.monitors.evidence import FallbackConfig
+from harness.monitors.fallback import FallbackController
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tracking.journal import read_rows
+from harness.tracking.slot_file import FIGURES, SlotSteps
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -231,19 +233,53 @@ def tightened(shipped: FallbackConfig, statistic: str, octaves: float) -> Fallba
     )
 
 
-def alarms(runs: Sequence[Path]) -> dict[str, list[int]]:
+def recorded(run: Path) -> list[StepFacts]:
+    """Every step of a recorded run, as the fallback's controller sees a run without trouble.
+
+    Raises DataError unless the run has the statistics of each of its steps once, of the same slots.
+    """
+    stored = SlotSteps.of(run)
+    rows = [] if stored is None else list(stored.read())
+    names = rows[0][1] if rows else ()
+    complete = [step for step, _, _ in rows] == list(range(1, len(rows) + 1))
+    if not rows or not complete or any(each != names for _, each, _ in rows):
+        why = f"it has {len(rows)} steps with FP8 statistics"
+        fix = "train it in one piece with tracking.fp8_every=1"
+        raise DataError(Problem("the run does not hold the statistics of every step once", str(run), why, fix))
+    return [
+        StepFacts(
+            step=step,
+            window=step - 1,
+            loss=1.0,
+            grad_norm=1.0,
+            lr=1e-3,
+            loss_scale=1.0,
+            applied=True,
+            applied_steps=step,
+            tokens=1,
+            seconds=1.0,
+            slots=SlotStats(names, **dict(zip(FIGURES, values, strict=True))),
+        )
+        for step, _, values in rows
+    ]
+
+
+def loses_a_layer(limits: FallbackConfig, run: Sequence[StepFacts]) -> bool:
+    """Whether a fresh controller with these limits says anything but `precision.ok` of a recorded run."""
+    assert run[0].slots is not None
+    layers = tuple(dict.fromkeys(slot.rpartition(".")[0] for slot in run[0].slots.names))
+    controller = FallbackController(limits, layers)
+    return any(not controller.observe(step).ok for step in run)
+
+
+def alarms(folders: Sequence[Path]) -> dict[str, list[int]]:
     """Of recorded healthy runs, how many lose a layer: by statistic, at each of TIGHTER."""
-    traces = [read_trace(run / "journal.jsonl") for run in runs]
-    return {
-        statistic: [
-            sum(
-                first_finding(tightened(policy().fallback, statistic, octaves), trace.layers, trace.facts()) is not None
-                for trace in traces
-            )
-            for octaves in TIGHTER
-        ]
-        for statistic in TIGHTENED
-    }
+    runs = [recorded(folder) for folder in folders]
+    found: dict[str, list[int]] = {}
+    for statistic in TIGHTENED:
+        limits = [tightened(policy().fallback, statistic, octaves) for octaves in TIGHTER]
+        found[statistic] = [sum(loses_a_layer(each, run) for run in runs) for each in limits]
+    return found
 
 
 def draw_alarms(found: Mapping[str, Sequence[int]], runs: int, path: Path) -> None:

@@ -17,7 +17,7 @@ The claim, judged against either control: the upper end of the 95% interval of F
 +- 0.25%.
 
 Interrupt it at any time: runs that finished are kept in --work, and the same command goes on from them. FP8 runs record
-the statistics of every slot at every step, for `benchmarks.clean`.
+the statistics of every slot at every step.
 """
 
 from __future__ import annotations

@@ -57,9 +57,12 @@ def test_commands_exist_with_their_options(page: Path) -> None:
     text = page.read_text()
     for command in re.findall(r"(?:bin/|`)harness (\w+)", text):
         assert command in COMMANDS, command
-    for module, options in re.findall(r"`python -m benchmarks\.(\w+)([^`]*)`", text):
+    for module, options, commit in re.findall(r"`python -m benchmarks\.(\w+)([^`]*)`( at [0-9a-f]{7}\b)?", text):
         source = "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob(f"{module}*"))
-        assert source, module
+        # The script of a finished study is in the history, not in the tree, and its page names the commit.
+        assert bool(source) != bool(commit), module
+        if commit:
+            continue
         for option in re.findall(r"--[a-z]+", options):
             assert f'"{option}"' in source, f"{module} {option}"
 

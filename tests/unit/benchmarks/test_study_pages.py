@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cost import CONTROLS
 from benchmarks.evidence import GRID
 from benchmarks.held_out import HARMFUL
 from benchmarks.held_out_pictures import summary
@@ -23,6 +22,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 FALLBACK = " ".join((ROOT / "docs" / "fallback.md").read_text().split())
 COST = (ROOT / "docs" / "fp8_cost.md").read_text()
 COST_STAGES = {"1.4M": "screen", "3M": "quickstart", "10M": "confirm"}
+CONTROLS = ("bf16", "ulp_1", "ulp_2", "ulp_3")
+"""Variants of the cost study without FP8."""
 
 
 def percent(figures: dict[str, float]) -> str:
