@@ -172,7 +172,7 @@ class Guard:
         while (facts := self.arrived(0 if self.snapshot_due() else 1)) is not None:
             action = self.act(self.observe(facts))
             if isinstance(action, Halt):
-                raise HaltedError(Problem(action.reason, f"step {facts.step}", fix=action.fix or None))
+                raise HaltedError(Problem(action.reason, f"step {facts.step}", fix=action.fix))
             if isinstance(action, Rollback):
                 precision.drop_window()
                 for optimizer in self._optimizers:
