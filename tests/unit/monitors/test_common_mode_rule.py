@@ -57,7 +57,7 @@ def test_it_is_back_once_its_rows_differ_again() -> None:
 )
 def test_other_reasons_for_a_low_figure_do_not_count(others: dict[str, float]) -> None:
     controller = FallbackController(POLICY, LAYERS)
-    given = {"centred": 1.0} | others
+    given: dict[str, Any] = {"centred": 1.0} | others
     told: list[StepFacts] = [sample(step, (), GRADIENT, **given) for step in range(200)]
     assert not any("centred_db" in controller.observe(facts).text for facts in told)
 
