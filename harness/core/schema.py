@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harness.core.errors import CONTROL, ConfigError, HarnessError, Problem, near_match
 from harness.core.files import MAX_DEPTH, check_plain, read_bounded
@@ -125,24 +125,20 @@ _KEY = 80
 
 
 class Strict(BaseModel):
-    """Base of every section: unknown keys refused, no coercion of types, values frozen once validated.
-
-    A choice among names is taken in any case: `data.format=jsonl` is `JSONL`.
-    """
+    """Base of every section: unknown keys refused, no coercion of types, values frozen once validated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _choices_in_any_case(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        values = dict(given)
-        for name, field in cls.model_fields.items():
-            value = values.get(name)
-            if isinstance(value, str):
-                values[name] = _choices(field.annotation).get(value.casefold(), value)
-        return values
+def _in_known_case(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with each choice among names spelled as the model has it: `data.format=jsonl` is `JSONL`."""
+    values = dict(given)
+    for name, field in model.model_fields.items():
+        value, kind = values.get(name), field.annotation
+        if isinstance(value, str):
+            values[name] = _choices(kind).get(value.casefold(), value)
+        elif isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, BaseModel):
+            values[name] = _in_known_case(kind, value)
+    return values
 
 
 def _choices(annotation: Any) -> dict[str, str]:
@@ -156,11 +152,12 @@ def _choices(annotation: Any) -> dict[str, str]:
 
 
 def validate(model: type[T], data: Mapping[str, Any], source: str) -> T:
-    """`data` as `model`. Raises ConfigError with one Problem for every key that is wrong, prefixed by `source`; of
-    very many, the first ones.
+    """`data` as `model`; names of choices are taken in any case.
+
+    Raises ConfigError with one Problem for every key that is wrong, prefixed by `source`; of very many, the first ones.
     """
     try:
-        return model.model_validate(data)
+        return model.model_validate(_in_known_case(model, data))
     except ValidationError as error:
         items = error.errors(include_url=False)
         problems = [_problem(model, item, source) for item in items[:_MOST]]

@@ -30,6 +30,7 @@ from harness.core.facts import Limits, StepFacts, jsonable
 from harness.core.files import read_json, step_name, write_json
 from harness.core.schema import Strict, validate
 from harness.core.state import RunLedger
+from harness.tracking.figures import MetricsRow
 from harness.tracking.history import RunHistory
 
 FOLDER = "flight"
@@ -226,19 +227,24 @@ class Branches:
         self.records = {record.step: record for record in read_records(folder)}
         self.ledger = load_ledger(folder)
         self.rollbacks = history.rollbacks
-        self.rows = {(row.step, row.attempt): row for row in history.rows if "train/loss" in row.values}
+        self._figures = history.rows
+        done = [points for each in (history.series, history.abandoned) if (points := each.get("train/loss"))]
+        self._last = max((int(points.steps[-1]) for points in done), default=0)
         self.changed = [event for event in history.events if event["code"] == "run.changed"]
         started = [event["step"] for event in history.events if event["code"] == "run.started_from"]
         self.started_from: int | None = started[-1] if started else None
+
+    def _rows(self, step: int) -> dict[int, MetricsRow]:
+        """The figures of `step`, by attempt."""
+        return {row.attempt: row for row in self._figures.of_step(step) if "train/loss" in row.values}
 
     def attempt_of(self, step: int) -> int:
         """The attempt in which `step` went bad, else the last one that ran it. Raises ConfigError if none did."""
         if step in self.records:
             return self.records[step].attempt
-        attempts = [attempt for each, attempt in self.rows if each == step]
+        attempts = [*self._rows(step)]
         if not attempts:
-            last = max((each for each, _ in self.rows), default=0)
-            what = f"step {step} has no record, and the journal does not have it: its steps are 1 to {last}"
+            what = f"step {step} has no record, and the journal does not have it: its steps are 1 to {self._last}"
             recorded = ", ".join(map(str, sorted(self.records))) or "none"
             fix = f"give --step one of the steps with a record ({recorded}), or another that the run has done"
             raise ConfigError(Problem(what, str(self.folder / FOLDER), fix=fix))
@@ -262,7 +268,7 @@ class Branches:
         later = [event for event in self.changed if event["step"] >= step]
         if later:  # the earliest of them has the config of before
             config = validate(RunConfig, later[0]["config"], f"{self.folder}: run.changed")
-        row = self.rows.get((step, self.attempt_of(step)))
+        row = self._rows(step).get(self.attempt_of(step))
         steps = row.total if row and row.total is not None else config.train.steps
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
@@ -270,13 +276,14 @@ class Branches:
         """How many ranks `step` ran on, and their engine: by its record, else by the journal; (1, "") if untold."""
         if step in self.records:
             return self.records[step].world_size, self.records[step].engine
-        row = self.rows.get((step, self.attempt_of(step)))
+        row = self._rows(step).get(self.attempt_of(step))
         return (1, "") if row is None else (row.ranks or 1, row.engine)
 
     def row(self, step: int, attempt: int) -> Mapping[str, float] | None:
         """The journal's figures of `step` on the branch of `attempt`."""
-        attempts = [each for number, each in self.rows if number == step and each <= attempt]
-        return self.rows[step, max(attempts)].values if attempts else None
+        rows = self._rows(step)
+        attempts = [each for each in rows if each <= attempt]
+        return rows[max(attempts)].values if attempts else None
 
     def difference(self, facts: StepFacts, attempt: int) -> Difference | None:
         """Where the journal has other figures; None if every bit agrees, or it has no row."""

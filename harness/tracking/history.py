@@ -21,6 +21,7 @@ from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES
 from harness.core.files import MAX_LARGE, read_mapping
 from harness.core.metrics import SLOT_ROWS
+from harness.tracking.figures import Figures, MetricsRow, Points, SeriesOf
 from harness.tracking.journal import JOURNAL, read_rows, require_run
 from harness.tracking.slot_file import SlotSteps, rewritten
 from harness.tracking.standing import LOSS, first_step
@@ -44,22 +45,8 @@ _MAX_DEPTH = 16
 # Of an event: fields that readers rely on.
 _TEXTS, _NUMBERS = ("text", "reason", "path", "lowered"), ("to_step", "window")
 _LISTS: Mapping[str, type] = {"demote": str, "promote": str, "passed_over": int}
-Series = dict[int, float]
+Series = Mapping[int, float]
 Demotions = list[tuple[str, int, int | None]]
-
-
-class MetricsRow(NamedTuple):
-    """One metrics row. total: train.steps as the process had it that wrote the row; ranks, engine: what it was one of.
-
-    A resume may change them. None, or empty: it did not say.
-    """
-
-    attempt: int
-    step: int
-    values: Mapping[str, float]
-    total: int | None
-    ranks: int | None = None
-    engine: str = ""
 
 
 class Returned(NamedTuple):
@@ -89,7 +76,7 @@ class RunHistory:
     """
 
     run_dir: Path
-    rows: Sequence[MetricsRow]
+    rows: Figures
     events: Sequence[Mapping[str, Any]]
     run: Mapping[str, Mapping[str, Any]]
     plan: Mapping[str, Any]
@@ -100,7 +87,7 @@ class RunHistory:
     def read(cls, run_dir: Path) -> RunHistory:
         """Read a run folder. Raises ConfigError if it is none."""
         run_dir = require_run(run_dir)
-        rows: list[MetricsRow] = []
+        rows = Figures()
         events: list[Mapping[str, Any]] = []
         run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}}
         end: dict[str, Any] = {}
@@ -115,7 +102,7 @@ class RunHistory:
                 total = run["params"].get("train.steps")
                 total = total if type(total) is int else None
                 told = (total, int(ranks) if ranks.isdecimal() else None, engine)
-                rows.append(MetricsRow(row["attempt"], row["step"], row["metrics"], *told))
+                rows.add(MetricsRow(row["attempt"], row["step"], row["metrics"], *told))
             elif row["kind"] == "event":
                 events.append(event := _event(row))
                 if event["code"] in _BEGINS and "step" in event:
@@ -137,11 +124,13 @@ class RunHistory:
         known = self.series.get(LOSS)
         if not known or self.of_own_loop:
             return []
-        there = {*known, *self.abandoned.get(LOSS, {})}
-        first, last = first_step(self.run_dir), max(known)
+        there = known.steps
+        if (thrown := self.abandoned.get(LOSS)) is not None:
+            there = np.union1d(there, thrown.steps)
+        first, last = first_step(self.run_dir) or int(known.steps[0]), int(known.steps[-1])
         if last - len(there) > MOST_LOST:  # nobody counts those of a step that somebody made up
-            last = 0
-        return [step for step in range(first or min(known), last + 1) if step not in there]
+            return []
+        return np.setdiff1d(np.arange(first, last + 1), there, assume_unique=True).tolist()
 
     @property
     def of_own_loop(self) -> bool:
@@ -171,32 +160,21 @@ class RunHistory:
 
     @cached_property
     def _replaced_from(self) -> Callable[[int], float]:
-        begins: dict[int, int] = {}
-        for row in self.rows:
-            begins[row.attempt] = min(row.step, begins.get(row.attempt, row.step))
-        return rewritten(begins)
+        return rewritten(self.rows.begins())
 
     def replaced(self, attempt: int, step: int) -> bool:
         """Whether a rollback threw this step away: a later attempt begins at or before it."""
         return step >= self._replaced_from(attempt)
 
     @cached_property
-    def series(self) -> Mapping[str, Series]:
+    def series(self) -> Mapping[str, Points]:
         """Metric name -> {step: value} of the steps that count."""
-        return self._series(replaced=False)
+        return SeriesOf(self.rows, self._replaced_from, replaced=False)
 
     @cached_property
-    def abandoned(self) -> Mapping[str, Series]:
+    def abandoned(self) -> Mapping[str, Points]:
         """The same for steps that a rollback threw away."""
-        return self._series(replaced=True)
-
-    def _series(self, replaced: bool) -> Mapping[str, Series]:
-        series: dict[str, Series] = {}
-        for row in self.rows:
-            if self.replaced(row.attempt, row.step) == replaced:
-                for name, value in row.values.items():
-                    series.setdefault(name, {})[row.step] = value
-        return series
+        return SeriesOf(self.rows, self._replaced_from, replaced=True)
 
     def stretches(self, step: int) -> list[Stretch]:
         """The recipes under which the steps up to `step` were done, in order; a resume may have changed them.
@@ -228,8 +206,8 @@ class RunHistory:
 
     def last(self, name: str) -> float | None:
         """The value of the highest step of a metric, None if it was never logged."""
-        values = self.series.get(name)
-        return values[max(values)] if values else None
+        points = self.series.get(name)
+        return None if points is None else float(points.figures[-1])
 
     @cached_property
     def slot_steps(self) -> SlotSteps | None:
@@ -279,7 +257,7 @@ class RunHistory:
             heard = {bare(slot) for slot in self.slot_steps.heard()}
         return [slot for slot in slots if slot not in heard]
 
-    def newest(self, slots: Sequence[str], count: int) -> tuple[dict[str, Series], dict[str, list[float]]]:
+    def newest(self, slots: Sequence[str], count: int) -> tuple[Mapping[str, Series], dict[str, list[float]]]:
         """({`fp8_<figure>/<slot>`: its last measured value at its step}, {slot: its last `count` amaxes})."""
         if self.slot_steps is not None:
             return self.slot_steps.newest(slots, count)

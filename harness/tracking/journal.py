@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import time
 import uuid
@@ -44,6 +45,7 @@ def _elapsed() -> float:
 
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_SPELLED = (b'NaN"', b'Infinity"')
 TAIL = 64 * 1024
 _HEADS: Mapping[str, Mapping[str, type]] = {
     "metrics": {"step": int, "attempt": int, "metrics": dict},
@@ -65,6 +67,9 @@ _MAX_ROW_VALUES = 1 << 20
 _LAST_TIME = 253_370_764_800
 # `kind` is every row's first key.
 _METRICS_LINE = b'{"kind": "metrics"'
+_HEAD = re.compile(
+    rb'\{"kind": "metrics", "step": (\d{1,18}), "attempt": (\d{1,18}), "time": (\d{1,12}(?:\.\d{1,20})?), "metrics": \{'
+)
 
 
 def encode(row: Mapping[str, Any]) -> bytes:
@@ -84,21 +89,40 @@ def decode(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-        row = _restored(row) if isinstance(row, dict) else {}
+        spelled = any(name in line for name in _SPELLED)
+        row = (_restored(row) if spelled else row) if isinstance(row, dict) else {}
     except (ValueError, RecursionError):
         return None
     return row if _is_row(row) else None
 
 
-def read_rows(path: Path, end: int | None = None, metrics: bool = True) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, end: int | None = None, metrics: bool = True, since: int = 0) -> Iterator[dict[str, Any]]:
     """Rows of a journal in order, up to byte `end`. metrics: else their rows, nearly all of a file, are left unread.
+    since: of metrics rows of earlier steps only kind, step, attempt and time are read, and given.
 
     A torn last line, lines damaged by a dying disk and lines over MAX_ROW or MAX_TOLD are passed over.
     """
     with path.open("rb") as lines:
         while (end is None or lines.tell() < end) and (line := lines.readline(MAX_ROW)):
-            if (metrics or not line.startswith(_METRICS_LINE)) and (row := decode(line)) is not None:
+            if not line.startswith(_METRICS_LINE):
+                row = decode(line)
+            elif not metrics:
+                continue
+            else:
+                row = (_head(line, since) if since else None) or decode(line)
+            if row is not None:
                 yield row
+
+
+def _head(line: bytes, since: int) -> dict[str, Any] | None:
+    """The head of a metrics row of a step before `since`, as this writer puts it; None for any other line."""
+    found = _HEAD.match(line)
+    if found is None or int(found[1]) >= since or not line.endswith(b"}\n"):
+        return None
+    seconds = float(found[3])
+    if seconds >= _LAST_TIME:
+        return None
+    return {"kind": "metrics", "step": int(found[1]), "attempt": int(found[2]), "time": seconds}
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
@@ -116,8 +140,11 @@ def _is_row(row: Mapping[str, Any]) -> bool:
         and 0 <= row.get("time", 0.0) < _LAST_TIME
         and all(isinstance(row.get(name), of) for name, of in head.items())
         and (kind not in ("run", "tags") or all(isinstance(row.get(name, {}), dict) for name in _MAPPINGS))
-        and all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in metrics.values())
-        and all(len(name) <= MAX_NAME for name in (*metrics, row.get("code", "")))
+        and (
+            set(map(type, metrics.values())) <= {float}
+            or all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in metrics.values())
+        )
+        and max(map(len, (*metrics, row.get("code", "")))) <= MAX_NAME
     )
 
 
@@ -299,7 +326,9 @@ class Journal:
                     f"the journal cannot be opened: {error}", str(path), fix="check that the run folder is writable"
                 )
             ) from error
-        self._standing = StandingRows.index(read_rows(path), resume_step) if resume_step is not None else StandingRows()
+        self._standing = StandingRows()
+        if resume_step is not None:
+            self._standing = StandingRows.index(read_rows(path, since=resume_step - 1), resume_step)
         self.standing_attempt = self._standing.attempt
         self.damage = ""
         self._seal = self._sealed(resume_step or 1)

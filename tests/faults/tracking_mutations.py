@@ -194,4 +194,18 @@ TRACKING: tuple[Mutation, ...] = (
         "        if False:\n            later",
         "tests/faults/test_damaged_journals.py -k told_by_run",
     ),
+    Mutation(
+        19,
+        "a resume decodes no rows of steps that it does not do again",
+        "row = (_head(line, since) if since else None) or decode(line)",
+        "row = decode(line)",
+        "tests/unit/tracking/test_long_journals.py -k million",
+    ),
+    Mutation(
+        19,
+        "of a step that stands twice the last row counts",
+        'order = np.argsort(steps, kind="stable")',
+        "order = np.argsort(-np.arange(len(steps)))[np.argsort(steps[::-1], kind='stable')]",
+        "tests/unit/tracking/test_long_journals.py -k one_by_one",
+    ),
 )
