@@ -1,4 +1,4 @@
-"""The architecture is a test: import layers, no cycles, vendor homes, torch-free files, short files.
+"""The architecture is a test: import layers, no cycles, vendor homes, torch-free files.
 
 The rooms are described in docs/architecture.md; a change of the tables below is a change of that document.
 """
@@ -19,7 +19,6 @@ import pytest
 from harness.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 500
 
 LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
 CORES = ("core", "capability", "precision", *LEAVES)
@@ -77,7 +76,6 @@ TORCH_FREE = (
     "harness.tracking.history",
     "harness.tracking.journal",
 )
-LINE_LIMITED = ("harness", "launch", "tests", "benchmarks", "examples")
 
 
 @dataclass(frozen=True)
@@ -192,15 +190,6 @@ def cycles(root: Path) -> list[str]:
     return found
 
 
-def long_files(root: Path, limit: int = MAX_LINES) -> list[str]:
-    return [
-        f"{path.relative_to(root)}: {lines} lines, at most {limit}"
-        for folder in LINE_LIMITED
-        for path in sorted((root / folder).rglob("*.py"))
-        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > limit
-    ]
-
-
 def torch_loaded_by(module: str, root: Path) -> bool:
     """Whether importing `module` in a fresh interpreter loads torch. An import that fails raises."""
     code = f"import importlib, sys; importlib.import_module({module!r}); print('torch' in sys.modules)"
@@ -223,10 +212,6 @@ def test_vendors_stay_at_home() -> None:
 
 def test_no_import_cycles() -> None:
     assert cycles(ROOT) == []
-
-
-def test_short_files() -> None:
-    assert long_files(ROOT) == []
 
 
 @pytest.mark.parametrize("module", [*TORCH_FREE, *(f"harness.{file}" for file, _ in COMMANDS.values())])
@@ -298,11 +283,6 @@ def test_a_cycle_is_found_and_a_lazy_one_is_none(tmp_path: Path) -> None:
     assert cycles(root) == []
     tree(tmp_path, {"harness/core/b.py": "from harness.core.a import x"})
     assert cycles(root) == ["harness.core.a -> harness.core.b -> harness.core.a"]
-
-
-def test_a_long_file_is_found(tmp_path: Path) -> None:
-    root = tree(tmp_path, {"harness/a.py": "x = 1\n" * 500, "tests/b.py": "x = 1\n" * 501})
-    assert long_files(root) == ["tests/b.py: 501 lines, at most 500"]
 
 
 def test_an_indirect_torch_import_is_found(tmp_path: Path) -> None:

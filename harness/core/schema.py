@@ -129,6 +129,7 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
+
 def _in_known_case(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` with each choice among names spelled as the model has it: `data.format=jsonl` is `JSONL`."""
     values = dict(given)

@@ -52,7 +52,7 @@ def rank_main(folder: Path) -> None:
     engine = TorchEngine(model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
     store = Store(folder / f"disk-{engine.rank}")
     mine = recovery(store, engine)
-    budgets = {"attempt": 1, "skips": 0, "switches": 0, "lowered": ""}
+    budgets = {"attempt": 1, "skips": 0, "switches": 0, "lowered": "", "recent_skips": []}
     for step, weight in ((1, 5.0), (2, float(engine.rank)), (3, 5.0)):
         tensors, meta = mine.state.state_dict()
         tensors["model"]["weight"] = torch.full((3, 3), weight)

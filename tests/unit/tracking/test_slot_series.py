@@ -23,6 +23,7 @@ LIMITS = SlotLimits(
     sqnr_db=5.0,
     warmup_steps=2,
     even_db=(8.0, 16.0, math.nan),
+    centred_db=5.0,
 )
 Change = Callable[[int, SlotStats], None]
 
@@ -119,7 +120,15 @@ def test_in_a_large_model_slots_are_picked_for_what_they_do() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"amax": math.inf}, {"clipped": 0.1}, {"underflow": 0.3}, {"sqnr_db": 4.0}, {"saturation": 1.6}, {"even_db": 7.0}],
+    [
+        {"amax": math.inf},
+        {"clipped": 0.1},
+        {"underflow": 0.3},
+        {"sqnr_db": 4.0},
+        {"saturation": 1.6},
+        {"even_db": 7.0},
+        {"centred_db": 4.0},
+    ],
 )
 def test_each_limit_picks(bad: dict[str, float]) -> None:
     kept = figures(series(), 5, change=put(5, 3, "input", **bad))[5]
