@@ -161,6 +161,13 @@ GUARD = (
     ),
     Mutation(
         11,
+        "guard.loss_rise: report only reports",
+        'return cls(guard.spike_window, guard.loss_rise == "act")',
+        "return cls(guard.spike_window)",
+        "tests/unit/precision/test_guarded_losses.py -k only_reported",
+    ),
+    Mutation(
+        11,
         "a small rise that lasts is told",
         "if self._higher == ACT_AFTER:",
         "if False:",

@@ -56,7 +56,7 @@ def built(guard: GuardConfig) -> list[Monitor]:
 
 
 def resumed(ledger: RunLedger, on_disk: str, step: int) -> RunLedger:
-    """What another process has of `ledger`: the run's file, written at the last rollback, and a checkpoint of `step`."""
+    """What another process has of `ledger`: the file of the last rollback, and a checkpoint of `step`."""
     _, meta = TrainState({}, ledger, step=step).state_dict()
     state = TrainState({}, RunLedger.from_json(json.loads(on_disk)))
     state.resume({}, json.loads(json.dumps(meta)))
