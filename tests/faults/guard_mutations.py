@@ -122,7 +122,7 @@ GUARD = (
         "as many large updates are applied as were skipped",
         "self._lifted = self._left - int(self._lifted) > 0",
         "self._lifted = self._left > 0",
-        "tests/unit/monitors/test_regime_change.py -k as_many",
+        "tests/unit/monitors/test_regime_change.py -k more_large_updates",
     ),
     Mutation(
         11,
