@@ -203,6 +203,13 @@ GUARD = (
     ),
     Mutation(
         13,
+        "the plan says at which steps snapshots come",
+        "plan = replace(plan, notes=(*plan.notes, snapshot_plan(config.guard, config.train.steps)))",
+        "pass",
+        "tests/e2e/test_told_before.py -k leaves_out",
+    ),
+    Mutation(
+        13,
         "no gap between snapshots is over 100 steps unasked",
         "return every * max(1, min(_SELDOM, _LONGEST_GAP // every))",
         "return every * _SELDOM",
