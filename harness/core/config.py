@@ -242,7 +242,8 @@ class GuardConfig(Strict):
     loss_rise: Literal["act", "report"] = Field(
         default="act",
         description="what a loss leads to that stays over its first median for 200 updates: act (default; roll back, "
-        "then halt) or report; a resume may change it, every rank decides alike from the same figures",
+        "then halt) or report; a resume may change it with --accept-changed; every rank decides alike from figures "
+        "that were reduced over all",
     )
     rollback_lr_factor: float = Field(
         default=1.0, gt=0, le=1, description="the learning rate is multiplied by this at every rollback"
@@ -259,7 +260,8 @@ class GuardConfig(Strict):
     budget_windows: Positive = Field(
         default=10_000,
         description="windows that max_skips and max_rollbacks count within, through rollbacks and resumes; default "
-        "10,000, a resume may change it, every rank decides alike from the same figures",
+        "10,000; a resume may change it with --accept-changed; every rank decides alike from figures that were reduced "
+        "over all",
     )
     max_switches: Count = Field(default=64, description="layer switches in total; more are refused and logged")
 

@@ -44,16 +44,18 @@ class GradientMonitor(KeptWindow):
     clip_growth: how many times the usual norm is not applied, is clipped to. window: applied steps that say what is
     usual, on a log scale (see `robust.level`); armed after 32 of them (or `window`, if that is less).
 
-    The limit for an update two steps on is max(skip_growth, e^(6 sigma)) times the usual norm. Whatever was skipped
-    stays out of the window. Of a row of skips, two or more, at a loss within its limit none over
-    skip_growth times the limit, the weights are the reason, not the samples: whatever window comes next has such a
-    norm, and going back would lead to the same weights again. As many updates with norms of that size are applied,
-    clipped as before: they lead away from such a place, if it is no more than that. Norms that stay large (or another
-    row within `window` applied steps, or norms beyond that) are a fault, and no new usual: rollbacks follow, then the
-    halt, whose text names the key to raise.
+    The limit for an update two steps on is max(skip_growth, e^(6 sigma)) times the usual norm. A norm that was skipped
+    does not enter the window.
 
-    Large norms with usual ones between them are the samples': where they recur (see `base.recurring`), none over
-    skip_growth times the limit, norms up to their size are applied, clipped, for as long as they recur.
+    A row of `max_consecutive_skips` large norms (two or more) is accepted if every loss in it is within its limit and
+    no norm is over skip_growth times its limit. The weights give such norms, not the samples, so the next window would
+    have one too, and a rollback would lead to the same weights. As many large updates as were skipped are then
+    applied, clipped as before: they may lead to better weights. If norms stay large after that, if they grow further,
+    or if another row comes within `window` applied steps, it is a fault: rollbacks follow, then the halt, whose text
+    names the key to raise.
+
+    Large norms with usual norms between them come from the samples. If they recur (see `base.recurring`) and none is
+    over skip_growth times its limit, norms up to their size are applied, clipped, for as long as they recur.
 
     Verdicts: `nonfinite.skip`, `gradient.skip`, `gradient.accepted`, `scaler.calibration` (all unhealthy),
     `gradient.growth` (healthy, once per streak), else `gradient.ok`, all with limits once armed. Updates skipped for

@@ -34,6 +34,7 @@ def test_what_a_short_run_leaves_out_is_told(tmp_path: Path) -> None:
     assert "train.eval_every 9" in line
     assert "checkpoint.every 8" in line
     assert "fp8.stats_every 10" in line
+    assert "snapshots in memory: none in 3 steps (guard.snapshot_every 20)" in done.stdout, "the plan says so"
     plain = train(tmp_path, "--name", "s", "--recipe", "bf16", "train.steps=3", "guard.snapshot_every=0",
                   "checkpoint.every=3")  # fmt: skip
     assert "in 3 steps: " not in plain.stdout, "eval_every 0 means at the end, and bf16 has no FP8 to watch"

@@ -136,7 +136,7 @@ GUARD = (
         "as many large updates are applied as were skipped",
         "self._lifted = self._left - int(self._lifted) > 0",
         "self._lifted = self._left > 0",
-        "tests/unit/monitors/test_regime_change.py -k as_many",
+        "tests/unit/monitors/test_regime_change.py -k more_large_updates",
     ),
     Mutation(
         11,
@@ -175,6 +175,13 @@ GUARD = (
     ),
     Mutation(
         11,
+        "guard.loss_rise: report only reports",
+        'return cls(guard.spike_window, guard.loss_rise == "act")',
+        "return cls(guard.spike_window)",
+        "tests/unit/precision/test_guarded_losses.py -k only_reported",
+    ),
+    Mutation(
+        11,
         "a small rise that lasts is told",
         "if self._higher == ACT_AFTER:",
         "if False:",
@@ -207,6 +214,13 @@ GUARD = (
         "return replace(action, reason=action.reason + self._lr_jump)",
         "return action",
         "tests/unit/monitors/test_learning_rate_monitor.py",
+    ),
+    Mutation(
+        13,
+        "the plan says at which steps snapshots come",
+        "plan = replace(plan, notes=(*plan.notes, snapshot_plan(config.guard, config.train.steps)))",
+        "pass",
+        "tests/e2e/test_told_before.py -k leaves_out",
     ),
     Mutation(
         13,

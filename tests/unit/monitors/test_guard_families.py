@@ -65,6 +65,31 @@ def steps_up(applied: int, window: int) -> Numbers:
     return loss * 1.15 ** sum(window > at for at in (500, 900, 1400)), usual(applied, window)[1]
 
 
+def shaped(loss: Callable[[int, int], float], spread: float, norm: Callable[[int], float] = lambda _: 1.0) -> Formula:
+    """A loss of updates and window with normal noise, and the usual norms times a factor of the updates."""
+
+    def formula(applied: int, window: int) -> Numbers:
+        noise = spread * float(drawn(window, 0).standard_normal())
+        return loss(applied, window) + noise, usual(applied, window)[1] * norm(applied)
+
+    return formula
+
+
+def forgetting(block: int) -> Formula:
+    """Tasks in blocks, each learned anew: at a border the loss is where it began, and norms are fourfold."""
+    began: dict[int, int] = {}
+
+    def formula(applied: int, window: int) -> Numbers:
+        number = window // block
+        if applied < began.setdefault(number, applied):
+            began[number] = applied  # a rollback
+        new = math.exp(-(applied - began[number]) / 30)
+        loss, norm = usual(10**6, window)
+        return loss + 4 * new, norm * (1 + 3 * new if number else 1)
+
+    return formula
+
+
 HEALTHY: dict[str, Formula] = {
     "as usual": usual,
     "a batch in ten of another task": sometimes(0.1, lambda loss, norm: (loss + 2.5, norm * 3)),
@@ -81,6 +106,16 @@ HEALTHY: dict[str, Formula] = {
     "2 of 3 norms large a while": where(lambda w: 300 <= w < 360 and w % 3 > 0, lambda loss, norm: (loss, norm * 10)),
     "2 of 3 norms large for good": where(lambda w: w >= 300 and w % 3 > 0, lambda loss, norm: (loss, norm * 10)),
     "4 of 5 norms large for good": where(lambda w: w >= 300 and w % 5 > 0, lambda loss, norm: (loss, norm * 10)),
+    "a likelihood that crosses zero": shaped(lambda n, _: 2 - 3 * (1 - math.exp(-n / 150)), 0.05),
+    "a reward without bound": shaped(lambda n, _: -1e-3 * n * n, 0.3, lambda n: 1 + n / 200),
+    "a cosine that comes to -1": shaped(lambda n, _: -1 + 0.9 * math.exp(-n / 50), 2e-4, lambda n: math.exp(-n / 100)),
+    "returns about zero": shaped(lambda n, _: -5e-4 * n, 0.5),
+    "a penalty that is annealed": shaped(lambda n, w: 3 + 4 * math.exp(-n / 60) + 1.5 * min(1, w / 400), 0.04),
+    "a fall in one step": shaped(lambda n, _: 3.0 if n < 300 else 0.3, 0.02),
+    "bursts of six large norms": where(lambda w: w % 100 < 6, lambda loss, norm: (loss, norm * 9)),
+    "a twentieth of norms twentyfold": sometimes(0.05, lambda loss, norm: (loss, norm * 20)),
+    "tasks learned anew in blocks of 100": forgetting(100),
+    "tasks learned anew in blocks of 250": forgetting(250),
     "every second norm large": where(lambda w: w >= 300 and w % 2 > 0, lambda loss, norm: (loss, norm * 10)),
 }  # fmt: skip
 
@@ -105,6 +140,15 @@ HARMFUL: dict[str, tuple[Formula, str]] = {
     "targets that grow by 2% a step": (growing(0.04, 0), "loss"),
     "targets that grow by 1% a step from 300 on": (growing(0.02, 300), "loss"),
     "a loss that grows by 0.5% a step from 300 on": (growing(0.005, 300), "loss"),
+    "a loss that grows by 0.1% a step after a plateau": (growing(0.001, 400), "loss"),
+    "a likelihood below zero that rises": (shaped(lambda n, w: -3 + 0.01 * max(0, w - 300), 0.03), "loss"),
+    "a cosine that is lost": (
+        shaped(lambda n, w: -1 + 0.9 * math.exp(-n / 50) + 1.7 * min(1, max(0, w - 400) / 300), 2e-3),
+        "guard.loss_rise: report",
+    ),
+    "a reward that collapses": (shaped(lambda n, w: -0.01 * min(n, 400) + 0.01 * max(0, w - 400), 0.1), "guard."),
+    "a loss that never falls and rises by 1%": (shaped(lambda _, w: 2 * math.exp(0.01 * w), 0.05), "guard."),
+    "infinite norms in every third": (where(lambda w: w % 3 == 0, lambda loss, _: (loss, math.inf)), "guard.max_skips"),
     "a run that forgets all": (lost, "guard.loss_rise: report"),
     "all norms large for good": (where(lambda w: w > 300, lambda loss, norm: (loss, norm * 10)), "guard.skip_growth"),
     "a loss fiftyfold": (where(lambda w: w > 300, lambda loss, norm: (loss * 50, norm * 50)), "guard.spike_sigma"),
@@ -119,7 +163,7 @@ def test_a_healthy_run_is_let_through(name: str) -> None:
     course = drive(HEALTHY[name], 1000)
     assert course.status == "done", course.reason
     assert len(course.skipped) <= 25
-    assert len(course.rollbacks) <= 1
+    assert len(course.rollbacks) <= (2 if name.startswith("tasks learned anew") else 1)
 
 
 @pytest.mark.parametrize("name", HARMFUL)

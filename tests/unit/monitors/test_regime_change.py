@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.core.config import GuardConfig
@@ -85,6 +87,30 @@ def test_as_many_large_updates_are_applied_as_were_skipped(make_facts: MakeFacts
     accepted = CHANGE + 5 + AHEAD - 1
     assert [applied for _, applied, _ in seen[CHANGE:accepted]] == [False] * 6
     assert [applied for _, applied, _ in seen[accepted : accepted + 6]] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_more_large_updates_are_applied_than_were_announced(seed: int, make_facts: MakeFacts) -> None:
+    """Whatever comes between: usual norms, samples that are unfit, norms and losses that are not finite."""
+    rng = np.random.default_rng([5, seed])
+    monitor, limits, left, announced = GradientMonitor(max_consecutive_skips=5), {}, 0, False
+    for step in range(100):
+        large = step >= 40 and (step < 46 or rng.random() < 0.6)
+        odd = step >= 46 and rng.random() < 0.2
+        facts = make_facts(step, loss=2.0, grad_norm=10.0 if large else 1.0, limits=limits.get(step, Limits()))
+        if odd:
+            facts = replace(facts, **[{"bad_data": 1}, {"grad_norm": math.nan}, {"loss": 90.0}][int(rng.integers(3))])
+        fits = not facts.bad_data and math.isfinite(facts.grad_norm) and facts.loss == 2.0
+        facts = replace(facts, limits=replace(facts.limits, loss=4.0), applied=fits and not facts.over_limits)
+        left -= announced and large and facts.applied
+        assert left >= 0, f"step {step}"
+        verdict = monitor.observe(facts)
+        limits[step + AHEAD] = verdict.limits
+        if verdict.code == "gradient.accepted":
+            if announced or "up to" not in verdict.text or "recurring" in (verdict.evidence or {}):
+                return
+            announced, left = True, int(re.findall(r"on (\d+) updates with norms", verdict.text)[0])
+    assert announced
 
 
 def test_a_run_on_a_card_is_skipped_accepted_and_goes_on(make_facts: MakeFacts) -> None:
