@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
+from benchmarks.families.shapes import Formula
 from harness.core.config import GuardConfig
 from harness.core.facts import Halt, Limits, Rollback, StepFacts
 from harness.core.state import RunLedger
@@ -19,8 +19,6 @@ from harness.monitors.loss import LossMonitor
 from harness.monitors.responder import Responder
 from harness.monitors.rise import LossRiseMonitor
 
-Formula = Callable[[int, int], tuple[float, float]]
-"""(updates applied so far, window) to (loss, norm)."""
 HEALTHY = 10
 
 
