@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.families.course import drive
+from benchmarks.families.shapes import Formula
 from harness.core.config import GuardConfig
 from harness.core.facts import Action, Continue, Halt, Rollback, Verdict
 from harness.core.state import RunLedger, TrainState
 from harness.monitors.responder import Responder
-from tests.unit.monitors.course_support import Formula, drive
 
 SKIP = [Verdict("test.skip", 7, "what was skipped", healthy=False, skip=True)]
 BACK = [Verdict("test.back", 7, "what broke", healthy=False, proposal=Rollback("it broke"))]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from typing import Any
 
+from benchmarks.families.shapes import Formula
 from harness.core.config import GuardConfig
 from harness.core.facts import Halt, Limits, Rollback, StepFacts
 from harness.core.protocols import Monitor
@@ -20,8 +20,6 @@ from harness.monitors.loss import LossMonitor
 from harness.monitors.responder import Responder
 from harness.monitors.rise import LossRiseMonitor
 
-Formula = Callable[[int, int], tuple[float, float]]
-"""(updates applied so far, window) to (loss, norm)."""
 HEALTHY = 10
 
 
@@ -56,7 +54,7 @@ def built(guard: GuardConfig) -> list[Monitor]:
 
 
 def resumed(ledger: RunLedger, on_disk: str, step: int) -> RunLedger:
-    """What another process has of `ledger`: the run's file of the last rollback, and a checkpoint of `step`."""
+    """What another process has of `ledger`: the file of the last rollback, and a checkpoint of `step`."""
     _, meta = TrainState({}, ledger, step=step).state_dict()
     state = TrainState({}, RunLedger.from_json(json.loads(on_disk)))
     state.resume({}, json.loads(json.dumps(meta)))
