@@ -124,7 +124,7 @@ def test_the_table_has_a_row_for_each_step_and_slot(tmp_path: Path) -> None:
     assert write_parquet(tmp_path) == tmp_path / PARQUET
     table = pandas.read_parquet(tmp_path / PARQUET)
     assert tuple(table.columns) == COLUMNS
-    measured = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db")
+    measured = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db", "centred_db")
     assert ("step", "layer", "role", *measured) == COLUMNS
     assert len(table) == 8 * 6
     one = table[(table.step == 4) & (table.layer == "blocks.01.up") & (table.role == "weight")]

@@ -23,6 +23,7 @@ LIMITS = SlotLimits(
     sqnr_db=5.0,
     warmup_steps=2,
     even_db=(8.0, 16.0, math.nan),
+    centred_db=5.0,
 )
 Change = Callable[[int, SlotStats], None]
 
@@ -59,7 +60,7 @@ def figures(series_: SlotSeries, until: int, start: int = 1, **more: object) -> 
 @pytest.mark.parametrize("layers", [1, 14, 1344])
 def test_the_roles_have_a_fixed_number_of_series(layers: int) -> None:
     kept = figures(series(), 10, layers=layers)[10]
-    assert len(kept.figures) == 57
+    assert len(kept.figures) == 60
     assert all(name.split("/")[:2] in [["fp8", role] for role in ROLES] for name in kept.figures)
 
 
@@ -119,7 +120,15 @@ def test_in_a_large_model_slots_are_picked_for_what_they_do() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"amax": math.inf}, {"clipped": 0.1}, {"underflow": 0.3}, {"sqnr_db": 4.0}, {"saturation": 1.6}, {"even_db": 7.0}],
+    [
+        {"amax": math.inf},
+        {"clipped": 0.1},
+        {"underflow": 0.3},
+        {"sqnr_db": 4.0},
+        {"saturation": 1.6},
+        {"even_db": 7.0},
+        {"centred_db": 4.0},
+    ],
 )
 def test_each_limit_picks(bad: dict[str, float]) -> None:
     kept = figures(series(), 5, change=put(5, 3, "input", **bad))[5]
@@ -181,7 +190,7 @@ def test_a_last_step_beside_the_rhythm_has_its_figures() -> None:
     policy = series()
     figures(policy, 13)
     rest = policy.rest(1)
-    assert (rest.step, rest.with_slots, len(rest.figures)) == (13, True, 57)
+    assert (rest.step, rest.with_slots, len(rest.figures)) == (13, True, 60)
     figures(policy, 20, start=14)
     assert not policy.rest(1).with_slots, "step 20 has its row"
     assert not policy.rest(2).with_slots
@@ -192,7 +201,7 @@ def sampled_in(*steps: int) -> Change:
 
     def change(step: int, slots: SlotStats) -> None:
         if step not in steps:
-            for figure in ("clipped", "underflow", "sqnr_db", "even_db"):
+            for figure in ("clipped", "underflow", "sqnr_db", "even_db", "centred_db"):
                 getattr(slots, figure)[:] = math.nan
 
     return change
