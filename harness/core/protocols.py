@@ -151,9 +151,9 @@ class PrecisionBackend(Stateful, Protocol):
         ...
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update scales unless `skip` is 1.0; float32 [7, slots]: amax, scale in use, saturation, clipped,
-        underflow, SQNR in dB, and that of each value beside itself (the last four NaN where not sampled).
-        `mean`: over ranks.
+        """Update scales unless `skip` is 1.0; float32 [8, slots]: amax, scale in use, saturation, clipped,
+        underflow, SQNR in dB, that of each value beside itself, and that of what varies from row to row (the last five
+        NaN where not sampled). `mean`: over ranks.
         """
         ...
 

@@ -117,10 +117,15 @@ class FallbackConfig(Strict):
     )
     centred_db: float = Field(
         default=5.0,
-        description="SQNR of what varies from row to row, without each channel's mean, dB, under which a slot is bad",
+        description="SQNR of what varies from row to row, without each channel's mean, dB, under which a slot is bad; "
+        "default 5, a resume may change it with --accept-changed recipe, every rank decides alike from the same "
+        "figures",
     )
     centred_steps: int = Field(
-        default=200, ge=1, description="steps for which a slot must be under centred_db throughout before it counts"
+        default=200,
+        ge=1,
+        description="steps for which a slot must be under centred_db throughout before it counts; default 200, a "
+        "resume may change it with --accept-changed recipe, every rank decides alike from the same figures",
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="amax over that of a window before that counts as bad; null: not looked at"

@@ -212,7 +212,7 @@ def cast(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 ROW_SUMS, CHANNEL_SUMS = 6, 2
 SUMS = ROW_SUMS + CHANNEL_SUMS
 """How many sums a slot has: those of `summed`, then those of `channel_stats`."""
-CENTRED_ROWS, ROWS_TOGETHER = 256, 32
+CENTRED_ROWS, ROWS_TOGETHER = 192, 32
 IN_BF16 = 2.0**-16
 """The share of a channel's energy that BF16 still tells from the rest: it keeps no more of what varies by less."""
 _GRADIENT = ROLES.index("grad_output")

@@ -74,10 +74,15 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(run: Path, other: Path) -> tuple[int, int]:
-    """Figures and tensors of two runs are equal in every bit; how many of each there are."""
+    """Figures and tensors of two runs are equal in every bit; how many of each there are.
+
+    But `centred_db`, of which native's CPU kernel adds up stretches of rows in float32.
+    """
     ours, theirs = figures(run), figures(other)
     assert ours.keys() == theirs.keys()
-    assert [key for key, value in ours.items() if value != theirs[key] and not (value != value != theirs[key])] == []
+    for key, value in ours.items():
+        near = 1e-3 if "centred_db" in key[1] else 0.0
+        assert theirs[key] == pytest.approx(value, rel=0.0, abs=near, nan_ok=True), key
     mine, other_tensors = tensors(run), tensors(other)
     assert mine.keys() == other_tensors.keys()
     raw = {name: (value.dtype, value.numpy().tobytes()) for name, value in mine.items()}
@@ -91,7 +96,10 @@ def test_every_figure_and_every_tensor_is_that_of_native(undisturbed: dict[str, 
     print(f"{figures_compared} figures and {tensors_compared} tensors of checkpoints are equal")
     assert figures_compared > 2400
     assert tensors_compared > 150
-    rows = {f"fp8_{row}" for row in ("amax", "scale", "saturation", "underflow", "clipped", "sqnr_db", "even_db")}
+    rows = {
+        f"fp8_{row}"
+        for row in ("amax", "scale", "saturation", "underflow", "clipped", "sqnr_db", "even_db", "centred_db")
+    }
     found = figures(undisturbed["transformer_engine"])
     assert {name.split("/")[0] for _, name in found} == {"train", "val", "guard", "fp8", "Loss"} | rows
 

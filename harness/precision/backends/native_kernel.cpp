@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kBlock = 8192;  // statistics are summed block by block, so they do not depend on the thread count
 constexpr int64_t kSerial = 4 * kBlock;
 constexpr int64_t kStripe = 256;  // channels looked at together
-constexpr int64_t kRows = 256, kTogether = 32;  // see scaling.centred_rows
+constexpr int64_t kRows = 192, kTogether = 32;  // see scaling.centred_rows
 constexpr double kInBf16 = 0x1p-16;
 constexpr uint32_t kAbs = 0x7fffffffu, kInf = 0x7f800000u, kHigh = 0xffff0000u, kHalf = 0x00400000u;
 
