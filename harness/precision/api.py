@@ -238,6 +238,7 @@ class Precision:
             finally:
                 self._inside = False
 
+    @torch.compiler.disable(reason="Precision.backward() is no part of a graph")
     def backward(self, loss: Tensor, **options: Any) -> None:
         """`loss.backward(**options)` under the loss scale, after leaving `context()`; once per micro-batch.
 
@@ -249,6 +250,9 @@ class Precision:
         if self._clock is None:
             why = "outside of context() the model runs in plain precision, against the plan"
             fix = "with precision.context(): loss = ..."
+            if self._hooks.begun:
+                why = "a model that was traced, scripted or exported runs in plain precision, past what wrap() hooks in"
+                fix = "call the prepared model itself, or a torch.compile of it, once for every loss.backward()"
             raise misuse("backward()", "no forward in context() since the last step", why, fix)
         if loss.numel() != 1 or not loss.requires_grad:
             what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
@@ -275,6 +279,7 @@ class Precision:
         ready.window.backward_done(ready.model.parameters(), scaled)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
+    @torch.compiler.disable(reason="Precision.step() is no part of a graph")
     @torch.no_grad()
     def step(
         self, optimizers: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None, tokens: int = 0
