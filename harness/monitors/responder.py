@@ -43,11 +43,12 @@ class Responder:
     `Rollback.bad` to `ledger.skipped_windows`, and halts when there is nothing good to go back to.
 
     notes: the responder's own verdicts of the last `decide` (a refused switch, told once); log them beside the
-    monitors'.
+    monitors'. own_loop: of somebody's own, which has no config, run folder or command line to go on with.
     """
 
-    def __init__(self, guard: GuardConfig, ledger: RunLedger) -> None:
+    def __init__(self, guard: GuardConfig, ledger: RunLedger, own_loop: bool = False) -> None:
         self.guard = guard
+        self.own_loop = own_loop
         self.ledger = ledger
         self.notes: list[Verdict] = []
         self._refusal_told = False
@@ -81,9 +82,8 @@ class Responder:
             return Halt(
                 f"{spent} updates were skipped within {within} windows (guard.budget_windows), more than "
                 f"guard.max_skips ({self.guard.max_skips}); last: {skips[-1].text}. "
-                "Look for bad data in the windows that the journal names, lower train.lr, or, if nothing is wrong with "
-                "them, raise guard.max_skips, guard.skip_growth or guard.spike_sigma, in a new run: "
-                "--name NEW --resume runs/<run>/checkpoints/step-<good>"
+                f"Look for bad data in the windows that the events name, lower {self._lr}, or, if nothing is wrong "
+                f"with them, raise guard.max_skips, guard.skip_growth or guard.spike_sigma{self._anew}"
             )
         if rollbacks := [v.proposal for v in verdicts if isinstance(v.proposal, Rollback)]:
             return self._rollback(rollbacks, rolled_back, window)
@@ -110,13 +110,23 @@ class Responder:
             return Halt(
                 f"{reason}; and all of guard.max_rollbacks ({self.guard.max_rollbacks}) are spent within "
                 f"{self.guard.budget_windows} windows (guard.budget_windows). "
-                "Lower train.lr, lengthen train.warmup_steps, try the bf16 recipe, or look at the windows that the "
-                "journal names, in a new run from a good checkpoint: "
-                "--name NEW --resume runs/<run>/checkpoints/step-<N>"
+                f"Lower {self._lr}, lengthen the warm-up, try the bf16 recipe, or look at the windows that the "
+                f"events name{self._anew}"
             )
         self.ledger.rolls_back(window, self.guard.budget_windows)
         bad = {window for proposal in proposals for window in proposal.bad} - set(self.ledger.skipped_windows)
         return Rollback(reason, tuple(sorted(bad)), any(proposal.from_disk for proposal in proposals))
+
+    @property
+    def _lr(self) -> str:
+        return "the learning rate" if self.own_loop else "train.lr"
+
+    @property
+    def _anew(self) -> str:
+        """Where a change is made, and what training goes on from."""
+        if self.own_loop:
+            return ". Keys of guard are arguments of Guard.for_precision. Begin again from a state that you saved"
+        return ", in a new run from a good checkpoint: --name NEW --resume runs/<run>/checkpoints/step-<N>"
 
     def _switch(self, proposals: Sequence[tuple[int, Switch]]) -> Action:
         whole_run_to = next((switch.whole_run_to for _, switch in proposals if switch.whole_run_to), "")
@@ -179,6 +189,7 @@ class Judge:
 
     precision: what switches are carried out on. held: layers (padded names) that the user demoted, which stay so.
     comparison: of the ranks' weights, None where there is nothing to compare. seed: of the steps that are sampled.
+    own_loop: as a Responder's.
     """
 
     config: GuardConfig
@@ -188,9 +199,10 @@ class Judge:
     held: set[str] = field(default_factory=set[str])
     comparison: RankComparison | None = None
     seed: int = 0
+    own_loop: bool = False
 
     def __post_init__(self) -> None:
-        self.responder = Responder(self.config, self.state.ledger)
+        self.responder = Responder(self.config, self.state.ledger, self.own_loop)
 
     def observe(self, facts: StepFacts) -> Judgement:
         """Judge one step; once for each, in order, the same on every rank. Raises nothing of its own."""

@@ -83,7 +83,7 @@ class Prepared:
             parts["loss_scale"] = self.loss_scale
         self.parts = tuple(parts)
         self.state = TrainState(parts)
-        self.judge = Judge(self.context.guard, self.state, self.backend, monitors, seed=seed)
+        self.judge = Judge(self.context.guard, self.state, self.backend, monitors, seed=seed, own_loop=True)
 
     def watch(
         self,
@@ -96,7 +96,8 @@ class Prepared:
         self.guarded, self.known = True, list(optimizers)
         self.forward_clock = ForwardClock(self.device) if world_size() > 1 else None
         self.state.parts["monitors"] = MonitorsPart(monitors)
-        self.judge = Judge(config, self.state, self.backend, monitors, self.judge.held, comparison, self.judge.seed)
+        held, seed = self.judge.held, self.judge.seed
+        self.judge = Judge(config, self.state, self.backend, monitors, held, comparison, seed, own_loop=True)
         return self.judge
 
     def agree(self) -> None:

@@ -7,6 +7,13 @@ from mutation import Mutation
 LOOP = (
     Mutation(
         8,
+        "a halt in a loop of one's own names no command line",
+        "        if self.own_loop:\n            return ",
+        "        if False:\n            return ",
+        "tests/unit/precision/test_own_guard.py -k own_loop_has",
+    ),
+    Mutation(
+        8,
         "a model that is compiled whole enters its precision",
         "        elif not self._precision.busy:\n            self._enter_compiled(module)\n",
         "",

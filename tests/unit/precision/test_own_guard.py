@@ -48,6 +48,24 @@ def test_a_rollback_puts_back_model_optimizer_schedule_and_precision(name: str) 
     assert loop.windows[-3:] == [8, 9, 12], "the windows of the two bad losses are passed over"
 
 
+@pytest.mark.parametrize(
+    ("poison", "settings", "told"),
+    [
+        (range(8, 30, 2), {"max_skips": 4}, "more than guard.max_skips"),
+        (range(12, 30), {"max_rollbacks": 1}, r"all of guard\.max_rollbacks"),
+        (range(1, 30), {}, "no snapshot is good"),
+    ],
+)
+def test_a_halt_names_what_an_own_loop_has(poison: range, settings: dict[str, Any], told: str) -> None:
+    """It has no run folder, no config and no command line."""
+    loop = Loop(poison=tuple(poison), **settings)
+    with pytest.raises(HaltedError, match=told) as raised:
+        loop.steps(40)
+    text = str(raised.value)
+    assert [word for word in ("runs/", "--name", "--resume", "train.lr", "journal") if word in text] == []
+    assert "a state that you saved" in text or "a checkpoint of your own" in text
+
+
 @pytest.mark.parametrize(("after", "taken"), [(8, [2, 4, 6, 8, 10, 20, 30]), (0, list(range(2, 31, 2)))])
 def test_snapshots_are_taken_seldom_once_a_run_is_old(
     after: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
