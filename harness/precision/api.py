@@ -112,6 +112,17 @@ class Precision:
         self._end_window(self._prepared)
         return model
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of a prepared one neither copy nor pickle: it belongs to one model, with hooks, windows and optimizers."""
+        if self._prepared is not None:
+            what = "a Precision, or an optimizer that it wrapped, is copied or pickled"
+            why = "it belongs to one model, whose hooks and scales a copy would share or lose"
+            fix = (
+                "save and load state_dict(); for a second model copy the model before prepare(), with its own Precision"
+            )
+            raise misuse("copy", what, why, fix)
+        return super().__reduce_ex__(protocol)
+
     @property
     def is_prepared(self) -> bool:
         """Whether `prepare` was called."""

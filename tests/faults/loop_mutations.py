@@ -7,6 +7,13 @@ from mutation import Mutation
 LOOP = (
     Mutation(
         8,
+        "a copy of a Precision is refused by name",
+        "        if self._prepared is not None:\n            what = ",
+        "        if False:\n            what = ",
+        "tests/unit/precision/test_copies_and_evaluation.py -k neither_is",
+    ),
+    Mutation(
+        8,
         "a halt in a loop of one's own names no command line",
         "        if self.own_loop:\n            return ",
         "        if False:\n            return ",
