@@ -408,7 +408,6 @@ def _watch_backward() -> None:
     """Once a process. Losses that reach no wrapped model are left alone."""
     original = torch.autograd.backward
 
-    @torch.compiler.disable(reason="a prepared model's backward goes through its precision")
     @wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if _calls.own:

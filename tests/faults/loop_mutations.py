@@ -36,7 +36,7 @@ LOOP = (
     Mutation(
         14,
         "the loss scale of a compiled step is divided out once",
-        '    @torch.compiler.disable(reason="a prepared model\'s backward goes through its precision")\n',
+        '    @torch.compiler.disable(reason="Precision.backward() is no part of a graph")\n',
         "",
         "tests/unit/precision/test_standard_compiled.py -k bits_of_eager",
     ),
