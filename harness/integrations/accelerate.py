@@ -78,6 +78,6 @@ def _problems(accelerator: Accelerator) -> list[Problem]:
         problems.append(Problem(f"distributed_type is {kind}", "Accelerator", why, fix))
     dynamo = accelerator.state.dynamo_plugin
     if getattr(getattr(dynamo, "backend", None), "value", "NO") != "NO":
-        why = "a model that is compiled whole has no place where the precision enters"
+        why = "the Accelerator would compile the model by itself, which was never tried with a prepared one"
         problems.append(Problem("dynamo_backend is set", "Accelerator", why, "compile block by block, after prepare()"))
     return problems

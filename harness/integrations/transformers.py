@@ -32,7 +32,7 @@ STATE = "harness_precision.pt"
 _ALONE = {
     "bf16": "its autocast would go against the plan",
     "fp16": "its autocast and GradScaler would go against the plan; the recipe fp16_scaler has a loss scale",
-    "torch_compile": "a model that is compiled whole has no place where the precision enters; compile block by block",
+    "torch_compile": "the Trainer would compile the model by itself, before it is prepared; compile block by block",
     "deepspeed": "its engine owns gradients and the step",
     "fsdp": "its sharded parameters cannot be prepared",
 }

@@ -112,6 +112,17 @@ class Precision:
         self._end_window(self._prepared)
         return model
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of a prepared one neither copy nor pickle: it belongs to one model, with hooks, windows and optimizers."""
+        if self._prepared is not None:
+            what = "a Precision, or an optimizer that it wrapped, is copied or pickled"
+            why = "it belongs to one model, whose hooks and scales a copy would share or lose"
+            fix = (
+                "save and load state_dict(); for a second model copy the model before prepare(), with its own Precision"
+            )
+            raise misuse("copy", what, why, fix)
+        return super().__reduce_ex__(protocol)
+
     @property
     def is_prepared(self) -> bool:
         """Whether `prepare` was called."""
@@ -238,6 +249,7 @@ class Precision:
             finally:
                 self._inside = False
 
+    @torch.compiler.disable(reason="Precision.backward() is no part of a graph")
     def backward(self, loss: Tensor, **options: Any) -> None:
         """`loss.backward(**options)` under the loss scale, after leaving `context()`; once per micro-batch.
 
@@ -249,6 +261,9 @@ class Precision:
         if self._clock is None:
             why = "outside of context() the model runs in plain precision, against the plan"
             fix = "with precision.context(): loss = ..."
+            if self._hooks.begun:
+                why = "a model that was traced, scripted or exported runs in plain precision, past what wrap() hooks in"
+                fix = "call the prepared model itself, or a torch.compile of it, once for every loss.backward()"
             raise misuse("backward()", "no forward in context() since the last step", why, fix)
         if loss.numel() != 1 or not loss.requires_grad:
             what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
@@ -275,6 +290,7 @@ class Precision:
         ready.window.backward_done(ready.model.parameters(), scaled)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
+    @torch.compiler.disable(reason="Precision.step() is no part of a graph")
     @torch.no_grad()
     def step(
         self, optimizers: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None, tokens: int = 0

@@ -113,9 +113,7 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
 
     A block or model around such layers is traced at its first call, and sees what they have become.
     """
-    modules = list(model.modules())
-    within = {id(vars(each)["_modules"].get("_orig_mod")) for each in modules}
-    compiled = {id(each) for each in modules if each._compiled_call_impl is not None} | within
+    compiled = {id(each) for each in model.modules() if each._compiled_call_impl is not None}
     changed = {row.module for row in plan.layers if row.precision == "fp8"} | set(plan.keep_fp32)
     named = dict(model.named_modules(remove_duplicate=False))
     if found := sorted(name for name in changed if name in named and id(named[name]) in compiled):

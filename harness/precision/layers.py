@@ -106,7 +106,7 @@ class LayerFilter:
             self.problems.append(Problem(f"{type(model).__name__} has no repeated blocks", keys, why, fix))
         elif first + last >= len(blocks):
             what = f"skips {first + last} blocks of a model that has {len(blocks)} ({blocks[0]} to {blocks[-1]})"
-            self.problems.append(Problem(what, keys, fix=f"skip {len(blocks) - 1} at most, or take --recipe bf16"))
+            self.problems.append(Problem(what, keys, fix=f"skip {len(blocks) - 1} at most, or take the recipe bf16"))
         total = len(blocks)
         skipped = dict.fromkeys(blocks[:first], f"in the first {first} of {total} blocks (skip_first_blocks)")
         for block in blocks[max(0, total - last) :]:

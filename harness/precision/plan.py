@@ -267,7 +267,7 @@ def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:
                 "no layer of this model can run in FP8",
                 f"recipe {recipe.name}",
                 why="; ".join(reasons[:5]) or "the model has no Linear",
-                fix="widen layers.include, lower layers.min_features, change the sizes, or --recipe bf16",
+                fix="widen layers.include, lower layers.min_features, change the sizes, or take the recipe bf16",
             )
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -121,8 +122,7 @@ class Prepared:
         Adapters may come, and parts of the model may move within it; a part that the plan is about may not go.
         """
         forward = vars(self.model).get("forward")
-        own = getattr(forward, "__func__", None) is type(self.model).forward  # replaced for a call, and put back
-        if forward is not self._forward and not (own and self._forward is None):
+        if forward is not self._forward and not self._is_prepared_forward(forward):
             return "is another: its forward was replaced after it was prepared, as by another library's autocast"
         for name, store, key, dtype in self._places:
             value = store.get(key)
@@ -139,6 +139,17 @@ class Prepared:
                     return f"has another module for {name}, which was to run {self._as_planned[name]}"
             self._children = _children(self.model)
         return ""
+
+    def _is_prepared_forward(self, forward: Any) -> bool:
+        """Whether `forward` is a torch.compile of the one that was prepared, or the class's own, put back after a call.
+
+        torch keeps what it compiled, within a wrapper of its own where that is a method of torch's.
+        """
+        compiled = getattr(forward, "_torchdynamo_orig_callable", None)
+        forms = [forward, compiled, getattr(compiled, "__wrapped__", None)]
+        if self._forward is not None:
+            return any(form is self._forward for form in forms)
+        return any(getattr(form, "__func__", None) is type(self.model).forward for form in forms)
 
     def _remember(self) -> None:
         """What `moved` compares: looked up in dicts, as it is asked in every forward."""
@@ -303,6 +314,12 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
     if isinstance(model, DistributedDataParallel | DataParallel):
         fix = "prepare the bare model, then wrap what prepare() returned"
         problems.append(Problem(f"the model is wrapped in {type(model).__name__}", "prepare()", fix=fix))
+    compiled = [name for name, module in model.named_modules() if isinstance(module, OptimizedModule)]
+    if compiled:
+        what = f"{compiled[0] or 'the model'} is wrapped in torch.compile"
+        why = 'its layers would be planned and saved under other names, with "_orig_mod." in them'
+        fix = "prepare the bare model first, then compile what prepare() returned, or its blocks (block.compile())"
+        problems.append(Problem(what, "prepare()", why, fix))
     if hasattr(model, "_original_forward"):
         why, fix = (
             "its autocast would go against the plan",

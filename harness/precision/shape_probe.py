@@ -202,7 +202,7 @@ def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str
         for row in plan.layers
     )
     if not any(row.precision == "fp8" for row in rows):
-        fix = "--recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
+        fix = "the recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
         why = "; ".join(f"{out}x{into}: {reason}" for (out, into), reason in list(reasons.items())[:5])
         raise NoFp8LayerError(Problem("FP8 makes no layer of this model faster", f"recipe {recipe.name}", why, fix))
     return replace(plan, layers=rows, notes=(*plan.notes, note))

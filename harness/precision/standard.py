@@ -37,6 +37,13 @@ if TYPE_CHECKING:
     from harness.precision.prepared import Prepared
 
 
+# What torch says of a graph that was to be one.
+_NO_FULL_GRAPH = (
+    "a prepared model enters its precision before its forward, outside of the graph: leave out fullgraph=True, or"
+    " compile block by block, `for block in model.blocks: block.compile(fullgraph=True)`"
+)
+
+
 class WrappedOptimizer(Optimizer):
     """An optimizer, or several as one, whose `step` is `Precision.step`; made by `Precision.wrap`.
 
@@ -226,9 +233,20 @@ class Standard:
         _standards.discard(self)
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Before a module of the model is called. Inside of a context, whoever entered it, nothing happens."""
-        if torch.compiler.is_compiling():
-            return
+        """Before a module of the model is called. Inside of a context, whoever entered it, nothing happens.
+
+        A compiled graph ends here where a context has to be entered, and begins anew with the model's forward.
+        """
+        if not torch.compiler.is_compiling():
+            self._enter(module)
+        elif not self._precision.busy:
+            self._enter_compiled(module)
+
+    @torch.compiler.disable(reason=_NO_FULL_GRAPH)
+    def _enter_compiled(self, module: nn.Module) -> None:
+        self._enter(module)
+
+    def _enter(self, module: nn.Module) -> None:
         if module not in self._own and torch.is_grad_enabled():
             self._ready.window.copies.add(module)
         if self._precision.turn.elsewhere and not _in_autograd():
@@ -259,7 +277,16 @@ class Standard:
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
         """After the call, also one that failed: what comes out is in float32."""
-        if torch.compiler.is_compiling() or module is not self._entrance or self._thread != get_ident():
+        if not torch.compiler.is_compiling():
+            return self._leave(module, result)
+        return self._leave_compiled(module, result) if module is self._entrance else None
+
+    @torch.compiler.disable(reason=_NO_FULL_GRAPH)
+    def _leave_compiled(self, module: nn.Module, result: Any) -> Any:
+        return self._leave(module, result)
+
+    def _leave(self, module: nn.Module, result: Any) -> Any:
+        if module is not self._entrance or self._thread != get_ident():
             return None
         self._depth -= 1
         if self._depth or self._entered is None:

@@ -7,6 +7,48 @@ from mutation import Mutation
 LOOP = (
     Mutation(
         8,
+        "a copy of a Precision is refused by name",
+        "        if self._prepared is not None:\n            what = ",
+        "        if False:\n            what = ",
+        "tests/unit/precision/test_copies_and_evaluation.py -k neither_is",
+    ),
+    Mutation(
+        8,
+        "a model that is compiled whole enters its precision",
+        "        elif not self._precision.busy:\n            self._enter_compiled(module)\n",
+        "",
+        "tests/unit/precision/test_standard_compiled.py -k bits_of_eager",
+    ),
+    Mutation(
+        8,
+        "a model that is compiled whole leaves its precision",
+        "return self._leave_compiled(module, result) if module is self._entrance else None",
+        "return None",
+        "tests/unit/precision/test_standard_compiled.py -k bits_of_eager",
+    ),
+    Mutation(
+        14,
+        "the loss scale of a compiled step is divided out once",
+        '    @torch.compiler.disable(reason="Precision.backward() is no part of a graph")\n',
+        "",
+        "tests/unit/precision/test_standard_compiled.py -k bits_of_eager",
+    ),
+    Mutation(
+        8,
+        "a model that was wrapped in torch.compile before prepare() is refused",
+        "    if compiled:\n        what = ",
+        "    if False:\n        what = ",
+        "tests/unit/precision/test_standard_compiled.py -k compile_before",
+    ),
+    Mutation(
+        8,
+        "a forward that was compiled after prepare() is the model's own",
+        'compiled = getattr(forward, "_torchdynamo_orig_callable", None)',
+        "compiled = None",
+        "tests/unit/precision/test_standard_compiled.py -k bits_of_eager",
+    ),
+    Mutation(
+        8,
         "a copy is not trained in a loop without wrap",
         "        if module not in self._own and torch.is_grad_enabled():\n",
         "        if self.begun and module not in self._own and torch.is_grad_enabled():\n",
@@ -169,7 +211,7 @@ LOOP = (
     Mutation(
         8,
         "another library's autocast around a prepared model is noticed",
-        "if forward is not self._forward and not (own and self._forward is None):",
+        "if forward is not self._forward and not self._is_prepared_forward(forward):",
         "if False:",
         "tests/unit/precision/test_api_misuse.py -k part_that_changed",
     ),

@@ -100,7 +100,7 @@ class TransformerEngineBackend:
                     te_library.keep_out_of_global_state(self._library, module.fp8_meta)
         except (RuntimeError, AssertionError) as error:
             what = f"Transformer Engine cannot compute FP8 with {self.scaling} scaling here: {error}"
-            fix = "take a recipe with another fp8.scaling or without it, e.g. --recipe bf16"
+            fix = "take a recipe with another fp8.scaling or without it, such as bf16"
             raise MachineError(Problem(what, te_library.WHERE, fix=fix)) from error
 
     @property

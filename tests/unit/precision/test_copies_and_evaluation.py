@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_a_shallow_copy_has_the_models_own_parameters() -> None:
     twin = copy.copy(model)
     with pytest.raises(MisuseError, match=r"AdamW\.step\(\) was called directly"):
         standard_step(twin, adamw(twin), 0)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_precision_is_not_copied_and_neither_is_what_it_wrapped(again: Callable[[Any], Any]) -> None:
+    precision, model = prepared(recipe())
+    optimizer = adamw(model)
+    wrapped = precision.wrap(optimizer)
+    for each in (precision, wrapped, (model, wrapped)):
+        with pytest.raises(MisuseError, match=r"is copied or pickled[\s\S]*state_dict\(\)"):
+            again(each)
+    assert not again(Precision(recipe())).is_prepared
+    standard_step(model, wrapped, 0)
 
 
 @pytest.mark.parametrize("name", ["fp16_scaler", "bf16"])

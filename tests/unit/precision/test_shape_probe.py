@@ -83,7 +83,7 @@ def test_the_plan_names_what_was_moved_and_leaves_the_rest() -> None:
     assert after.notes == (*before.notes, "a note")
     with pytest.raises(ConfigError, match="FP8 makes no layer of this model faster") as caught:
         keep_out(before, policy, {(32, 32): "a", (64, 32): "b", (32, 64): "c"}, "")
-    assert "--recipe bf16" in str(caught.value)
+    assert "the recipe bf16" in str(caught.value)
 
 
 def test_times_in_the_cache_decide() -> None:
