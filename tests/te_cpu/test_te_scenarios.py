@@ -312,7 +312,8 @@ def test_block_scaling_gets_whole_blocks_of_tokens_and_the_rows_added_change_not
         trainer.precision.backward(loss)
         found.append([out.detach(), *(parameter.grad for parameter in trainer.model.parameters())])
     for mine, filled in zip(*found, strict=True):
-        assert mine is not None and filled is not None
+        assert mine is not None
+        assert filled is not None
         assert mine.abs().sum() > 0
         assert torch.equal(mine, filled)
 
