@@ -9,11 +9,14 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tracking_server import SHARE, Proxy, real_server
@@ -231,6 +234,60 @@ def test_retry_after_is_honoured_within_bounds(header: str) -> None:
         assert waits <= pause(1, asked, share) <= waits + 0.2
     assert pause(50, None, 1.0) <= 10.0
     assert len({pause(9, None, share) for share in (0.0, 0.3, 0.9)}) == 3, "runs do not come back all at once"
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Answers one request after the other as `answers` says; the last answer stays."""
+
+    answers: ClassVar[list[str]] = []
+    asked: ClassVar[list[float]] = []
+
+    def do_GET(self) -> None:
+        """One answer of the script."""
+        kind = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        self.asked.append(time.monotonic())
+        body = b'{"experiment": {"experiment_id": "7", "name": "e"}}'
+        self.send_response(503 if kind == "503" else 200)
+        if kind == "503":
+            self.send_header("Retry-After", format_datetime(datetime.now(UTC) + timedelta(seconds=3), usegmt=True))
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:9] if kind == "cut" else body)
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("answers", "tries", "least"),
+    [(["503", "200"], 2, 1.9), (["cut", "cut", "200"], 3, 0.0), (["503", "cut", "200"], 3, 1.9)],
+)
+def test_one_request_is_repeated_until_it_is_answered_whole(
+    monkeypatch: pytest.MonkeyPatch, answers: list[str], tries: int, least: float
+) -> None:
+    """503 with an HTTP date of whole seconds, and a connection that breaks in the middle of an answer."""
+    from mlflow import MlflowClient
+
+    from harness.tracking.retry import Retry, listen_to_answers
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    Scripted.answers, Scripted.asked = list(answers), []
+    web = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    said: list[int] = []
+    listen_to_answers()
+    try:
+        client = MlflowClient(tracking_uri=f"http://127.0.0.1:{web.server_port}")
+        found = Retry(60.0, lambda _, times: said.append(times))(client.get_experiment_by_name, "e")
+    finally:
+        web.shutdown()
+        web.server_close()
+    assert found is not None
+    assert found.experiment_id == "7"
+    assert said == list(range(1, tries))
+    assert len(Scripted.asked) == tries
+    assert Scripted.asked[1] - Scripted.asked[0] >= least
 
 
 @pytest.fixture(scope="module")
