@@ -255,7 +255,7 @@ class Scripted(BaseHTTPRequestHandler):
         self.wfile.write(body[:9] if kind == "cut" else body)
         self.close_connection = True
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *_: object) -> None:
         """Nothing."""
 
 

@@ -6,6 +6,34 @@ from mutation import Mutation
 
 TRACKING: tuple[Mutation, ...] = (
     Mutation(
+        19,
+        "MLflow's description says first what ran, then what was not taken",
+        "return some(taken + passed, 6)",
+        "return some(passed + taken, 6)",
+        "tests/unit/tracking/test_mlflow_page.py -k what_ran_where",
+    ),
+    Mutation(
+        19,
+        "the report links the run in MLflow",
+        "*_link(history.run_dir),",
+        "",
+        "tests/unit/tools/test_report.py -k link_to_mlflow",
+    ),
+    Mutation(
+        19,
+        "the report's config holds no secret",
+        "escape(shown(scrubbed(text)))",
+        "escape(shown(text))",
+        "tests/unit/tools/test_report.py -k link_to_mlflow",
+    ),
+    Mutation(
+        19,
+        "a fan's axis is not that of its first step",
+        "later = values[:, steps > steps[0]] if len(steps) > 1 else values",
+        "later = values",
+        "tests/unit/tools/test_fp8_pictures.py -k first_step",
+    ),
+    Mutation(
         18,
         "a run goes on to be delivered where it was",
         "    if known is not None and not given:\n        return Choice(known.uri, known)\n",
