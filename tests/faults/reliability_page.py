@@ -30,8 +30,8 @@ names what was touched and, once that was put back, in the same way. Every end b
 traceback. Where rows of the journal were altered, the run says which steps have none or two, and nothing else may
 differ. `{LEDGER.relative_to(ROOT)}` has a line for each. Most runs are forked from a process that has imported
 everything; a sixth ("new python", torchrun, deepspeed) start as a user's do. Two other models may train in two threads
-beside the run; each must end as it ends alone. A run that is tracked has a secret in its address or its variables, and a
-server that may fail three in ten requests: the secret may stand in no file of the run, on no screen and not in MLflow.
+beside the run; each must end as it ends alone. A run that is tracked has a secret in its address or its variables, and
+a server that may fail three in ten requests: the secret may stand in no file of the run, on no screen nor in MLflow.
 """
 sys.path.insert(0, str(ROOT))
 
