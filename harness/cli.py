@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from harness.core.errors import ExitCode, HarnessError, LostRankError, tell_wrapper
+from harness.core.secrets import scrubbed
 from harness.stop import NOTHING_YET, StoppedEarly, end_at_a_signal, end_while_importing
 
 # Ranks start some seconds apart on a busy machine.
@@ -76,7 +77,7 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
         _kept.append(signal)
         code = int(ExitCode.STOPPED)
     except (Exception, KeyboardInterrupt) as error:
-        if not trains:
+        if not trains and isinstance(error, KeyboardInterrupt | BrokenPipeError):
             raise
         _say(traceback.format_exc().rstrip())
         _kept.append(error)
@@ -95,7 +96,9 @@ def _tell(error: HarnessError) -> None:
 
 
 def _say(text: str) -> None:
-    """On stderr, if it takes a word: the exit code does not hang on that."""
+    """On stderr, if it takes a word: the exit code does not hang on that. Libraries quote addresses as they were given,
+    passwords included."""
+    text = scrubbed(text)
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 

@@ -41,8 +41,9 @@ def command(
     if done:
         say(f"delivered to {choice.store.uri}")
     else:
+        why = f"; {choice.unsent}" if choice.unsent else ""
         again = "" if elsewhere else "; to deliver to another store: --elsewhere"
-        say(f"not delivered to {choice.store.uri}; see {run / 'shipper.log'}{again}")
+        say(f"not delivered to {choice.store.uri}; see {run / 'shipper.log'}{why}{again}")
     return 0 if done else 1
 
 

@@ -358,16 +358,16 @@ def _milliseconds(row: Mapping[str, Any]) -> int:
 
 def find_run(run_dir: Path, experiment: str, uri: str) -> str:
     """Id of MLflow's run of this folder: by shipper.json, else the only one of its name. Raises ConfigError."""
-    client = MlflowClient(tracking_uri=uri)
     position = Position.load(run_dir)
     fix = "set MLFLOW_TRACKING_URI as it was in the run, and call this from the folder where the run was started"
     try:
+        client = MlflowClient(tracking_uri=uri)
         if position.run_id is not None:
             return client.get_run(position.run_id).info.run_id
         found = client.get_experiment_by_name(experiment)
         name = run_dir.name.replace("\\", "").replace("'", "")
         named = client.search_runs([found.experiment_id], f"attributes.run_name = '{name}'") if found else []
-    except MlflowException as error:
+    except (MlflowException, ImportError, ValueError) as error:
         why = scrubbed(str(error))[:400]
         raise ConfigError(Problem("MLflow does not give its run", str(run_dir), why, fix)) from None
     if len(named) != 1:

@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import ProtocolError
 from urllib3.response import BaseHTTPResponse
 
 SHORTEST, LONGEST = 0.2, 10.0
@@ -96,6 +97,15 @@ def passing(status: int | None, asked: bool) -> bool:
     return status in _PASSING or status >= 500
 
 
+def cut_off(error: BaseException | None) -> bool:
+    """Whether the connection broke, perhaps in the middle of an answer that had begun well."""
+    while error is not None:
+        if isinstance(error, ProtocolError | ConnectionError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @dataclass
 class Retry:
     """seconds: without one success, after which the error is raised; None: never.
@@ -114,7 +124,7 @@ class Retry:
             try:
                 made = call(*given, **named)
             except Exception as error:
-                if not passing(_last.status, _last.asked):
+                if not (passing(_last.status, _last.asked) or cut_off(error)):
                     raise
                 failures += 1
                 wait = pause(failures, asked_pause(_last.retry_after, datetime.now(UTC)), random.random())

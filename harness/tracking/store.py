@@ -82,11 +82,26 @@ class Choice:
     was: str = ""
 
     @property
+    def unsent(self) -> str:
+        """Why MLflow's client cannot deliver with such an address; empty if it can. It writes its own path behind a
+        setting, and sends a token before the host not at all."""
+        address = Address.of(self.uri)
+        if not address.bare.startswith(("http://", "https://")):
+            return ""
+        if address.settings:
+            return f"MLflow's client cannot use an address with settings (?...): set {_TOKEN} for a token"
+        if address.userinfo and ":" not in address.userinfo:
+            return f"MLflow's client does not send a token that stands before the host: set {_TOKEN}"
+        return ""
+
+    @property
     def told(self) -> str:
         """Where figures go, in a line without secrets."""
         line = f"figures go to MLflow at {self.store.uri}"
         if self.was:
             line += f" from now on, and the run's earlier ones too; until now they went to {self.was}"
+        if self.unsent:
+            line += f"; {self.unsent}"
         missing = self.store.missing() if self.uri == self.store.uri else []
         if missing:
             line += f"; it was reached with credentials: set {' and '.join(missing)}"
@@ -123,6 +138,9 @@ def choose_for_sync(run_dir: Path, elsewhere: bool, environment: Mapping[str, st
     if given and here.uri != known.uri:
         what = f"the run's figures are in {known.uri}, and {URI} names {here.uri}"
         raise ConfigError(Problem(what, str(run_dir), fix=f"unset {URI}, or set it to the former; {allow}"))
+    if given and here.uri.startswith("http") and Address.of(given).settings:
+        why = Choice(given, here).unsent
+        raise ConfigError(Problem(f"{URI} has settings (?...)", here.uri, why, f"set {URI}={here.uri}"))
     if given:
         return Choice(_absolute(given), here)
     if missing := known.missing(environment):

@@ -44,6 +44,50 @@ def set_disk(text: str) -> None:
     temporary.rename(size)
 
 
+def train_one(seed: int, recipe: str) -> list[Any]:
+    """Losses and weights of a small model in a loop of one's own; without torch's random numbers (the run's)."""
+    import torch
+    from torch import nn
+
+    from harness import Precision
+
+    def numbers(*shape: int, at: int) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        return torch.sin(torch.arange(count, dtype=torch.float32) * (1.7 + at)).reshape(shape)
+
+    model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, 64, 64) for _ in range(2)))
+    with torch.no_grad():
+        for at, parameter in enumerate(model.parameters()):
+            parameter.copy_(numbers(*parameter.shape, at=seed + at) / 8)
+    precision = Precision.from_recipe(recipe)
+    model = precision.prepare(model)
+    optimizer = precision.wrap(torch.optim.SGD(model.parameters(), lr=0.01))
+    losses: list[Any] = []
+    for step in range(12):
+        loss = model(numbers(32, 64, at=step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return [losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def train_beside(seed: int) -> None:
+    """Two models in two threads end as each of them alone, which comes after."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    recipes = ("bf16", "fp8_hybrid")
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(train_one, (seed, seed + 1), recipes))
+    for number, found in enumerate(together):
+        alone = train_one(seed + number, recipes[number])
+        same = found[0] == alone[0] and all(torch.equal(a, b) for a, b in zip(found[1:], alone[1:], strict=True))
+        if not same:
+            raise RuntimeError(f"a model of {recipes[number]} in a thread beside another ends otherwise than alone")
+
+
 def act(what: Mapping[str, Any]) -> None:
     """One fault. do: a verb and its words."""
     verb, *words = what["do"]
@@ -65,6 +109,8 @@ def act(what: Mapping[str, Any]) -> None:
         case "clock":
             Path("offset.new").write_text(words[0])
             os.replace("offset.new", "offset")
+        case "threads":
+            train_beside(int(words[0]))
         case "until":  # the attacker has made a file
             deadline = time.monotonic() + float(words[1])
             while not Path(words[0]).exists() and time.monotonic() < deadline:

@@ -31,6 +31,7 @@ FILES = ("checkpoint", "older checkpoint", "manifest", "state", "good.json", "in
 HOWS = ("flip", "cut", "empty", "zero", "delete", "older", "folder", "link", "twice")
 # JSON that no reader may choke on; `hostile.JSON` by name, and values of the right shape that are wrong.
 FORGED = ("deep", "nested", "digits", "nan", "infinite", "twice", "nul", "not utf-8", "list", "empty", "large")
+SECRETS = ("password", "encoded", "before the host", "variables", "token")
 CHANGES = ("lr", "seed", "batch", "model", "context", "recipe contents", "recipe name", "huge recipe", "huge config",
            "text", "unknown key", "optimizer")  # fmt: skip
 
@@ -58,12 +59,13 @@ class Episode:
 
 @dataclass
 class Attack:
-    """One attack on one run."""
+    """One attack on one run. secret: where the tracking server's credentials stand, if it has one."""
 
     seed: int
     kind: str
     variant: str
     episodes: list[Episode]
+    secret: str = ""
 
     @property
     def ranks(self) -> int:
@@ -280,8 +282,9 @@ def ranks(scene: Scene) -> Episode:
 
 
 def tracking(scene: Scene) -> Episode:
-    """MLflow's server goes and comes ten times, and denies access in between; the clock is set meanwhile."""
-    faults = [scene.chance.choice(("refuse", "denied", "error", "swallow", "denied", "refuse")) for _ in range(10)]
+    """MLflow's server goes and comes ten times, denies access in between, or fails three in ten requests."""
+    kinds = ("refuse", "denied", "error", "swallow", "share", "share", "denied", "refuse")
+    faults = [scene.chance.choice(kinds) for _ in range(10)]
     reactions = [{"when": "started", "after": round(0.4 * (number + 1), 2), "do": f"server {fault}"}
                  for number, fault in enumerate(faults)]  # fmt: skip
     return Episode("tracking", events=[{"at": scene.step(), "do": ["wait", "3"]}, *scene.end(scene.last)],
@@ -294,6 +297,13 @@ def server(scene: Scene) -> Episode:
     return Episode("server", events=[{"at": at, "do": ["wait", "0.1"]}, {"at": at, "do": ["until", "server-up", "240"]},
                                      *scene.end(at)],
                    reactions=[{"when": "fired", "after": 0.0, "do": "restart server"}], may=[-9, 75, 1])  # fmt: skip
+
+
+def threads(scene: Scene) -> Episode:
+    """Two other models train in two threads, within the process of the run, between two of its steps."""
+    at = scene.step()
+    do = ["threads", str(scene.chance.randrange(1000))]
+    return Episode("threads", events=[{"at": at, "do": do, "rank": scene.rank()}, *scene.end(at)], may=[-9, 75, 1])
 
 
 def start(scene: Scene) -> Episode:
@@ -323,6 +333,7 @@ FAMILIES: Mapping[str, tuple[int, Callable[[Scene], Episode]]] = {
     "ranks": (8, ranks),
     "tracking": (1, tracking),
     "server": (1, server),
+    "threads": (2, threads),
 }
 
 
@@ -333,7 +344,8 @@ def fits(name: str, kind: str) -> bool:
     """Whether a family makes sense there."""
     if name == "ranks":
         return kind not in ALONE
-    return kind in ALONE if name in ("tracking", "server", "writers", "clock") else True
+    # A rank's process group would have every rank prepare the other models.
+    return kind in ALONE if name in ("tracking", "server", "writers", "clock", "threads") else True
 
 
 def draw(seed: int, only: Sequence[str] = (), kind: str = "") -> Attack:
@@ -356,4 +368,4 @@ def draw(seed: int, only: Sequence[str] = (), kind: str = "") -> Attack:
     for name, (first, last) in zip(drawn_names, itertools.pairwise(edges), strict=True):
         scene = Scene(chance, kind, first, max(first, last - 2))
         episodes.append(start(scene) if name == "start" else FAMILIES[name][1](scene))
-    return Attack(seed, kind, variant, episodes)
+    return Attack(seed, kind, variant, episodes, chance.choice(SECRETS))

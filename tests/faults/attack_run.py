@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from attack_damage import Damage, contents, differ, keep_older, other_command, power_cut, said_of
 from attack_field import PATHS, Field
@@ -86,6 +87,31 @@ def attack_once(field: Field, attack: Attack) -> Result:
     return result
 
 
+def credentials(uri: str, attack: Attack) -> dict[str, str]:
+    """The variables that bring an address and a secret to MLflow, as the plan has it."""
+    secret, host = secrets_of(attack)[0], uri.removeprefix("http://")
+    before = {"password": f"me:{secret}@", "encoded": f"me:{quote(secret, safe='')}@", "before the host": f"{secret}@"}
+    variables = {"MLFLOW_TRACKING_URI": f"http://{before.get(attack.secret, '')}{host}"}
+    if attack.secret == "variables":
+        variables |= {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": secret}
+    if attack.secret == "token":
+        variables |= {"MLFLOW_TRACKING_TOKEN": secret}
+    return variables
+
+
+def secrets_of(attack: Attack) -> list[str]:
+    """The secret of a plan, and how an address spells it."""
+    secret = f"s3cr3t-{attack.seed}" + ("/ö@" if attack.secret == "encoded" else "")
+    return [secret, quote(secret, safe="")]
+
+
+def leaks(folder: Path, secrets: list[str]) -> list[str]:
+    """Files in which one of `secrets` stands, whatever they are."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    with_one = [path for path in files if any(each.encode() in path.read_bytes() for each in secrets)]
+    return [str(path.relative_to(folder)) for path in with_one]
+
+
 class _Sequence:
     def __init__(self, where: Field, attack: Attack, folder: Path) -> None:
         self.field, self.attack, self.folder = where, attack, folder
@@ -106,7 +132,7 @@ class _Sequence:
         if self.tracked:
             self.server = where.server()
             self.proxy = Proxy(folder / "proxy", self.server.port)
-            self.variables = {"MLFLOW_TRACKING_URI": self.proxy.uri, "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
+            self.variables = credentials(self.proxy.uri, attack) | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
 
     def close(self) -> None:
         if self.proxy is not None:
@@ -446,9 +472,15 @@ class _Sequence:
             if TRACEBACK in done.stderr:
                 raise Finding(f"traceback: harness {tool}: {done.stderr.splitlines()[-1][:300]}")
 
+    def _leaks_of_the_server(self) -> list[str]:
+        """In what MLflow keeps; the log of its server has every address that it was asked for."""
+        found = leaks(self.server.folder, secrets_of(self.attack))
+        return [f"MLflow's {name}" for name in found if name != "server.log"]
+
     def _delivered(self) -> None:
         if not delivered(self.run):
             done = harness(self.folder, "sync", "runs/r", **self.variables)
+            (self.folder / "sync.log").write_text(done.stdout + done.stderr)
             if done.returncode:
                 raise Finding(f"tracking: sync ends with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
         database = self.server.folder / "mlflow.db"
@@ -456,3 +488,7 @@ class _Sequence:
             check_delivered(self.run, database)
         except (AssertionError, ValueError) as error:
             raise Finding(f"tracking: {str(error)[:600]}") from error
+        # The run folder, what every start and sync said on the screen, and what MLflow keeps.
+        secrets = secrets_of(self.attack)
+        if found := [*leaks(self.folder, secrets), *self._leaks_of_the_server()]:
+            raise Finding(f"secret: written down in {', '.join(found)}")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from attack_damage import contents, other_command
 from attack_field import Field
 from attack_job import Ended
 from attack_oracle import Rows, compare, compare_history, figures, traceback
-from attack_plans import FAMILIES, KINDS, Episode, draw, fits
-from attack_run import Finding, _Sequence
+from attack_plans import FAMILIES, KINDS, SECRETS, Episode, draw, fits
+from attack_run import Finding, _Sequence, credentials, leaks, secrets_of
 from reliability_page import enemy, merged
 
 from harness.checkpoint.store import Store
@@ -46,6 +47,16 @@ def test_a_seed_says_everything() -> None:
         assert FAMILIES[name][1].__doc__, name
 
 
+@pytest.mark.parametrize("form", SECRETS)
+def test_a_secret_that_is_written_down_is_found(tmp_path: Path, form: str) -> None:
+    attack = replace(draw(7), secret=form)
+    given = "\n".join(credentials("http://localhost:5000", attack).values())
+    assert leaks(tmp_path, secrets_of(attack)) == []
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "shipper.log").write_text(f"x\n{given}\nx")
+    assert leaks(tmp_path, secrets_of(attack)) == ["runs/shipper.log"]
+
+
 @pytest.mark.slow
 def test_sequences_end_well_and_are_written_down(tmp_path: Path) -> None:
     done = attack(tmp_path, "--seed=5", "--count=2", "--family=kill", "--family=disk", "--kind=python", "--no-page")
@@ -68,7 +79,7 @@ def recorded(folder: Path, *words: str) -> dict[str, Any]:
 # What is counted has fired: a disk has refused something, a server was found gone and denied access.
 @pytest.mark.parametrize(
     ("family", "faults"),
-    [("suspend", 4), ("no inodes", 2), ("read-only", 2),
+    [("suspend", 4), ("no inodes", 2), ("read-only", 2), ("threads", 2),
      pytest.param("server", 4, marks=(pytest.mark.slow, pytest.mark.attack))],
 )  # fmt: skip
 @pytest.mark.slow

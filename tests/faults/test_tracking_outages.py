@@ -179,10 +179,10 @@ def test_a_server_that_fails_delays_delivery_and_nothing_else(
     check_unhurried(times, figure, FAULTS[fault])
 
 
-def sync(folder: Path, run: str, **extra: str) -> subprocess.CompletedProcess[str]:
+def sync(folder: Path, run: str, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """`harness sync` in `folder`."""
     return subprocess.run(
-        [sys.executable, "-m", "harness.cli", "sync", run],
+        [sys.executable, "-m", "harness.cli", "sync", run, *words],
         cwd=folder, env=environment(PYTHONPATH=str(ROOT), **extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, check=False, timeout=180,
     )  # fmt: skip
@@ -206,7 +206,7 @@ def test_a_run_that_ends_in_an_outage_can_be_delivered_from_elsewhere(tmp_path: 
         assert "harness sync runs/r" in job.output()
         assert not delivered(run_dir)
         shutil.copytree(run_dir, elsewhere / "r")
-        later = sync(elsewhere, "r", MLFLOW_TRACKING_URI=f"sqlite:///{elsewhere / 'other.db'}")
+        later = sync(elsewhere, "r", "--elsewhere", MLFLOW_TRACKING_URI=f"sqlite:///{elsewhere / 'other.db'}")
     assert later.returncode == 0, later.stdout
     steps = [step for step, _ in metrics(elsewhere / "r")]
     assert steps == list(range(1, len(steps) + 1))

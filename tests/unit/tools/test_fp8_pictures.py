@@ -6,10 +6,12 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from harness.core.facts import ROLES, SlotStats
-from harness.report.fp8_pictures import LOWEST, MAX_COLUMNS, RANKS, gather, pictures
+from harness.report.fp8_pictures import LOWEST, MAX_COLUMNS, RANKS, _look_past_the_start, gather, pictures
 from harness.report.page import write
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, Journal
@@ -40,6 +42,23 @@ def make_run(folder: Path, steps: int, overflow_at: int = 0, scaled: bool = Fals
         journal.note("end", status="done")
     file.close()
     return folder
+
+
+@pytest.mark.parametrize("logarithmic", [True, False])
+def test_a_fan_s_axis_is_not_that_of_its_first_step(logarithmic: bool) -> None:
+    """Scales are 1 then, a million times from what they are later."""
+    axes = Figure().add_subplot()
+    if logarithmic:
+        axes.set_yscale("log", base=2)
+    steps = np.arange(1.0, 21.0)
+    values = np.outer([0.8, 0.9, 1.0, 1.1, 1.2], np.where(steps == 1, 1e6, 3.0 + 0.01 * steps))
+    axes.plot(steps, values[2])
+    _look_past_the_start(axes, steps, values, logarithmic)
+    low, high = axes.get_ylim()
+    assert 0.5 < low < values[:, 1:].min()
+    assert values[:, 1:].max() < high < 10
+    _look_past_the_start(axes, steps[:1], values[:, :1], logarithmic)
+    assert axes.get_ylim()[1] > 1e6, "of one step there is no other"
 
 
 def test_a_fan_has_the_quantiles_of_each_step(tmp_path: Path) -> None:

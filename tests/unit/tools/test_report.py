@@ -16,7 +16,8 @@ from matplotlib.image import imread
 from harness.core.errors import ConfigError
 from harness.report import page as report
 from harness.tracking.history import RunHistory, bare
-from harness.tracking.journal import Journal
+from harness.tracking.journal import Journal, Position
+from harness.tracking.store import Store
 
 ROLES = ("input", "weight", "grad_output")
 Saturation = Callable[[str, int], float]
@@ -105,6 +106,28 @@ def test_files_and_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "emulation &lt;here&gt;" in text
     assert "blocks.0-3.up" in text
     assert "12 of 12 FP8 slots saw a nonzero amax" in text
+
+
+@pytest.mark.parametrize(
+    ("uri", "address"),
+    [
+        ("http://tracking:5000", "http://tracking:5000/#/experiments/3/runs/abc?workflowType=machine_learning"),
+        ("sqlite:////data/mlflow.db", "http://127.0.0.1:5000/#/experiments/3/runs/abc?workflowType=machine_learning"),
+    ],
+)
+def test_the_page_has_plan_config_and_a_link_to_mlflow(tmp_path: Path, uri: str, address: str) -> None:
+    run_dir = make_run(tmp_path / "r")
+    (run_dir / "config.yaml").write_text("train:\n  steps: 30\ndata: {path: 'http://me:s3cr3t@host/<x>'}\n")
+    assert "MLflow" not in report.write(run_dir)[-1].read_text(), "it was delivered nowhere"
+    Store(uri).save(run_dir)
+    Position("abc", 0, "key", "3").save(run_dir)
+    text = report.write(run_dir)[-1].read_text()
+    page = Page(text)
+    assert [each for each in page.references if not each.startswith("data:")] == [address]
+    assert uri.startswith("http") or f"mlflow ui --backend-store-uri {uri}" in text
+    assert "<h2>Precision plan</h2>" in text
+    assert "steps: 30" in text
+    assert "http://***@host/&lt;x&gt;" in text, "without passwords"
 
 
 def test_clipped_slots_stand_out_in_red(tmp_path: Path) -> None:

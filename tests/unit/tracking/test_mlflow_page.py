@@ -101,6 +101,10 @@ def test_the_description_says_what_ran_where_and_why_and_what_happened(run_dir: 
         "not ended",
     ):
         assert part in text, text
+    assert text.startswith("**fp8_hybrid** on CPU: ran as **native:fp8**"), "what ran comes first"
+    assert text.index("native:fp8 taken: ok") < text.index("te:fp8 not taken: not"), "then what was not taken"
+    assert "log axis" in text
+    assert f"source_run_id = '{Position.load(run_dir).run_id}'" in text, "which models are its checkpoints"
     assert "nonfinite.skip x 39" in text
     assert "| 39 | nonfinite.skip | loss &lt;b> of \\| 39 |" in text, "the newest first"
     assert "| 20 | nonfinite" not in text
