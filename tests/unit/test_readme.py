@@ -58,7 +58,8 @@ def test_commands_exist_with_their_options(page: Path) -> None:
     for command in re.findall(r"(?:bin/|`)harness (\w+)", text):
         assert command in COMMANDS, command
     for module, options, commit in re.findall(r"`python -m benchmarks\.(\w+)([^`]*)`( at [0-9a-f]{7}\b)?", text):
-        source = "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob(f"{module}*"))
+        scripts = [*(ROOT / "benchmarks").glob(f"{module}*.py"), *(ROOT / "benchmarks").glob(f"{module}/*.py")]
+        source = "\n".join(path.read_text() for path in scripts)
         # The script of a finished study is in the history, not in the tree, and its page names the commit.
         assert bool(source) != bool(commit), module
         if commit:
