@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -19,10 +19,10 @@ from harness.core.collectives import ForwardClock, gather_texts
 from harness.core.config import RunConfig
 from harness.core.errors import ExitCode
 from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFacts, Window
-from harness.core.health import check_batch, harmless, l2_norm, name_faults
+from harness.core.health import check_batch, harmless, name_faults
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
-from harness.core.update import InFlight, StepClock, peak_memory, to_device, update
+from harness.core.update import InFlight, StepClock, finish_step, peak_memory, to_device
 from harness.monitors.responder import Judgement
 from harness.stop import StopRequest
 
@@ -116,35 +116,31 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
     Nothing here reads the device (DeepSpeed, and optimizers without `found_inf`, do so inside `engine.apply`).
     """
     clock = StepClock(run.engine.device)
-    engine, precision = run.engine, run.precision
-    step = run.state.step + 1
-    judge = run.guard.judge
-    limits = judge.limits() if limits is None else limits
+    engine, precision, judge = run.engine, run.precision, run.guard.judge
+    terms = judge.terms()
+    if limits is not None:
+        terms = replace(terms, limits=limits)
+
+    # Forward and backward; converted layers cast with the scales of earlier steps and record this window's amax.
     precision.begin_window(sample=judge.samples(run.stats_every))
-    demoted, fell_back_to = precision.demoted, precision.fell_back_to
     shares = shares or [Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))]
     own = _accumulate(run, window, shares)
     own["peak_memory"] = peak_memory(engine.device)
-    measure = judge.measures()
-    if measure:
-        own["param_norm"] = l2_norm([param.detach() for param in engine.module.parameters() if param.requires_grad])
-    figures, slots = update(engine, precision, own, limits, measure)
-    compared, differs = judge.compared(step)
-    return InFlight.send(
-        figures,
-        slots,
+
+    # Gate and update, then the facts leave for the host: the same for every loop.
+    _, facts = finish_step(
+        engine,
+        precision,
+        engine.module.parameters(),
+        own,
+        terms,
+        judge.comparison,
         clock,
-        differs,
-        step=step,
         window=window.index,
         tokens=len(window.samples) * run.data.tokens_per_sample,
-        demoted=demoted,
-        fell_back_to=fell_back_to,
-        limits=limits,
-        slot_names=precision.slot_names,
-        compared=compared,
         ideal_seconds=len(window.samples) * run.ideal.get(_fastest(precision), math.nan),
     )
+    return facts
 
 
 def _fastest(precision: PrecisionBackend) -> str:

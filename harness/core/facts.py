@@ -60,6 +60,20 @@ class Limits:
         return cls(*(math.inf if limit is None else limit for limit in limits))
 
 
+@dataclass(frozen=True, slots=True)
+class StepTerms:
+    """What earlier steps decided about this one.
+
+    step: its number, from 1.
+    limits: what its update must keep to.
+    measures: whether to measure figures that cost time: the weights' norm, the shares of gradients near fp16's limits.
+    """
+
+    step: int
+    limits: Limits
+    measures: bool
+
+
 Over = Literal["ranks agree", "mean", "max", "min", "any bit"]
 EVERY_STEP = "every step"
 

@@ -1,4 +1,7 @@
-"""The one update: gate, unscale, clip, apply, roll, facts; for our engines and for loops of other people.
+"""The end of a step: gate, unscale, clip, apply, roll the scales, and send the facts to the host.
+
+`finish_step` is the one way from a window's last backward to its facts, for `run.train_step` and for
+`harness.Precision.step` alike; `update` is the part of it that changes weights.
 
 The host does not read the verdict: an update is applied, or leaves everything bit-equal, on the device. Fused Adam,
 AdamW, SGD and Adagrad take `found_inf` and `grad_scale` tensors, the way torch's GradScaler drives them:
@@ -20,9 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from harness.core.collectives import max_over_ranks, mean_over_ranks
-from harness.core.facts import Limits, SlotStats, StepFacts
-from harness.core.health import by_device_and_dtype, grad_health
+from harness.core.collectives import RankComparison, max_over_ranks, mean_over_ranks
+from harness.core.facts import Limits, SlotStats, StepFacts, StepTerms
+from harness.core.health import by_device_and_dtype, grad_health, l2_norm
 from harness.core.metrics import REDUCED, SCALARS, SLOT_ROWS, read
 from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
 
@@ -382,3 +385,59 @@ class InFlight:
             diverged=tuple(name for name, one in zip(self.compared, rows[count:].tolist(), strict=True) if one),
             **values,
         )
+
+
+@torch.no_grad()
+def finish_step(
+    gradients: Gradients,
+    backend: PrecisionBackend,
+    parameters: Iterable[nn.Parameter],
+    own: Mapping[str, float | Tensor],
+    terms: StepTerms,
+    comparison: RankComparison | None,
+    clock: StepClock,
+    *,
+    window: int,
+    tokens: int,
+    ideal_seconds: float = math.nan,
+) -> tuple[dict[str, Tensor], InFlight]:
+    """From a window's last backward to its facts on their way to the host.
+
+    parameters: of the model, for its norm.
+    own: as for `update`.
+    comparison: of the ranks' weights; None where there is nothing to compare.
+    clock: started with the window.
+    window, tokens, ideal_seconds: as in StepFacts.
+
+    Collective. Nothing is read on the host but what `update` reads.
+
+    Returns the step's figures by name, fp32 0-d on the device, and the facts.
+    """
+    # Norm of the weights that this window's gradients were computed with.
+    if terms.measures:
+        norm = l2_norm([parameter.detach() for parameter in parameters if parameter.requires_grad])
+        own = {**own, "param_norm": norm}
+
+    # Gate, clip and apply, or leave everything as it was; then the scales roll.
+    figures, slots = update(gradients, backend, own, terms.limits, terms.measures)
+
+    # Ranks that drifted apart show in the weights after the update.
+    compared, differs = comparison.after(terms.step) if comparison is not None else ((), None)
+
+    # The copy to the host runs beside the next step; its judge reads it one step later.
+    facts = InFlight.send(
+        figures,
+        slots,
+        clock,
+        differs,
+        step=terms.step,
+        window=window,
+        tokens=tokens,
+        demoted=backend.demoted,
+        fell_back_to=backend.fell_back_to,
+        limits=terms.limits,
+        slot_names=backend.slot_names,
+        compared=compared,
+        ideal_seconds=ideal_seconds,
+    )
+    return figures, facts

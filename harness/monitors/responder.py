@@ -19,6 +19,7 @@ from harness.core.facts import (
     Limits,
     Rollback,
     StepFacts,
+    StepTerms,
     Switch,
     Verdict,
     is_sampled,
@@ -26,8 +27,6 @@ from harness.core.facts import (
 from harness.core.protocols import NO_LIMITS, Monitor, PrecisionBackend
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from harness.core.collectives import RankComparison
     from harness.core.config import GuardConfig
     from harness.core.state import RunLedger, TrainState
@@ -243,24 +242,16 @@ class Judge:
         past = self.state.ledger.rollbacks_before(self.state.step + 1)
         return self.config.rollback_lr_factor**past
 
-    def limits(self) -> Limits:
-        """What the next step's update must keep to."""
-        return self.state.limits.get(self.state.step + 1, NO_LIMITS)
-
     def samples(self, every: int) -> bool:
         """Whether the next step measures the FP8 statistics that cost: one in so many, and all in dense sampling."""
         step = self.state.step + 1
         return is_sampled(self.seed, step, every) or step in self.state.dense_sampling
 
-    def compared(self, step: int) -> tuple[tuple[str, ...], Tensor | None]:
-        """After the update of `step`: the parameters whose bits were compared between ranks, and which of them differ.
-
-        Collective where there is something to compare.
+    def terms(self) -> StepTerms:
+        """What is decided about the next step. Figures that cost time are measured in the first step, every
+        `guard.measure_every` steps, and while sampling is dense.
         """
-        return self.comparison.after(step) if self.comparison is not None else ((), None)
-
-    def measures(self) -> bool:
-        """Whether the next step measures norms and shares that cost: the first, every so many, all in such a span."""
         step = self.state.step + 1
         usual = (step - 1) % self.config.measure_every == 0
-        return self.config.enabled and (usual or step in self.state.dense_sampling)
+        measures = self.config.enabled and (usual or step in self.state.dense_sampling)
+        return StepTerms(step, self.state.limits.get(step, NO_LIMITS), measures)

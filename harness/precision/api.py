@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from harness.core.collectives import max_over_ranks, mean_over_ranks
 from harness.core.errors import MisuseError
 from harness.core.facts import SlotStats, StepFacts, Switch
-from harness.core.health import l2_norm
-from harness.core.update import StepClock, TorchGradients, update
-from harness.precision.misuse import Turn, misuse, optimizer_problems, parameters_of, step_problems
+from harness.core.update import StepClock, finish_step
+from harness.precision.misuse import Turn, misuse, optimizer_problems, step_problems
 from harness.precision.plan import Plan
-from harness.precision.prepared import Prepared
+from harness.precision.prepared import LoopGradients, Prepared
 from harness.precision.recipe import Recipe, load_recipe
 from harness.precision.standard import Standard, WrappedOptimizer, own_backward, unwrapped, wrap_problems
 
@@ -321,24 +320,35 @@ class Precision:
             raise MisuseError(problems)
         ready.window.check_gradients("step()")
         ready.window.step_begins()
-        limit = math.inf if max_grad_norm is None else max_grad_norm
-        true = self._hooks.gradients
-        overflow = None if true is None else true.found
-        owner = TorchGradients(chosen, parameters_of(chosen), limit, ready.loss_scale, ready.device, overflow)
-        measure = ready.guarded and ready.judge.measures()
+
+        # What this process measured of the window itself.
         own: dict[str, float | Tensor] = {"loss": mean_over_ranks(self._loss)}
         if ready.forward_clock is not None:
             own["forward_fastest"] = own["forward_slowest"] = ready.forward_clock.step()
-        if measure:
-            own["param_norm"] = l2_norm([p.detach() for p in ready.model.parameters() if p.requires_grad])
-        with self.turn.hold("step()"), _lr_times(chosen, ready.judge.lr_factor):
-            figures, slots = update(owner, ready.backend, own, ready.judge.limits(), measure)
-        ready.buffers.settle(figures["applied"])
-        ready.applied += figures["applied"]
-        clock = self._clock or StepClock(ready.device)
+        true = self._hooks.gradients
+        gradients = LoopGradients(
+            ready,
+            chosen,
+            max_norm=math.inf if max_grad_norm is None else max_grad_norm,
+            overflow=None if true is None else true.found,
+        )
+
+        # Gate and update, then the facts leave for the host: as in `harness train`.
+        with self.turn.hold("step()"):
+            figures, facts = finish_step(
+                gradients,
+                ready.backend,
+                ready.model.parameters(),
+                own,
+                ready.terms(),
+                ready.judge.comparison,
+                self._clock or StepClock(ready.device),
+                window=ready.state.ledger.window_index(ready.state.step),
+                tokens=tokens,
+            )
         self._end_window(ready)
         ready.window.stepped(chosen)
-        switch = ready.end_step({**figures, "applied_steps": ready.applied}, slots, clock, tokens)
+        switch = ready.judge_earlier(facts)
         return StepOutcome(figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch)
 
     def facts(self) -> StepFacts | None:
@@ -438,20 +448,6 @@ class Precision:
         if self._hooks.gradients is not None:
             self._hooks.gradients.forget()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
-
-
-@contextmanager
-def _lr_times(optimizers: Iterable[Optimizer], factor: float) -> Iterator[None]:
-    """The optimizers' learning rates times `factor`, for one update."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1 else []
-    rates = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,17 +22,17 @@ from harness.capability.probe import MachineFacts, probe
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts, world_rank, world_size
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
-from harness.core.facts import Limits, RungVerdict, SamplingSpan, Switch
+from harness.core.facts import Limits, RungVerdict, SamplingSpan, StepTerms, Switch
 from harness.core.metrics import SCALARS, SLOT_ROWS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
-from harness.core.update import InFlight, StepClock, WindowBuffers
+from harness.core.update import InFlight, TorchGradients, WindowBuffers
 from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.monitors.scales import Fp8Monitor
 from harness.precision.convert import build_backend, build_loss_scale, monitor_context
-from harness.precision.misuse import OpenWindow
+from harness.precision.misuse import OpenWindow, parameters_of
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
@@ -187,24 +188,18 @@ class Prepared:
             problems.append(Problem("the guard has not judged the last step", "step()", fix=fix))
         return problems
 
-    def end_step(self, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, tokens: int) -> Switch | None:
-        """The step that `core.update.update` ended: its facts are sent to the host. Without a guard the step before is
-        judged, and what the recipe's fallback moved is returned; every rank does the same.
+    def terms(self) -> StepTerms:
+        """What is decided about the next step. Figures that cost time are for a guard alone."""
+        terms = self.judge.terms()
+        return terms if self.guarded else replace(terms, measures=False)
+
+    def judge_earlier(self, facts: InFlight) -> Switch | None:
+        """After a step: without a guard the step before it is judged, whose figures have arrived by now.
+
+        facts: of the step. Returns what the recipe's fallback moved; the same on every rank.
         """
-        limits, step = self.judge.limits(), self.state.step + 1
-        ran = {
-            "demoted": self.backend.demoted,
-            "fell_back_to": self.backend.fell_back_to,
-            "limits": limits,
-            "tokens": tokens,
-        }
-        window = self.state.ledger.window_index(self.state.step)
-        compared, differs = self.judge.compared(step)
-        names = self.backend.slot_names
-        self.last = InFlight.send(
-            figures, slots, clock, differs, step=step, window=window, slot_names=names, compared=compared, **ran
-        )
-        self.pending.append(self.last)
+        self.last = facts
+        self.pending.append(facts)
         self.state.advance()
         moved: Switch | None = None
         while len(self.pending) > 1 and not self.guarded:
@@ -296,6 +291,43 @@ class Prepared:
             self.last = _restored(last, tensors["last"], self.backend.slot_names)
             if last.get("judged") is not True:
                 self.pending.append(self.last)
+
+
+class LoopGradients(TorchGradients):
+    """The gradients of one step in somebody else's loop; beside torch's own it does what an engine of ours does.
+
+    Applying multiplies the learning rates by what rollbacks left of them, restores the model's persistent buffers where
+    the update was skipped, and counts the updates that were applied.
+    """
+
+    def __init__(
+        self, ready: Prepared, optimizers: Sequence[Optimizer], max_norm: float, overflow: Tensor | None
+    ) -> None:
+        super().__init__(optimizers, parameters_of(optimizers), max_norm, ready.loss_scale, ready.device, overflow)
+        self._ready = ready
+
+    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+        """As `Gradients.apply`; `applied_steps` among the figures."""
+        ready = self._ready
+        with _lr_times(self._optimizers, ready.judge.lr_factor):
+            figures = super().apply(skip, overflow, norm, clip)
+        ready.buffers.settle(figures["applied"])
+        ready.applied += figures["applied"]
+        return {**figures, "applied_steps": ready.applied.clone()}
+
+
+@contextmanager
+def _lr_times(optimizers: Iterable[Optimizer], factor: float) -> Iterator[None]:
+    """The optimizers' learning rates times `factor`, for one update."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1 else []
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _children(model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:

@@ -323,15 +323,15 @@ GUARD = (
     Mutation(
         12,
         "the guard's limits reach the update of a loop that is not ours",
-        "update(owner, ready.backend, own, ready.judge.limits(), measure)",
-        "update(owner, ready.backend, own, shares=measure)",
+        "update(gradients, backend, own, terms.limits, terms.measures)",
+        "update(gradients, backend, own, shares=terms.measures)",
         "tests/unit/precision/test_own_guard.py -k limits_reach",
     ),
     Mutation(
         13,
         "a rollback lowers the learning rate of a loop that is not ours",
-        "_lr_times(chosen, ready.judge.lr_factor):",
-        "_lr_times(chosen, 1.0):",
+        "_lr_times(self._optimizers, ready.judge.lr_factor):",
+        "_lr_times(self._optimizers, 1.0):",
         "tests/unit/precision/test_own_guard.py -k rate_that_is_a_tensor",
     ),
     Mutation(
