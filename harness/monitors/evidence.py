@@ -219,15 +219,9 @@ class Score:
         self.value[place] = self.bad[place] = 0
 
     def restore(self, value: Floats, bad: Floats) -> None:
-        """Be what `value` and `bad` were; statistics that came later start anew."""
-        for mine, saved in ((self.value, value), (self.bad, bad)):
-            mine[...] = 0
-            mine.reshape(-1)[: saved.size] = saved
-
-    def count(self, bad: Floats) -> None:
-        """Be what so many bad observations in the window make at least."""
-        self.bad = np.minimum(bad, self._hits).astype(np.float32)
-        self.value = np.minimum(bad, self._enough + _ENOUGH).astype(np.float32)
+        """Be what `value` and `bad` were."""
+        self.value = value.reshape(self.value.shape)
+        self.bad = bad.reshape(self.bad.shape)
 
 
 class Evidence:
@@ -409,19 +403,13 @@ class Evidence:
         return {**listed, "samples": self._samples, "alike": self._alike.ravel().tolist()}
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same layers and window gave. Older ones have no scales, and
-        no score: what is in their windows makes it."""
-        recent = _array(meta["recent"]).reshape(self.policy.window, -1, len(self.layers), 3)
-        self._recent = np.full_like(self._recent, np.nan)
-        self._recent[:, : recent.shape[1]] = recent
+        """Restore what `state_dict` of the same layers and window gave."""
+        self._recent = _array(meta["recent"]).reshape(self._recent.shape)
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
-        self._growth.restore({name: _array(meta[name]) for name in self._growth.arrays() if name in meta})
+        self._growth.restore({name: _array(meta[name]) for name in self._growth.arrays()})
         self._alike = np.array(meta["alike"], dtype=np.int64).reshape(self._alike.shape)
-        if "score" in meta:
-            self._score.restore(_array(meta["score"]), _array(meta["bad"]))
-        else:
-            self._score.count((np.nan_to_num(self._recent) != 0).sum(axis=0).astype(np.float32))
+        self._score.restore(_array(meta["score"]), _array(meta["bad"]))
 
     def _spread(self, values: npt.NDArray[np.float32]) -> Floats:
         """[slots] -> [layers, roles], NaN for slots that are not reported."""

@@ -222,8 +222,7 @@ class FallbackController(KeptWindow):
                 )
             )
         self._evidence.load_state_dict(meta["evidence"])
-        # States from before stays were told apart: each counts.
-        super().load_state_dict({"stays": meta["demotions"], "left_at": _NEVER, **meta})
+        super().load_state_dict(meta)
 
 
 def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
