@@ -226,10 +226,6 @@ class Switch:
     reason: str = ""
     whole_run_to: str = ""
 
-    def __getattr__(self, name: str) -> Any:
-        told = ": it is whole_run_to now" if name == "lower" else ""
-        raise AttributeError(f"Switch has no attribute {name}{told}")
-
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
