@@ -226,14 +226,6 @@ def test_a_run_says_itself_whether_its_amaxes_prove_fp8(
     assert expected_slots(tmp_path, plan) == ({"0.input", "0.weight", "0.grad_output"} if keeps else set())
 
 
-@pytest.mark.parametrize(("backend", "slots"), [("native", 3), ("transformer_engine", 3), ("torchao", 0)])
-def test_a_plan_from_before_it_said_so_goes_by_the_backends_there_were(
-    tmp_path: Path, backend: str, slots: int
-) -> None:
-    row = {"module": "0", "precision": "fp8", "backend": backend}
-    assert len(expected_slots(tmp_path, {"requested": "r", "resolved": f"{backend}:fp8", "layers": [row]})) == slots
-
-
 def test_every_declaration_holds_together() -> None:
     for name, backend in BACKENDS.items():
         assert callable(backend.load()), name
