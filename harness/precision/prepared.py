@@ -30,7 +30,8 @@ from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.monitors.scales import Fp8Monitor
-from harness.precision.convert import build_backend, build_loss_scale, monitor_context
+from harness.precision.convert import build_backend, monitor_context
+from harness.precision.loss_scale import build_loss_scale
 from harness.precision.misuse import OpenWindow
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung
 from harness.precision.recipe import Recipe, Rung

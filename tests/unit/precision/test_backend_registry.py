@@ -21,7 +21,7 @@ from harness.estimate.roofline import find_card
 from harness.estimate.trace import facts_of
 from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.backends.registry import BACKENDS, Backend
-from harness.precision.convert import check_compile
+from harness.precision.compiling import check_compile
 from harness.precision.layers import swap_linears, twin
 from harness.precision.plan import Plan, make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
