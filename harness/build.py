@@ -15,9 +15,12 @@ from torch import nn
 
 from harness.capability.cards import Card, card_named, check_usable
 from harness.capability.probe import MachineFacts, probe
+from harness.checkpoint.memory import free_memory
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
 from harness.checkpoint.recovery import Recovery, finish_rollback, spare_folder
-from harness.checkpoint.saver import Saver, Snapshots, Staging, free_memory, room_for_snapshots
+from harness.checkpoint.saver import Saver
+from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
+from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts
 from harness.core.config import RunConfig
