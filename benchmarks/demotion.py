@@ -30,8 +30,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.fallback import KINDS, ROOT, SCENARIOS, prepare, read, settings, start, train
 from benchmarks.results_file import write_results
+from harness.core.config import FallbackConfig
 from harness.core.files import atomic_file
-from harness.monitors.evidence import FallbackConfig
 from harness.run_folder import read_outcome
 from harness.tracking.journal import read_rows
 

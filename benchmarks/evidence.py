@@ -37,10 +37,10 @@ from torch import Tensor, nn
 
 from benchmarks.intervals import binomial_upper
 from harness import Precision
+from harness.core.config import FallbackConfig
 from harness.core.errors import DataError, Problem
 from harness.core.facts import SlotStats, StepFacts
 from harness.core.files import atomic_file, read_json, write_json
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tracking.journal import read_rows

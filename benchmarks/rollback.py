@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.results_file import write_results
-from harness.checkpoint.saver import Snapshots
+from harness.checkpoint.snapshots import Snapshots
 from harness.core.state import TrainState
 from harness.core.update import init_optimizer_state
 from harness.engines.torch_engine import ModelPart, OptimizerPart

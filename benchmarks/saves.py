@@ -31,7 +31,8 @@ from torch import nn
 from benchmarks.results_file import write_results
 from benchmarks.rollback import build_state, seconds
 from harness.checkpoint.policy import Retention
-from harness.checkpoint.saver import Saver, Staging
+from harness.checkpoint.saver import Saver
+from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.config import TrainConfig
 from harness.core.state import TrainState, state_bytes

@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 import pandas
 
-from harness.core.config import TrackingConfig
+from harness.core.config import FallbackConfig, TrackingConfig
 from harness.core.facts import ROLES, Outcome, SlotStats, StepFacts
-from harness.monitors.evidence import FallbackConfig
 from harness.telemetry import Telemetry
 from harness.tracking.console import Console
 from harness.tracking.journal import JOURNAL, Journal, read_rows

@@ -15,9 +15,12 @@ from torch import nn
 
 from harness.capability.cards import Card, card_named, check_usable
 from harness.capability.probe import MachineFacts, probe
+from harness.checkpoint.memory import free_memory
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
 from harness.checkpoint.recovery import Recovery, finish_rollback, spare_folder
-from harness.checkpoint.saver import Saver, Snapshots, Staging, free_memory, room_for_snapshots
+from harness.checkpoint.saver import Saver
+from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
+from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts
 from harness.core.config import RunConfig
@@ -40,16 +43,9 @@ from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
-from harness.precision.convert import (
-    LossScale,
-    autocast_dtype,
-    build_backend,
-    build_loss_scale,
-    check_compile,
-    check_half_weights,
-    compile_blocks,
-    monitor_context,
-)
+from harness.precision.compiling import check_compile, compile_blocks
+from harness.precision.convert import autocast_dtype, build_backend, check_half_weights, monitor_context
+from harness.precision.loss_scale import LossScale, build_loss_scale
 from harness.precision.plan import Plan, agree_on_rung, make_plan, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers

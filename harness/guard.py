@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.recovery import Recovery
-from harness.checkpoint.saver import Snapshots, room_for_snapshots
+from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
 from harness.core.collectives import RankComparison
 from harness.core.config import CheckpointConfig, GuardConfig, snapshot_gap, unwatched
 from harness.core.errors import HaltedError, MisuseError, Problem

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from harness.core.state import RunLedger, TrainState
     from harness.guard import Guard
-    from harness.precision.convert import EagerWatch
+    from harness.precision.compiling import EagerWatch
     from harness.telemetry import Telemetry
 
     KeepFlight = Callable[[StepFacts, Sequence[int], Sequence[str], RunLedger], bool]

@@ -298,12 +298,9 @@ def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dic
 def check_bound(step: int, saved: Any, now: Mapping[str, Any], accepted: Collection[str] = ()) -> None:
     """Refuse to go on from a checkpoint of another config, recipe or data than this process has.
 
-    The folder's own files may have been changed, swapped or lost since; the checkpoint knows. saved: of the checkpoint,
-    empty in one from before they were bound. accepted: keys that may differ, `recipe` and `data` among them. Raises
-    CheckpointError naming every difference.
+    The folder's own files may have been changed, swapped or lost since; the checkpoint knows. saved: of the checkpoint.
+    accepted: keys that may differ, `recipe` and `data` among them. Raises CheckpointError naming every difference.
     """
-    if not saved:
-        return
     try:
         old = validate(RunConfig, saved["config"], f"checkpoint of step {step}").model_dump(mode="json")
         known = {key: saved[key] for key in ("recipe", "data")}

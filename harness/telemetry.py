@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.capability.probe import probe
 from harness.core.collectives import world_rank
-from harness.core.config import TrackingConfig
+from harness.core.config import FallbackConfig, TrackingConfig
 from harness.core.errors import (
     CheckpointError,
     ConfigError,
@@ -38,7 +38,6 @@ from harness.tracking.slot_file import PARQUET, write_parquet
 from harness.tracking.slot_series import Kept, SlotLimits, SlotSeries
 
 if TYPE_CHECKING:
-    from harness.monitors.evidence import FallbackConfig
     from harness.monitors.responder import Judgement
     from harness.precision.api import Precision
 

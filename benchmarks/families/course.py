@@ -9,12 +9,11 @@ from functools import reduce
 from typing import Any
 
 from benchmarks.families.shapes import Formula
-from harness.core.config import GuardConfig
+from harness.core.config import FallbackConfig, GuardConfig
 from harness.core.facts import Halt, Limits, Rollback, StepFacts
 from harness.core.protocols import Monitor
 from harness.core.state import RunLedger, TrainState
 from harness.monitors.base import AHEAD, MonitorContext
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.gradients import GradientMonitor
 from harness.monitors.loss import LossMonitor
 from harness.monitors.responder import Responder

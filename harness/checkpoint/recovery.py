@@ -77,8 +77,7 @@ class Recovery:
         self.store.set_aside()
         self._stands = step
         if self.engine.rank == 0:
-            waiting = meta.get("waiting")
-            self._mark(step, lambda: self.good.resumed(step, waiting if isinstance(waiting, dict) else {}))
+            self._mark(step, lambda: self.good.resumed(step, meta["waiting"]))
         return meta
 
     def keep(self, metrics: Mapping[str, float], last: Literal["", "stop", "end"] = "") -> Kept:

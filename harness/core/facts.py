@@ -74,7 +74,7 @@ class StepTerms:
     measures: bool
 
 
-Over = Literal["ranks agree", "mean", "max", "min", "any bit"]
+Over = Literal["ranks agree", "max", "min", "any bit"]
 EVERY_STEP = "every step"
 
 
@@ -83,9 +83,9 @@ class Metric:
     """One figure of a step: the annotation of its field below is its only declaration (see `core.metrics`).
 
     about: what it is. unit: empty for a count or a share. key: its name in the journal and in the tracker, a slot's
-    figure with `/<slot>` behind it; empty: it is not written there. over_ranks: how many values become one; "max",
-    "min" and "any bit" (of three) travel in the update's one reduction. often: when it is measured; what was not is
-    NaN, or the field's default.
+    figure with `/<slot>` behind it; empty: it is not written there. over_ranks: how many values become one: "max",
+    "min" and "any bit" in the update's one reduction; "ranks agree": it is measured alike on every rank, and not
+    reduced. often: when it is measured; what was not is NaN, or the field's default.
     """
 
     about: str
@@ -115,19 +115,18 @@ class SlotStats:
     saturation: Annotated[
         _PerSlot, Metric("amax * scale / fp8_max: over 1 means clipped", "", "fp8_saturation", "max", _KEPT)
     ]
-    clipped: Annotated[_PerSlot, Metric("share of values over the limit", "", "fp8_clipped", "mean", SAMPLED)]
+    clipped: Annotated[_PerSlot, Metric("share of values over the limit", "", "fp8_clipped", often=SAMPLED)]
     underflow: Annotated[
-        _PerSlot, Metric("share of non-zero values that become zero", "", "fp8_underflow", "mean", SAMPLED)
+        _PerSlot, Metric("share of non-zero values that become zero", "", "fp8_underflow", often=SAMPLED)
     ]
-    sqnr_db: Annotated[_PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", "mean", SAMPLED)]
+    sqnr_db: Annotated[_PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", often=SAMPLED)]
     even_db: Annotated[
         _PerSlot,
         Metric(
             "as SQNR, but of each value (of gradients: row) beside itself: all weigh alike",
             "dB",
             "fp8_even_db",
-            "mean",
-            SAMPLED,
+            often=SAMPLED,
         ),
     ] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     centred_db: Annotated[
@@ -136,8 +135,7 @@ class SlotStats:
             "as SQNR, but of what varies from row to row: value and error less their channel's mean",
             "dB",
             "fp8_centred_db",
-            "mean",
-            SAMPLED,
+            often=SAMPLED,
         ),
     ] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
@@ -169,7 +167,7 @@ class StepFacts:
 
     step: int
     window: int
-    loss: Annotated[float, Metric("mean training loss of the window", "nats per token", "train/loss", "mean")]
+    loss: Annotated[float, Metric("mean training loss of the window, over all ranks", "nats per token", "train/loss")]
     grad_norm: Annotated[float, Metric("L2 norm of the unscaled gradient, before clipping", "", "train/grad_norm")]
     lr: Annotated[float, Metric("learning rate", "", "train/lr")]
     loss_scale: Annotated[float, Metric("what the loss is multiplied by; 1 except in fp16", "", "train/loss_scale")]
@@ -239,10 +237,6 @@ class Switch:
     promote: tuple[str, ...] = ()
     reason: str = ""
     whole_run_to: str = ""
-
-    def __getattr__(self, name: str) -> Any:
-        told = ": it is whole_run_to now" if name == "lower" else ""
-        raise AttributeError(f"Switch has no attribute {name}{told}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ _BITS = 4
 REDUCED: list[tuple[str, int]] = [
     (name, bit)
     for name, metric in SCALARS.items()
-    if metric.over_ranks in ("max", "min", "any bit")
+    if metric.over_ranks != "ranks agree"
     for bit in range(_BITS if metric.over_ranks == "any bit" else 1)
 ]
 """(name, bit) of each element that the update's one MAX over ranks carries for the figures of a step."""
@@ -195,6 +195,7 @@ def page() -> str:
 
 _NOTES = (
     "`<slot>` is `<layer>.<role>`, role one of input, weight, grad_output; numbers in it are padded with zeros.",
+    "Shares and decibels of a slot are of the values of all ranks together.",
     "What was not measured in a step is left out of its row. Up to `tracking.fp8_series` slots all have series of",
     "their own, in a larger model those that are picked ([telemetry.md](telemetry.md)). The last step has a row too.",
     "`p10`, `p50` and `p90` over layers are of the step itself, `min` and `max` of every step since the row before.",

@@ -139,7 +139,7 @@ class ModelPart:
 def require_same_meta(here: Meta, meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the checkpoint's ties, the file that describes its model, or the frozen weights that it
     leaves out, are not the run's."""
-    saved, tied = dict(meta.get("tied", {})), here["tied"]
+    saved, tied = dict(meta["tied"]), here["tied"]
     problems: list[Problem] = []
     if saved != tied:
         what = f"tied parameters differ: {saved or 'none'} in the checkpoint, {tied or 'none'} in the run"
@@ -164,7 +164,7 @@ def optimizer_meta(optimizer: torch.optim.Optimizer) -> Meta:
 
 def require_same_optimizer(optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the checkpoint was written by another kind of optimizer."""
-    saved, here = meta.get("optimizer"), optimizer_meta(optimizer)["optimizer"]
+    saved, here = meta["optimizer"], optimizer_meta(optimizer)["optimizer"]
     if saved != here:
         raise CheckpointError(
             Problem(f"written by {saved}, this run has {here}", "optimizer", fix="resume with the same train.optimizer")
@@ -244,7 +244,7 @@ class OptimizerPart:
         owned = self._owned()
         incoming: dict[str, dict[str, Any]] = {name: {} for name in owned}
         unknown: set[str] = set()
-        for full, value in [*tensors.items(), *meta.get("plain", {}).items()]:
+        for full, value in [*tensors.items(), *meta["plain"].items()]:
             name, _, key = full.rpartition(".")
             if name in incoming:
                 incoming[name][key] = value

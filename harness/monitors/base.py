@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.config import GuardConfig
+from harness.core.config import FallbackConfig, GuardConfig
 from harness.core.facts import SWITCH_DELAY, StepFacts
 from harness.core.protocols import Batches, Meta
-from harness.monitors.evidence import FallbackConfig
 
 BadData = Literal["auto", "skip", "fail"]
 

@@ -1,26 +1,21 @@
-"""When an FP8 slot is bad, and the last observations of every slot: which were, and by how much. Torch-free.
-
-`FallbackConfig` is a recipe's section `fallback`.
-"""
+"""When an FP8 slot is bad, and the last observations of every slot: which were, and by how much. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
 
+from harness.core.config import FallbackConfig
 from harness.core.errors import MisuseError, Problem
 from harness.core.facts import ROLES, SlotStats
 from harness.core.protocols import Meta
-from harness.core.schema import Strict
 from harness.monitors.growth import Bools, Floats, Growth
 
 _Numbers = npt.NDArray[np.floating[Any]]
-Ratio = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,106 +68,6 @@ PRESSING = np.array([kind.name != "centred_db" for kind in STATISTICS])
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
 
 
-class FallbackConfig(Strict):
-    """When a layer leaves FP8 and when it returns; see docs/runbook.md, `precision.demote`.
-
-    A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
-    tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
-    non-zero values, flushed to zero) are over theirs, the latter without a sample where the saturation says that
-    all was lost; sqnr_db or even_db is under its limit; centred_db has been under its limit for centred_steps steps,
-    for what the rows have in common; its amax is infinite; or, unless None, its amax is over amax_over or amax_growth
-    times what it was a window before.
-
-    Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
-    beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
-    1 / (2 * (window - hits)) away. A score of hits - 1/2 that at least hits bad observations made demotes. So do hits
-    of window, and those that keep coming further apart, the sooner the further they are beyond. A stay in BF16 of
-    dwell_steps is multiplied by cooldown_factor each time that the layer leaves again before it was back in FP8 for as
-    long as that product; a layer that was starts over. max_demoted_share always allows one layer. failed_steps: see
-    `WholeRunFallback`.
-
-    The limits let healthy runs at learning rates up to 1e-2 pass, and see what docs/fallback.md says.
-    """
-
-    enabled: bool = Field(default=True, description="switch single layers between FP8 and BF16 at run time")
-    saturation_input: Ratio = Field(
-        default=1.5, description="amax * scale / fp8_max over which an input slot counts as bad"
-    )
-    saturation_weight: Ratio = Field(default=1.25, description="the same for weights")
-    saturation_grad_output: Ratio = Field(default=8.0, description="the same for output gradients")
-    underflow: float = Field(
-        default=0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad"
-    )
-    underflow_grad_output: float = Field(
-        default=0.85, gt=0, le=1, description="the same for output gradients, of which saturated attention loses many"
-    )
-    clipped: float = Field(default=0.05, gt=0, le=1, description="share of values cut off that counts as bad")
-    sqnr_db: float = Field(default=5.0, description="signal over quantisation noise, dB, under which a slot is bad")
-    even_db_input: float = Field(
-        default=8.0, description="SQNR of which every value is an equal part, dB, under which an input slot is bad"
-    )
-    even_db_weight: float = Field(default=22.0, description="the same for weights")
-    even_db_grad_output: float = Field(
-        default=7.0, description="SQNR of which every row is an equal part, dB, under which an output gradient is bad"
-    )
-    centred_db: float = Field(
-        default=5.0,
-        description="SQNR of what varies from row to row, without each channel's mean, dB, under which a slot is bad; "
-        "default 5, a resume may change it with --accept-changed recipe, every rank decides alike from the same "
-        "figures",
-    )
-    centred_steps: int = Field(
-        default=200,
-        ge=1,
-        description="steps for which a slot must be under centred_db throughout before it counts; default 200, a "
-        "resume may change it with --accept-changed recipe, every rank decides alike from the same figures",
-    )
-    amax_growth: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="amax over that of a window before that counts as bad; null: not looked at"
-    )
-    amax_over: Ratio | None = Field(
-        default=None, description="amax that counts as bad, whatever the scale; null: not looked at, which is right"
-    )
-    hits: int = Field(
-        default=3,
-        ge=1,
-        description="bad observations in a window that demote a layer; further apart too if they are far over it",
-    )
-    window: int = Field(default=8, ge=1, description="observations in the window")
-    dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
-    cooldown_factor: float = Field(
-        default=2.0,
-        ge=1,
-        description="dwell grows by this where a layer leaves again before it was back that long",
-    )
-    warmup_steps: int = Field(
-        default=2, ge=1, description="first steps, in which scales are not set yet, give no evidence"
-    )
-    max_demoted_share: float = Field(
-        default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
-    )
-    over_budget: Literal["bf16", "stay"] = Field(
-        default="bf16", description="when more want to leave: the whole run goes to BF16 for good, or they stay in FP8"
-    )
-    failed_steps: Annotated[int, Field(ge=1)] | None = Field(
-        default=3, description="failed fp16 updates in a row after which the run goes to BF16 or FP32; null: never"
-    )
-
-    @model_validator(mode="after")
-    def _k_of_n(self) -> FallbackConfig:
-        if self.hits > self.window:
-            raise ValueError(f"hits ({self.hits}) is more than window ({self.window}): no layer could ever be demoted")
-        return self
-
-    def max_demoted(self, layers: int) -> int:
-        """How many of `layers` may be in BF16 at once."""
-        return max(1, int(self.max_demoted_share * layers))
-
-    def dwell(self, stays: int) -> float:
-        """Steps of stay number `stays` (from 1) in BF16, of those that follow each other closely."""
-        return self.dwell_steps * self.cooldown_factor ** (stays - 1)
-
-
 def limits_of(config: FallbackConfig) -> Floats:
     """Limit of each statistic and role, float32 [statistics, 1, 3]; NaN, which no value is beyond, where off."""
     given = config.model_dump()
@@ -219,15 +114,9 @@ class Score:
         self.value[place] = self.bad[place] = 0
 
     def restore(self, value: Floats, bad: Floats) -> None:
-        """Be what `value` and `bad` were; statistics that came later start anew."""
-        for mine, saved in ((self.value, value), (self.bad, bad)):
-            mine[...] = 0
-            mine.reshape(-1)[: saved.size] = saved
-
-    def count(self, bad: Floats) -> None:
-        """Be what so many bad observations in the window make at least."""
-        self.bad = np.minimum(bad, self._hits).astype(np.float32)
-        self.value = np.minimum(bad, self._enough + _ENOUGH).astype(np.float32)
+        """Be what `value` and `bad` were."""
+        self.value = value.reshape(self.value.shape)
+        self.bad = bad.reshape(self.bad.shape)
 
 
 class Evidence:
@@ -409,19 +298,13 @@ class Evidence:
         return {**listed, "samples": self._samples, "alike": self._alike.ravel().tolist()}
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same layers and window gave. Older ones have no scales, and
-        no score: what is in their windows makes it."""
-        recent = _array(meta["recent"]).reshape(self.policy.window, -1, len(self.layers), 3)
-        self._recent = np.full_like(self._recent, np.nan)
-        self._recent[:, : recent.shape[1]] = recent
+        """Restore what `state_dict` of the same layers and window gave."""
+        self._recent = _array(meta["recent"]).reshape(self._recent.shape)
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
-        self._growth.restore({name: _array(meta[name]) for name in self._growth.arrays() if name in meta})
+        self._growth.restore({name: _array(meta[name]) for name in self._growth.arrays()})
         self._alike = np.array(meta["alike"], dtype=np.int64).reshape(self._alike.shape)
-        if "score" in meta:
-            self._score.restore(_array(meta["score"]), _array(meta["bad"]))
-        else:
-            self._score.count((np.nan_to_num(self._recent) != 0).sum(axis=0).astype(np.float32))
+        self._score.restore(_array(meta["score"]), _array(meta["bad"]))
 
     def _spread(self, values: npt.NDArray[np.float32]) -> Floats:
         """[slots] -> [layers, roles], NaN for slots that are not reported."""

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.config import FallbackConfig
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
 from harness.monitors.base import KeptWindow, MonitorContext, is_calibration
-from harness.monitors.evidence import PRESSING, Bools, Evidence, FallbackConfig, unknown_names
+from harness.monitors.evidence import PRESSING, Bools, Evidence, unknown_names
 
 _NEVER = -1
 
@@ -222,8 +223,7 @@ class FallbackController(KeptWindow):
                 )
             )
         self._evidence.load_state_dict(meta["evidence"])
-        # States from before stays were told apart: each counts.
-        super().load_state_dict({"stays": meta["demotions"], "left_at": _NEVER, **meta})
+        super().load_state_dict(meta)
 
 
 def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:

@@ -42,7 +42,7 @@ class GradientMonitor(KeptWindow):
 
     max_consecutive_skips: skipped steps in a row that make it propose a rollback past their windows. skip_growth,
     clip_growth: how many times the usual norm is not applied, is clipped to. window: applied steps that say what is
-    usual, on a log scale (see `robust.level`); armed after 32 of them (or `window`, if that is less).
+    usual, on a log scale (see `base.level`); armed after 32 of them (or `window`, if that is less).
 
     The limit for an update two steps on is max(skip_growth, e^(6 sigma)) times the usual norm. A norm that was skipped
     does not enter the window.

@@ -78,9 +78,6 @@ class Growth:
         return {"scale": self._scale, "uses": self._uses}
 
     def restore(self, arrays: Mapping[str, Floats]) -> None:
-        """Be what `arrays` gave. States of before have no uses (no tensor is young then), or no scales either."""
-        if "scale" in arrays:
-            self._scale = arrays["scale"].reshape(self._scale.shape)
-        self._uses = np.full_like(self._uses, self._grown_up)
-        if "uses" in arrays:
-            self._uses = arrays["uses"].reshape(self._uses.shape)
+        """Be what `arrays` gave."""
+        self._scale = arrays["scale"].reshape(self._scale.shape)
+        self._uses = arrays["uses"].reshape(self._uses.shape)

@@ -22,8 +22,8 @@ from harness.capability.probe import MachineFacts, probe
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts, world_rank, world_size
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
-from harness.core.facts import Limits, RungVerdict, SamplingSpan, StepTerms, Switch
-from harness.core.metrics import SCALARS, SLOT_ROWS
+from harness.core.facts import Limits, RungVerdict, StepTerms, Switch
+from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, TorchGradients, WindowBuffers
@@ -31,7 +31,8 @@ from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.monitors.scales import Fp8Monitor
-from harness.precision.convert import build_backend, build_loss_scale, monitor_context
+from harness.precision.convert import build_backend, monitor_context
+from harness.precision.loss_scale import build_loss_scale
 from harness.precision.misuse import OpenWindow, parameters_of
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung
 from harness.precision.recipe import Recipe, Rung
@@ -39,9 +40,6 @@ from harness.precision.shape_probe import probe_layers
 
 _log = logging.getLogger("harness.precision")
 _FP8_LAYERS = "harness.precision.backends."
-
-# What states of version 0.x without a list of figures hold; "applied" is "skipped" there.
-_FIGURES_BEFORE = ("applied", "applied_steps", "grad_norm", "loss_scale", "scrubbed", "loss")
 
 
 class Prepared:
@@ -267,8 +265,6 @@ class Prepared:
         if meta.get("resolved", self.plan.resolved) != self.plan.resolved:
             what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
             raise _bad_state(what, "load it on a machine of the same tier, or train on without it")
-        if "fallback" in meta:
-            tensors, meta = _of_0_9(tensors, meta)
         mine = self.save()
         missing = sorted((mine["meta"].keys() - meta.keys()) | (mine["tensors"].keys() - {"last"} - tensors.keys()))
         if missing:
@@ -289,7 +285,7 @@ class Prepared:
         last = meta["last"]
         if last is not None:
             self.last = _restored(last, tensors["last"], self.backend.slot_names)
-            if last.get("judged") is not True:
+            if not last["judged"]:
                 self.pending.append(self.last)
 
 
@@ -414,40 +410,20 @@ def _last(facts: InFlight, pending: bool) -> dict[str, Any]:
 
 
 def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ...]) -> InFlight:
-    """The facts that were saved. The figures that a version packs, and their order, are its own: named in `meta`."""
-    names = meta.get("figures", _FIGURES_BEFORE)
+    """The facts that were saved. Figures are found by their names in `meta`; one that is not there is NaN."""
+    names = meta["figures"]
     found = dict(zip(names, packed.tolist(), strict=False))
-    if "figures" not in meta:
-        found["applied"] = 1.0 - found["applied"]
     scalars = torch.tensor([found.get(name, math.nan) for name in SCALARS])
-    rows = packed[len(names) :].detach().cpu()
-    unknown = torch.full((max(0, len(SLOT_ROWS) * len(slot_names) - len(rows)),), math.nan)  # figures that are newer
-    packed = torch.cat([scalars, rows, unknown])
-    step, demoted = meta["step"], tuple(meta["demoted"])
-    limits, window = Limits.from_json(meta.get("limits", (None, None, None))), meta.get("window", step - 1)
     return InFlight(
-        step, window, packed, None, slot_names, demoted=demoted, fell_back_to=meta["lowered"], limits=limits
+        meta["step"],
+        meta["window"],
+        torch.cat([scalars, packed[len(names) :].detach().cpu()]),
+        None,
+        slot_names,
+        demoted=tuple(meta["demoted"]),
+        fell_back_to=meta["lowered"],
+        limits=Limits.from_json(meta["limits"]),
     )
-
-
-def _of_0_9(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """A state from before guards, in today's form: nothing was rolled back then, so windows were numbered as steps."""
-    keys = {FallbackController.key: "evidence", WholeRunFallback.key: "failures"}
-    found = meta["fallback"] or {}
-    parts = {
-        "fp8": meta["fp8"],
-        "monitors": {key: found for key, mark in keys.items() if mark in found},
-        "own": {"held": meta["held"]},
-    }
-    if meta["loss_scale"] is not None:
-        parts["loss_scale"] = meta["loss_scale"]
-    lowered = meta["fp8"].get("lowered", "")
-    span = SamplingSpan(*meta["closer_look"])
-    state = TrainState({}, RunLedger(lowered=lowered), meta["steps"], span).state_dict()[1]
-    tensors = {"own.applied" if name == "applied" else name: tensor for name, tensor in tensors.items()}
-    ledger = asdict(RunLedger(lowered=lowered))
-    return tensors, {"state": {**state, "parts": parts}, "incidents": ledger, "last": meta["last"],
-                     "resolved": meta["resolved"], "rollback_lr_factor": 1.0}  # fmt: skip
 
 
 def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:

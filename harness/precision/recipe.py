@@ -8,15 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from harness.core.config import FallbackConfig, Ratio
 from harness.core.files import find
 from harness.core.schema import Strict, read_yaml, validate
-from harness.monitors.evidence import FallbackConfig
 from harness.precision.backends.registry import BACKENDS
 
 TIERS = ("BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU")
 TierName = Literal["BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU"]
 PrecisionName = Literal["fp8", "bf16", "fp16", "fp32"]
-Ratio = Annotated[float, Field(gt=0)]
 
 _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "roll", "scrub_inf")
 

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from harness.core.errors import MisuseError, Problem
-from harness.precision.convert import LossScale
 from harness.precision.layers import widened
+from harness.precision.loss_scale import LossScale
 from harness.precision.misuse import Live, misuse
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ class Rerun:
         meta = recovery.load(step)
         budgets = meta["budgets"]
         ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
-        ledger.recent_skips = list(budgets.get("recent_skips", []))
+        ledger.recent_skips = list(budgets["recent_skips"])
         self.run.guard.judge.stay_fallen_back()
 
     def close(self) -> None:

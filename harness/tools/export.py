@@ -241,10 +241,8 @@ def _stamp(store: Store, step: int, fp8: TensorDict, meta: Mapping[str, Any]) ->
     from harness.checkpoint.manifest import read_manifest
 
     seen = (fp8["history"].amax(dim=0) > 0).tolist() if "history" in fp8 else []
-    bound = meta.get("bound")
-    recipe = bound.get("recipe") if isinstance(bound, Mapping) else None
-    sha256 = recipe if isinstance(recipe, str) else ""
-    return Stamp(step, read_manifest(store.path(step))["versions"], meta["parts"]["fp8"], seen, sha256)
+    versions, recipe = read_manifest(store.path(step))["versions"], meta["bound"]["recipe"]
+    return Stamp(step, versions, meta["parts"]["fp8"], seen, recipe)
 
 
 def _save(tensors: TensorDict, out: Path) -> None:
@@ -279,19 +277,19 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
 class Stamp:
     """What the checkpoint of `step` says of itself. versions: of its manifest. fp8: its FP8 part's meta. seen: for each
     of that part's slots, whether it had seen an amax; empty where none are kept. recipe: the SHA-256 of the recipe's
-    contents that it was trained under; empty where it does not say.
+    contents that it was trained under.
     """
 
     step: int
     versions: Mapping[str, str]
     fp8: Mapping[str, Any]
     seen: Sequence[bool]
-    recipe: str = ""
+    recipe: str
 
     def ran(self, plan: Mapping[str, Any]) -> dict[str, str]:
         """Module -> what it ran in, of every layer of `plan`; "unused" if it was to run in FP8 and never did."""
         demoted, fell_to = {bare(name) for name in self.fp8["demoted"]}, self.fp8["lowered"]
-        if self.recipe not in ("", plan["recipe_sha256"]):  # the plan is that of a later resume
+        if self.recipe != plan["recipe_sha256"]:  # the plan is that of a later resume
             return {layer["module"]: _OTHER_RECIPE for layer in plan["layers"]}
         slots = list(zip(self.fp8["slots"], self.seen, strict=True)) if self.seen else []
         silent = {bare(split_slot(slot)[0]) for slot, _ in slots} - {

@@ -120,7 +120,8 @@ def restore(run: Path, step: int | None = None) -> Restored:
     from harness.build import build_plan, join_worker
     from harness.checkpoint.store import Store
     from harness.engines.torch_engine import ModelPart
-    from harness.precision.convert import build_backend, build_loss_scale
+    from harness.precision.convert import build_backend
+    from harness.precision.loss_scale import build_loss_scale
     from harness.precision.recipe import load_recipe
     from harness.run_folder import read_plan
 

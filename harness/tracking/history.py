@@ -32,8 +32,6 @@ BYTES = "nats per byte"
 TOKENS = "nats per token"
 OWN_LOOP = "own"
 """Value of the tag `loop` where somebody else's loop trained, whose loss may be anything."""
-_KEPT_AMAX = ("native", "transformer_engine")
-"""Backends that keep amaxes, in plans from before they said so. A list of the past, which nothing is added to."""
 _OF_A_LAYER, _OF_A_RUNG = ("module", "precision", "backend"), ("rung", "reason")
 _DIGITS = 6
 _BEGINS = ("run.resumed", "run.started_from", "guard.rollback")
@@ -211,7 +209,7 @@ class RunHistory:
 
     @cached_property
     def slot_steps(self) -> SlotSteps | None:
-        """Every step's FP8 figures; None in a run from before they were kept: its journal has some of them."""
+        """Every step's FP8 figures; None where their file is lost or cannot be read: the journal has some of them."""
         return SlotSteps.of(self.run_dir)
 
     def slots(self, metric: str = "fp8_amax") -> list[str]:
@@ -226,11 +224,12 @@ class RunHistory:
 
     def expected_slots(self) -> set[str]:
         """Bare names of the slots that the plan's FP8 layers must have, where their backend keeps amax state."""
-        kept = self.plan.get("keeps_amax")
+        if not self.plan.get("keeps_amax"):
+            return set()
         return {
             f"{bare(layer['module'])}.{role}"
             for layer in self.plan.get("layers", ())
-            if layer["precision"] == "fp8" and (layer["backend"] in _KEPT_AMAX if kept is None else kept)
+            if layer["precision"] == "fp8"
             for role in ROLES
         }
 

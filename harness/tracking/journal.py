@@ -212,9 +212,7 @@ class Position:
         """The stored position; the beginning if there is none, it is damaged, or the journal does not reach it."""
         try:
             stored = read_json(run_dir / POSITION)
-            position = cls(
-                stored["run_id"], stored["offset"], stored["key"], stored.get("experiment_id"), stored.get("store")
-            )
+            position = cls(stored["run_id"], stored["offset"], stored["key"], stored["experiment_id"], stored["store"])
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
         ids = (position.run_id, position.experiment_id, position.store)

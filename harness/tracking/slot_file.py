@@ -32,8 +32,6 @@ from harness.core.metrics import SLOT_ROWS
 SLOT_FILE = "fp8_telemetry.bin"
 PARQUET = "fp8_telemetry.parquet"
 FIGURES = tuple(SLOT_ROWS)
-_FIRST_FIGURES = 6
-"""Files of versions before `even_db` have so many, those before `centred_db` one more."""
 COLUMNS = ("step", "layer", "role", *FIGURES)
 """Of the Parquet table. step: int64; layer, role: text; the figures: float32, null where not measured."""
 
@@ -215,12 +213,9 @@ class SlotSteps:
                 size = 4 * len(FIGURES) * len(names)
                 if step < first or (payload := _payload(file, frame, size)) is None:
                     continue
-                count, rest = divmod(len(payload), 4 * max(1, len(names)))
-                if not rest and _FIRST_FIGURES <= count <= len(FIGURES):
-                    planes = np.frombuffer(payload, np.uint8).reshape(count, 4, -1)
-                    values = np.full((len(FIGURES), len(names)), np.nan, np.float32)
-                    values[:count] = np.ascontiguousarray(planes.transpose(0, 2, 1)).view(np.float32)[..., 0]
-                    yield step, names, values
+                if names and len(payload) == size:
+                    planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
+                    yield step, names, np.ascontiguousarray(planes.transpose(0, 2, 1)).view(np.float32)[..., 0]
 
     def heard(self) -> list[str]:
         """Slots whose amax ever was over 0."""

@@ -127,8 +127,8 @@ FALLBACK = (
     Mutation(
         16,
         "the score of sparse overflows is part of the state",
-        '            self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
-        "            pass\n",
+        '        self._score.restore(_array(meta["score"]), _array(meta["bad"]))\n',
+        "        pass\n",
         "tests/unit/monitors/test_fallback.py -k mid_trace",
     ),
     Mutation(

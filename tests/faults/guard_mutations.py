@@ -162,8 +162,8 @@ GUARD = (
     Mutation(
         13,
         "a resume takes what was spent from the checkpoint",
-        'ledger.recent_skips = list(budgets["recent_skips"])',
-        "pass",
+        '            ledger.recent_skips = list(budgets["recent_skips"])',
+        "            pass",
         "tests/unit/monitors/test_budget_windows.py -k resume",
     ),
     Mutation(

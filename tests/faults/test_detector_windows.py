@@ -27,7 +27,8 @@ from harness.models.gpt import build
 from harness.monitors.base import MonitorContext
 from harness.monitors.fallback import FallbackController
 from harness.monitors.registry import MonitorsPart, build_monitors
-from harness.precision.convert import build_backend, build_loss_scale
+from harness.precision.convert import build_backend
+from harness.precision.loss_scale import build_loss_scale
 from harness.precision.plan import make_plan, pad_numbers, resolve
 from harness.precision.recipe import load_recipe
 

@@ -13,7 +13,7 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision.products import planned_autocast
 
 if TYPE_CHECKING:
-    from harness.precision.convert import LossScale
+    from harness.precision.loss_scale import LossScale
     from harness.precision.plan import Plan
     from harness.precision.recipe import Recipe
 

@@ -29,8 +29,9 @@ from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.native_gemm import Carrier, Operand, has_fp8_units, operands_as_they_are, plain_operand
 from harness.precision.backends.slot_buffers import SlotBuffers, keep_freed_memory
-from harness.precision.convert import Block, Blocks, define, layer_of, register
+from harness.precision.blocks import Block, Blocks
 from harness.precision.layers import pickled_as_linear, swap_linears, twin
+from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.products import planned_autocast
 from harness.precision.recipe import Recipe

@@ -6,7 +6,7 @@ device: scales and inverses are read there. Bit for bit the values of the bfloat
 Under torch.compile GEMMs, weights and the FP8 state are in operators that the compiler calls, and so are casts with
 amax and transpose, where our kernel casts. Where it does not, the compiler makes kernels of them, and fuses them with
 their neighbours; it transposes slowly: on an H100 with torch 2.13 a step took 1.05 of bf16's time so, 0.81 with our
-kernel (docs/hopper.md). A graph finds its layer by its handle (`precision.convert`); what such an operator reads and
+kernel (docs/hopper.md). A graph finds its layer by its handle (`precision.operators`); what such an operator reads and
 writes of the FP8 state is not known to the compiler. An amax reaches its slot through the GEMM that follows it, so that
 none can be dropped, and recomputed activations record the same one again.
 
@@ -28,7 +28,7 @@ from harness.precision.backends import native_triton
 from harness.precision.backends.native_gemm import ALIGNMENT, Carrier, Fp8Pair, Operand, operands_as_they_are, padded
 from harness.precision.backends.native_gemm import plain_operand as plain
 from harness.precision.backends.slot_buffers import SlotBuffers
-from harness.precision.convert import define, layer_of
+from harness.precision.operators import define, layer_of
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS, SampledStats
 

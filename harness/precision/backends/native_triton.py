@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.precision import scaling
 from harness.precision.backends.native_gemm import padded
-from harness.precision.convert import define
+from harness.precision.operators import define
 
 try:
     import triton as _triton

@@ -29,8 +29,9 @@ from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends.native_triton import load_stats
-from harness.precision.convert import Block, Blocks, define, layer_of, register
+from harness.precision.blocks import Block, Blocks
 from harness.precision.layers import pickled_as_linear
+from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.products import planned_autocast
 from harness.precision.recipe import Recipe

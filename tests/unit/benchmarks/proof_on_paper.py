@@ -73,7 +73,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
     from benchmarks.proof import saves, training
     from benchmarks.proof.registry import NotHere, Task
     from harness import run
-    from harness.checkpoint.saver import Staging
+    from harness.checkpoint.staging import Staging
     from harness.precision import plan
 
     cuda, warm = torch.cuda, training.warm

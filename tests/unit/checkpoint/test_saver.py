@@ -16,7 +16,8 @@ import torch
 
 from harness.checkpoint import manifest
 from harness.checkpoint.policy import Retention, RollbackTargets
-from harness.checkpoint.saver import Saver, Staging
+from harness.checkpoint.saver import Saver
+from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.protocols import Tensors
 
@@ -187,7 +188,7 @@ def test_a_job_that_is_nicer_already_saves_all_the_same() -> None:
     """Without the right to raise its priority, a thread at 15 may not be set to 10."""
     script = (
         "import os, sys, torch; from pathlib import Path; os.nice(15)\n"
-        "from harness.checkpoint.saver import Saver; from harness.checkpoint.saver import Staging\n"
+        "from harness.checkpoint.saver import Saver; from harness.checkpoint.staging import Staging\n"
         "from harness.checkpoint.store import Store\n"
         "saver = Saver(Store(Path(sys.argv[1])), lambda good: [], Staging())\n"
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint.saver import Snapshots
+from harness.checkpoint.snapshots import Snapshots
 from harness.core.protocols import Tensors
 
 

@@ -15,7 +15,7 @@ from harness.core.health import grad_health, grad_norm, l2_norm
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import Schedule
-from harness.precision.convert import LossScale
+from harness.precision.loss_scale import LossScale
 from harness.precision.recipe import LossScaleConfig
 from tests.support.updates import finish
 

@@ -18,7 +18,8 @@ from harness.core.protocols import PrecisionBackend
 from harness.core.state import RunLedger, TrainState, seed_torch
 from harness.models.gpt import build
 from harness.precision.backends.autocast import AutocastBackend
-from harness.precision.convert import LossScale, build_backend
+from harness.precision.convert import build_backend
+from harness.precision.loss_scale import LossScale
 from harness.precision.plan import make_plan, pad_numbers, resolve
 from harness.precision.recipe import LossScaleConfig, load_recipe
 

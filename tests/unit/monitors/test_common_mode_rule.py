@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fallback_support import LAYERS, NAMES, drive, make_facts
 
+from harness.core.config import FallbackConfig
 from harness.core.facts import StepFacts
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 
 POLICY = FallbackConfig(centred_steps=40)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from fallback_support import LAYERS, NAMES, drive, make_facts
 
+from harness.core.config import FallbackConfig
 from harness.core.facts import SamplingSpan, StepFacts, Switch
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 
 Value = float | Callable[[int], float]

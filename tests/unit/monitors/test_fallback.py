@@ -12,9 +12,9 @@ from fallback_support import LAYERS, NAMES, drive, make_facts, over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.core.config import FallbackConfig
 from harness.core.errors import MisuseError
 from harness.core.facts import ROLES, SlotStats, StepFacts, Switch, Verdict
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 
 LIMIT = {"input": 1.5, "weight": 1.25, "grad_output": 8.0}

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from harness.core.config import FallbackConfig
 from harness.core.errors import CheckpointError, ConfigError
 from harness.core.schema import validate
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.core.config import DataConfig, GuardConfig
+from harness.core.config import DataConfig, FallbackConfig, GuardConfig
 from harness.core.facts import StepFacts
 from harness.data.batches import TokenBatches
 from harness.data.tokens import prepare
 from harness.monitors.base import MonitorContext
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.loss import FirstLossMonitor
 from tests.support.runs import TEXT
 

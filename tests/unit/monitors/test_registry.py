@@ -12,12 +12,11 @@ import pytest
 from fallback_support import LAYERS
 from fallback_support import make_facts as fp8_facts
 
-from harness.core.config import GuardConfig
+from harness.core.config import FallbackConfig, GuardConfig
 from harness.core.errors import CheckpointError
 from harness.core.facts import Limits, StepFacts, Verdict, Window
 from harness.core.protocols import Monitor
 from harness.monitors.base import MonitorContext
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.registry import MONITORS, MonitorsPart, build_monitors
 
 MakeFacts = Callable[..., StepFacts]

@@ -18,10 +18,9 @@ from fallback_support import LAYERS, NAMES, make_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.config import GuardConfig
+from harness.core.config import FallbackConfig, GuardConfig
 from harness.core.facts import StepFacts
 from harness.core.state import TrainState
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 from fallback_support import LAYERS, drive, make_facts
 
+from harness.core.config import FallbackConfig
 from harness.core.facts import StepFacts, Switch
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 
 Row = tuple[float, float, float, float]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.protocols import PrecisionBackend
 from harness.models.gpt import GPT, build
-from harness.precision.convert import blocks_of
+from harness.precision.blocks import blocks_of
 
 State = dict[str, Tensor]
 

@@ -21,7 +21,7 @@ from harness.estimate.roofline import find_card
 from harness.estimate.trace import facts_of
 from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.backends.registry import BACKENDS, Backend
-from harness.precision.convert import check_compile
+from harness.precision.compiling import check_compile
 from harness.precision.layers import swap_linears, twin
 from harness.precision.plan import Plan, make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
@@ -224,14 +224,6 @@ def test_a_run_says_itself_whether_its_amaxes_prove_fp8(
     plan = make_plan(recipe, MachineFacts(), recipe.ladder[0], (), model()).as_dict()
     monkeypatch.delitem(BACKENDS, "coarse")
     assert expected_slots(tmp_path, plan) == ({"0.input", "0.weight", "0.grad_output"} if keeps else set())
-
-
-@pytest.mark.parametrize(("backend", "slots"), [("native", 3), ("transformer_engine", 3), ("torchao", 0)])
-def test_a_plan_from_before_it_said_so_goes_by_the_backends_there_were(
-    tmp_path: Path, backend: str, slots: int
-) -> None:
-    row = {"module": "0", "precision": "fp8", "backend": backend}
-    assert len(expected_slots(tmp_path, {"requested": "r", "resolved": f"{backend}:fp8", "layers": [row]})) == slots
 
 
 def test_every_declaration_holds_together() -> None:

@@ -13,8 +13,8 @@ from fp8_oracle import quantize
 from torch import Tensor, nn
 
 from harness import Precision
+from harness.core.config import FallbackConfig
 from harness.core.facts import ROLES
-from harness.monitors.evidence import FallbackConfig
 from harness.precision import scaling
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.recipe import Fp8Config, load_recipe

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.models.gpt import build
-from harness.precision.convert import EagerWatch, blocks_of, check_compile, compile_blocks
+from harness.precision.blocks import blocks_of
+from harness.precision.compiling import EagerWatch, check_compile, compile_blocks
 from harness.precision.recipe import Rung
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from fp8_oracle import quantize
 from torch import Tensor
 
+from harness.core.config import FallbackConfig
 from harness.core.facts import ROLES
-from harness.monitors.evidence import FallbackConfig
 from harness.precision import scaling
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.recipe import Fp8Config

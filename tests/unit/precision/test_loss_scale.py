@@ -13,7 +13,7 @@ from torch import nn
 from harness.capability.probe import Device, MachineFacts
 from harness.core.errors import ConfigError
 from harness.core.schema import validate
-from harness.precision.convert import LossScale
+from harness.precision.loss_scale import LossScale
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import LossScaleConfig, load_recipe
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from harness.precision.backends import native_triton
-from harness.precision.convert import blocks_of
+from harness.precision.blocks import blocks_of
 
 # torch says these to itself while it compiles.
 pytestmark = [

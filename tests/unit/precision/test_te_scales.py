@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.core.config import FallbackConfig
 from harness.core.errors import MachineError
 from harness.core.facts import SlotStats, StepFacts, Switch
-from harness.monitors.evidence import FallbackConfig
 from harness.monitors.fallback import FallbackController
 from harness.precision.backends.te_library import DelayedScales, TensorScales
 from harness.precision.recipe import Fp8Config

@@ -31,6 +31,7 @@ def plan(backend: str = "native") -> dict[str, Any]:
         "requested": "fp8",
         "resolved": f"{backend}:fp8",
         "effective": "fp8: 2 modules",
+        "keeps_amax": backend != "torchao",
         "rungs": [],
         "layers": layers,
     }

@@ -1,0 +1,76 @@
+"""torch.compile, block by block, and a watch for blocks that run eager after all.
+
+Blocks are compiled, not the whole model: equal blocks share their compiled code, so a model of any depth compiles as
+long as one block does, and whatever else in the model cannot be compiled stays out of the way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from harness.core.errors import Problem
+from harness.precision.backends.registry import BACKENDS
+from harness.precision.blocks import blocks_of
+from harness.precision.recipe import Rung
+
+_WHERE = "engine.compile=blocks"
+
+
+def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Problem]:
+    """Why the blocks of `model` cannot be compiled on this rung and machine; empty if they can."""
+    problems: list[Problem] = []
+    if why := BACKENDS[rung.backend].not_compiled:
+        *others, last = (name for name, backend in BACKENDS.items() if not backend.not_compiled)
+        fix = f"take a recipe whose rung here is {', '.join(others)} or {last}, or engine.compile=none"
+        problems.append(Problem(f"the {rung.backend} backend does not compile", _WHERE, why, fix))
+    if not blocks_of(model):
+        fix = "keep the repeated blocks in an nn.ModuleList, or engine.compile=none"
+        problems.append(Problem(f"{type(model).__name__} has no nn.ModuleList with blocks in it", _WHERE, fix=fix))
+    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        why = "torch.compile writes C++ for a CPU"
+        problems.append(Problem("no C++ compiler", _WHERE, why, "install g++, or engine.compile=none"))
+    if device.type == "cuda" and find_spec("triton") is None:
+        why = "torch.compile writes Triton kernels for a GPU"
+        problems.append(Problem("triton is not installed", _WHERE, why, "pip install triton, or engine.compile=none"))
+    return problems
+
+
+class EagerWatch(logging.Handler):
+    """Remembers that compiled code was given up for eager.
+
+    torch gives up a function after torch._dynamo.config.recompile_limit variants of it (shapes, dtypes, branches), and
+    says so to its logger alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._found = ""
+        self._told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by torch's logger."""
+        text = record.getMessage()
+        if "recompile_limit" in text and not self._found:
+            self._found = "; ".join(line.strip() for line in text.splitlines()[:3])
+
+    def take(self) -> str:
+        """Which function fell back to eager, the first one, and why; told once, empty before and after."""
+        if self._told or not self._found:
+            return ""
+        self._told = True
+        return self._found
+
+
+def compile_blocks(model: nn.Module) -> EagerWatch:
+    """Compile the blocks of `model` in place, each at its first call; state_dict keys stay as they are."""
+    watch = EagerWatch()
+    logging.getLogger("torch._dynamo").addHandler(watch)
+    for block in blocks_of(model):
+        block.compile()
+    return watch
