@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.checkpoint.recovery import Kept, Recovery
 from harness.core.collectives import ForwardClock, gather_texts
@@ -22,7 +22,7 @@ from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFa
 from harness.core.health import check_batch, harmless, l2_norm, name_faults
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
-from harness.core.update import InFlight, StepClock, peak_memory, to_device, update
+from harness.core.update import InFlight, StepClock, peak_memory, to_device, update, with_gradient
 from harness.monitors.responder import Judgement
 from harness.stop import StopRequest
 
@@ -71,8 +71,8 @@ class Run:
     keep_flight: keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and
     says whether it begins a streak of bad ones; raises OSError; None but on rank 0. ideal: seconds that a sample's
     matrix products take on all ranks at the cards' peak, by precision (RUNG: the rung's own); empty where it is not
-    known. replay_told: the user has seen how to find out what made a step bad; validation_told: that samples of the
-    validation are bad.
+    known. fp8_weights: see `Plan.fp8_weights`. replay_told: the user has seen how to find out what made a step bad;
+    validation_told: that samples of the validation are bad.
     """
 
     config: RunConfig
@@ -91,6 +91,7 @@ class Run:
     watch: EagerWatch | None = None
     keep_flight: KeepFlight | None = None
     ideal: Mapping[str, float] = field(default_factory=dict[str, float])
+    fp8_weights: Mapping[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     replay_told: bool = False
     validation_told: bool = False
 
@@ -128,6 +129,7 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
     measure = judge.measures()
     if measure:
         own["param_norm"] = l2_norm([param.detach() for param in engine.module.parameters() if param.requires_grad])
+    trained = with_gradient(run.fp8_weights, step)
     figures, slots = update(engine, precision, own, limits, measure)
     compared, differs = judge.compared(step)
     return InFlight.send(
@@ -140,6 +142,7 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
         tokens=len(window.samples) * run.data.tokens_per_sample,
         demoted=demoted,
         fell_back_to=fell_back_to,
+        trained=trained,
         limits=limits,
         slot_names=precision.slot_names,
         compared=compared,

@@ -24,10 +24,10 @@ from harness.checkpoint import manifest
 from harness.checkpoint.store import Store
 from harness.core.collectives import max_over_ranks
 from harness.core.errors import CheckpointError
+from harness.core.memory import free_memory
 from harness.core.protocols import Meta, Tensors, Tracker
 
 _ALIGNMENT = 64
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Staging:
@@ -107,19 +107,6 @@ class Staging:
         block = torch.frombuffer(memory, dtype=torch.uint8)
         ctypes.memset(block.data_ptr(), 0, block.numel())  # without Python's lock: training goes on
         self._block = block
-
-
-def free_memory() -> int:
-    """Bytes that can be allocated without swapping, on this machine and in this container (cgroup v2)."""
-    with open("/proc/meminfo") as file:
-        free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) * 1024  # from kibibytes
-    try:
-        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        cached = int(counts["inactive_file"])  # of files: the kernel gives it back when it is needed
-    except (OSError, ValueError, KeyError):  # no container, or one without a limit
-        return free
-    return min(free, max(limit - used + cached, 0))
 
 
 # Behind training, and no further: a core that is wanted elsewhere is shared by weights of 1.25 a level: a save

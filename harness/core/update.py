@@ -209,6 +209,11 @@ def update(
     return figures, slots
 
 
+def with_gradient(weights: Mapping[str, Tensor], step: int) -> tuple[str, ...]:
+    """Names of the weights that got a gradient in the window of `step`, if that is a run's first; reads no values."""
+    return tuple(name for name, weight in weights.items() if step == 1 and weight.grad is not None)
+
+
 def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
     """This rank's figures for the MAX over ranks, fp32 [REDUCED]: -inf for what was not measured."""
     values = [-math.inf] * len(REDUCED)
@@ -337,6 +342,7 @@ class InFlight:
     tokens: int = 0
     demoted: tuple[str, ...] = ()
     fell_back_to: str = ""
+    trained: tuple[str, ...] = ()
     limits: Limits = NO_LIMITS
     compared: tuple[str, ...] = ()
     ideal_seconds: float = math.nan
@@ -376,6 +382,7 @@ class InFlight:
             seconds=self.clock.seconds() if self.clock is not None else 0.0,
             demoted=self.demoted,
             fell_back_to=self.fell_back_to,
+            trained=self.trained,
             limits=self.limits,
             ideal_seconds=self.ideal_seconds,
             slots=slots,

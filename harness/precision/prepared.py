@@ -25,7 +25,7 @@ from harness.core.facts import Limits, RungVerdict, SamplingSpan, Switch
 from harness.core.metrics import SCALARS, SLOT_ROWS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
-from harness.core.update import InFlight, StepClock, WindowBuffers
+from harness.core.update import InFlight, StepClock, WindowBuffers, with_gradient
 from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
@@ -61,6 +61,7 @@ class Prepared:
         self.plan = _plan(recipe, facts, self.device, model)
         self._ranks = world_size()
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
+        self._fp8_weights = self.plan.fp8_weights(model)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         scaled = self.loss_scale is not None
         self.context = monitor_context(recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled)
@@ -195,6 +196,7 @@ class Prepared:
         ran = {
             "demoted": self.backend.demoted,
             "fell_back_to": self.backend.fell_back_to,
+            "trained": with_gradient(self._fp8_weights, step),
             "limits": limits,
             "tokens": tokens,
         }

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from harness.checkpoint.saver import Staging, free_memory
+from harness.checkpoint.saver import Staging
+from harness.core.memory import free_memory
 from harness.core.protocols import Tensors
 
 FP8 = torch.float8_e4m3fn
