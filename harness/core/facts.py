@@ -367,7 +367,7 @@ def as_it_ran(planned: str, fell_to: str, demoted: bool, silent: bool) -> str:
 
     fell_to: where the whole run went, empty if it stayed.
     """
-    if fell_to and planned in ("fp8", "fp16"):
+    if fell_to and planned.startswith(("fp8", "fp16")):
         return fell_to
     if planned != "fp8":
         return planned

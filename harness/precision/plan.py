@@ -261,18 +261,28 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
 
 
 def _no_linear(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
-    """The row of a module with parameters that is no Linear: in what it computes, measured where it can be."""
-    from harness.precision.products import half_of, products_in
+    """The row of a module with parameters that is no Linear: in what it computes, measured where it can be.
+
+    A module of somebody else's may multiply with its matrices (experts, a router) or only add them (positions), by
+    kernels that autocast knows or not.
+    """
+    from harness.precision.products import NAMES, half_of, is_embedding, products_in
 
     kind, parameters = type(module).__name__, list(module.parameters(recurse=False))
     if ran := products_in(module, half_of(rung.precision)):
         reason = f"not a Linear: fp32 weights, its matrix products run in {ran} (measured on a small one)"
         return LayerPlan(name, kind, ran, PLAIN, reason)
-    experts = [parameter for parameter in parameters if parameter.ndim == 3]
+    experts = [parameter.shape[0] for parameter in parameters if parameter.ndim == 3 and parameter.shape[0] > 1]
     what = "not a Linear"
     if experts and not hasattr(module, "kernel_size"):  # a convolution over one dimension has three, too
-        what = f"3-D weights (of {experts[0].shape[0]} experts): no backend has FP8 layers for those"
-    return LayerPlan(name, kind, "fp32", PLAIN, f"{what}: fp32 weights, autocast decides per op")
+        what = f"3-D weights (of {experts[0]} experts): no backend has FP8 layers for those"
+    half = half_of(rung.precision)
+    own = not type(module).__module__.startswith("torch.") and not is_embedding(module)
+    if half is None or not own or all(parameter.ndim < 2 for parameter in parameters):
+        return LayerPlan(name, kind, "fp32", PLAIN, f"{what}: fp32 weights, autocast decides per op")
+    ran = NAMES[half]
+    reason = f"{what}: fp32 weights, their matrix products run in {ran}, but by kernels that autocast does not know"
+    return LayerPlan(name, kind, f"{ran} or fp32", PLAIN, reason)
 
 
 def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:
