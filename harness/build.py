@@ -15,7 +15,6 @@ from torch import nn
 
 from harness.capability.cards import Card, card_named, check_usable
 from harness.capability.probe import MachineFacts, probe
-from harness.checkpoint.memory import free_memory
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
 from harness.checkpoint.recovery import Recovery, finish_rollback, spare_folder
 from harness.checkpoint.saver import Saver
@@ -27,6 +26,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import RungVerdict
 from harness.core.files import harness_version
+from harness.core.memory import free_memory
 from harness.core.protocols import Batches, Engine, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
 from harness.data.batches import Prefetched, TokenBatches, Watch, check_world
@@ -242,6 +242,7 @@ def build_run(
     card = _card(worker)
     task = task or Task(model, config.model.target)
     flops = _flops(config, worker, card, model, task, data)
+    fp8_weights = plan.fp8_weights(model)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
@@ -315,6 +316,7 @@ def build_run(
         watch=watch,
         keep_flight=recorder.keep if recorder else None,
         ideal=_ideal(flops, worker, card, plan),
+        fp8_weights=fp8_weights,
     )
 
 

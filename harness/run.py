@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.checkpoint.recovery import Kept, Recovery
 from harness.core.collectives import ForwardClock, gather_texts
@@ -71,8 +71,8 @@ class Run:
     keep_flight: keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and
     says whether it begins a streak of bad ones; raises OSError; None but on rank 0. ideal: seconds that a sample's
     matrix products take on all ranks at the cards' peak, by precision (RUNG: the rung's own); empty where it is not
-    known. replay_told: the user has seen how to find out what made a step bad; validation_told: that samples of the
-    validation are bad.
+    known. fp8_weights: see `Plan.fp8_weights`. replay_told: the user has seen how to find out what made a step bad;
+    validation_told: that samples of the validation are bad.
     """
 
     config: RunConfig
@@ -91,6 +91,7 @@ class Run:
     watch: EagerWatch | None = None
     keep_flight: KeepFlight | None = None
     ideal: Mapping[str, float] = field(default_factory=dict[str, float])
+    fp8_weights: Mapping[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     replay_told: bool = False
     validation_told: bool = False
 
@@ -136,6 +137,7 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
         terms,
         judge.comparison,
         clock,
+        fp8_weights=run.fp8_weights,
         window=window.index,
         tokens=len(window.samples) * run.data.tokens_per_sample,
         ideal_seconds=len(window.samples) * run.ideal.get(_fastest(precision), math.nan),

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.checkpoint.memory import free_memory
 from harness.checkpoint.staging import Staging
 from harness.core.collectives import max_over_ranks
+from harness.core.memory import free_memory
 from harness.core.protocols import Meta, Tensors, Tracker
 
 

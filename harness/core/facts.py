@@ -161,7 +161,8 @@ class StepFacts:
     step: number of the step just done; a run's first step is 1. window: its place in the data order. tokens: tokens
     (targets) of the window over all ranks. seconds: wall time of the step. demoted: FP8 layers that ran in BF16.
     fell_back_to: the precision that the whole run fell back to, empty: as planned. limits: those in force in this
-    step. ideal_seconds: what the step's matrix products take at the card's peak; NaN where that is not known. diverged:
+    step. trained: FP8 layers whose own weight got a gradient, in a run's first step alone. ideal_seconds: what the
+    step's matrix products take at the card's peak; NaN where that is not known. diverged:
     parameters whose bits differ between ranks, of those compared in this step.
     """
 
@@ -179,6 +180,7 @@ class StepFacts:
     demoted: tuple[str, ...] = ()
     slots: SlotStats | None = None
     fell_back_to: str = ""
+    trained: tuple[str, ...] = ()
     limits: Limits = Limits()
     bad_data: Annotated[
         int,
@@ -373,7 +375,7 @@ def as_it_ran(planned: str, fell_to: str, demoted: bool, silent: bool) -> str:
 
     fell_to: where the whole run went, empty if it stayed.
     """
-    if fell_to and planned in ("fp8", "fp16"):
+    if fell_to and planned.startswith(("fp8", "fp16")):
         return fell_to
     if planned != "fp8":
         return planned

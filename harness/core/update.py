@@ -212,6 +212,11 @@ def update(
     return figures, slots
 
 
+def _with_gradient(weights: Mapping[str, Tensor], step: int) -> tuple[str, ...]:
+    """Names of the weights that got a gradient in the window of `step`, if that is a run's first; reads no values."""
+    return tuple(name for name, weight in weights.items() if step == 1 and weight.grad is not None)
+
+
 def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
     """This rank's figures for the MAX over ranks, fp32 [REDUCED]: -inf for what was not measured."""
     values = [-math.inf] * len(REDUCED)
@@ -340,6 +345,7 @@ class InFlight:
     tokens: int = 0
     demoted: tuple[str, ...] = ()
     fell_back_to: str = ""
+    trained: tuple[str, ...] = ()
     limits: Limits = NO_LIMITS
     compared: tuple[str, ...] = ()
     ideal_seconds: float = math.nan
@@ -379,6 +385,7 @@ class InFlight:
             seconds=self.clock.seconds() if self.clock is not None else 0.0,
             demoted=self.demoted,
             fell_back_to=self.fell_back_to,
+            trained=self.trained,
             limits=self.limits,
             ideal_seconds=self.ideal_seconds,
             slots=slots,
@@ -397,6 +404,7 @@ def finish_step(
     comparison: RankComparison | None,
     clock: StepClock,
     *,
+    fp8_weights: Mapping[str, Tensor],
     window: int,
     tokens: int,
     ideal_seconds: float = math.nan,
@@ -407,6 +415,7 @@ def finish_step(
     own: as for `update`.
     comparison: of the ranks' weights; None where there is nothing to compare.
     clock: started with the window.
+    fp8_weights: see `Plan.fp8_weights`.
     window, tokens, ideal_seconds: as in StepFacts.
 
     Collective. Nothing is read on the host but what `update` reads.
@@ -417,6 +426,9 @@ def finish_step(
     if terms.measures:
         norm = l2_norm([parameter.detach() for parameter in parameters if parameter.requires_grad])
         own = {**own, "param_norm": norm}
+
+    # Engines drop the gradients in the update.
+    trained = _with_gradient(fp8_weights, terms.step)
 
     # Gate, clip and apply, or leave everything as it was; then the scales roll.
     figures, slots = update(gradients, backend, own, terms.limits, terms.measures)
@@ -435,6 +447,7 @@ def finish_step(
         tokens=tokens,
         demoted=backend.demoted,
         fell_back_to=backend.fell_back_to,
+        trained=trained,
         limits=terms.limits,
         slot_names=backend.slot_names,
         compared=compared,

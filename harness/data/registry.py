@@ -147,8 +147,8 @@ _KNOWN: dict[tuple[str, ...], tuple[str, str]] = {
     TABLES: _TABLE,
     (".npy",): (
         "a NumPy array",
-        "token ids: python -c \"import numpy; numpy.load('{path}').ravel().astype('uint16').tofile('{stem}.bin')\"; "
-        "then data.path={stem}.bin (ids over 65535: uint32, and data.dtype=uint32). Anything else: "
+        "token ids: python -c \"import numpy; numpy.load('{path}').ravel().astype('<u4').tofile('{stem}.bin')\"; "
+        "then data.path={stem}.bin data.dtype=uint32. Anything else: "
         f"{TARGET}, with load() returning torch.utils.data.TensorDataset(torch.from_numpy(numpy.load('{{path}}')))",
     ),
     (".npz",): (

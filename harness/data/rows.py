@@ -270,8 +270,8 @@ class PlainText:
 
 
 TOKENS_FIX = (
-    "token ids are read from a .bin: numpy.concatenate(ROWS).astype('uint16').tofile('train.bin'), uint32 and "
-    "data.dtype=uint32 for ids over 65535, each row with its end-of-text id; then data.path=train.bin"
+    "token ids are read from a .bin: numpy.concatenate(ROWS).astype('<u4').tofile('train.bin'), each row with its "
+    "end-of-text id; then data.path=train.bin data.dtype=uint32"
 )
 _KINDS = {list: "list", str: "text", type(None): "null"}
 _KEYS, _LONG = 8, 300

@@ -28,6 +28,7 @@ from harness.precision.recipe import Fp8Config, Recipe, Rung
 
 _BF16 = f"{PLAIN}:bf16"
 _MOST_KINDS = 6
+_ROUTED = ("experts: each gets as many tokens as any other; how a trained router chooses is not known beforehand",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,13 @@ class Prediction:
         """Whether that is within the card's memory; fragmentation is not foreseen."""
         return self.needed <= self.card.memory
 
+    @property
+    def flops(self) -> int:
+        """Of the matrix products (convolutions, attention) of a usual step of one rank; of experts, those that run."""
+        return round(sum(op.flops for op in self.trace.steps[USUAL]))
+
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: sizes in GiB (2^30 bytes), times in ms, tokens over all ranks."""
+        """For `--json`: sizes in GiB (2^30 bytes), times in ms, tokens over all ranks, FLOPs of one."""
         timing, baseline = self.timing, self.bf16_timing
         return {
             "card": self.card.name,
@@ -96,6 +102,7 @@ class Prediction:
             "bf16_step_ms": None if baseline is None else _ms(baseline.mean),
             f"{self.counted}_per_second": round(self.tokens / timing.mean),
             "ranks": self.ranks,
+            "flops": self.flops,
             "kernels": timing.kernels,
             "host_bound": timing.host_bound,
             "by_purpose_ms": {name: _ms(seconds) for name, seconds in timing.by_purpose.items()},
@@ -158,7 +165,7 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         counted="tokens" if config.data.target is None else "samples",
         ranks=ranks,
         calibration=calibration,
-        notes=(*said, *_assumed(rung), *notes, *calibration.notes),
+        notes=(*said, *_assumed(rung), *(_ROUTED if made.routed else ()), *notes, *calibration.notes),
     )
 
 
@@ -215,7 +222,8 @@ def _trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         what = "the model cannot be put on paper: the size of one of its tensors depends on computed values"
         where = f"model.target {config.model.target}"
-        raise ConfigError(Problem(what, where, str(error), "estimate a model without such an operation")) from error
+        fix = "choose experts by the indices of topk or argmax, or estimate a model without such an operation"
+        raise ConfigError(Problem(what, where, str(error), fix)) from error
     except (NotImplementedError, UnsupportedOperatorException) as error:
         what = "the model cannot be put on paper: PyTorch does not know the shapes of one of its operations beforehand"
         where, why = f"model.target {config.model.target}", str(error.__context__ or error).partition("\n")[0][:300]

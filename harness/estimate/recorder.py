@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.estimate.roofline import Op, Unit
+from harness.estimate.routing import Routing
 from harness.precision.backends.registry import BACKENDS
 
 GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"})
@@ -222,6 +223,7 @@ class Recorder(TorchDispatchMode):
     what was seen since `forget`. phase, step, micro: what the driver of a step says of the operations that follow.
 
     A host read of a fake value is answered, by zero or true unless it is known, so that the code that asked goes on.
+    routing: which rows go to which expert.
     """
 
     def __init__(self, device: str = "cuda", tf32: bool = True) -> None:
@@ -239,6 +241,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
         self._pinned: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._values = WeakIdKeyDictionary()
+        self.routing = Routing()
         self._paused = 0
 
     @contextmanager
@@ -303,7 +306,12 @@ class Recorder(TorchDispatchMode):
         if fake and name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
             return self._answer(name, ins[0])
         # Fused optimizers have no meta kernel; they work in place and return nothing.
-        out = None if fake and name in _NO_META else func(*args, **kwargs)
+        if fake and name in _NO_META:
+            out = None
+        elif self.device == "cuda":
+            out = self.routing.call(func, name, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if fake:
             self._remember(func, name, args, outs)
@@ -327,6 +335,8 @@ class Recorder(TorchDispatchMode):
 
     def _answer(self, name: str, tensor: Tensor) -> bool | float | int:
         known = self._values.get(tensor)
+        if known is None:
+            known = self.routing.value(tensor)
         if known is not None:
             with unset_fake_temporarily():
                 return known.item()

@@ -201,7 +201,8 @@ FIRST, USUAL, SAMPLED = "first", "usual", "sampled"
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
     """What some steps did. steps: operations of each, with all its micro-batches. static: bytes that live between
-    steps. peak: at most, in any step; peak_kinds: what it is made of. parameters: elements of the model."""
+    steps. peak: at most, in any step; peak_kinds: what it is made of. parameters: elements of the model. routed: its
+    router chose which rows an expert computes, evenly here."""
 
     rung: Rung
     layers: tuple[LayerPlan, ...]
@@ -212,6 +213,7 @@ class Trace:
     waits: tuple[Wait, ...]
     transfers: tuple[Transfer, ...]
     parameters: int
+    routed: bool
 
 
 def facts_of(card: Card, others: bool = True) -> MachineFacts:
@@ -270,6 +272,7 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
             waits=tuple(recorder.waits),
             transfers=tuple(recorder.transfers),
             parameters=sum(parameter.numel() for parameter in made.model.parameters()),
+            routed=recorder.routing.asked,
         )
 
 

@@ -8,6 +8,8 @@ A model that has an int `vocab_size` gets no token outside of it: such samples a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,17 +17,21 @@ from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.schema import call_target
 from harness.models import huggingface
+from harness.models.room import watched
 from harness.models.task import Task
 
 __all__ = ["Task", "build_model", "check_vocab"]
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Import the target and call it. Raises ConfigError if it is missing, fails, or returns no Module."""
+    """Import the target and call it. Raises ConfigError if it is missing, fails, returns no Module, or takes all of
+    this machine's memory."""
     where = f"model.target {config.target!r}"
-    if config.target.startswith(huggingface.PREFIX):
-        return _checked(huggingface.build(config.target.removeprefix(huggingface.PREFIX), config.args), where)
-    model = call_target("model", config.target, config.args, "models")
+    with watched(where):
+        if config.target.startswith(huggingface.PREFIX):
+            model: Any = huggingface.build(config.target.removeprefix(huggingface.PREFIX), config.args)
+        else:
+            model = call_target("model", config.target, config.args, "models")
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem(f"returned a {type(model).__name__}, not an nn.Module", where, fix="return a Module"))
     return _checked(model, where)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.errors import ConfigError, Problem, near_match
 from harness.core.facts import IGNORED
+from harness.models.room import require_room
 
 ROPE_BASE = 10000.0
 EPS = 1e-5
@@ -356,7 +357,7 @@ def build(
     the keys in SCALING. norm_eps: of every RMSNorm. z_loss: weight of log(Z)^2 in the gradient (PaLM: 1e-4).
     loss_chunk: tokens whose logits are in memory at a time, 0: all of a micro-batch. recompute: "mlp" or "block": that
     part of every `recompute_every`-th block keeps its input alone and is computed again in backward; "none".
-    Raises ConfigError naming every argument that cannot be.
+    Raises ConfigError naming every argument that cannot be, and for a model that exceeds this machine's memory.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     if ffn is None and isinstance(dim, int):
@@ -398,25 +399,37 @@ def build(
     if problems:
         raise ConfigError(problems)
     assert ffn is not None
-    return GPT(
-        Settings(
-            vocab=vocab,
-            dim=dim,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn=ffn,
-            tied=tied,
-            qk_norm=qk_norm,
-            rope_base=float(rope_base),
-            rope_scaling=rope_scaling,
-            norm_eps=norm_eps,
-            z_loss=z_loss,
-            loss_chunk=loss_chunk,
-            recompute=recompute,
-            recompute_every=recompute_every,
-        )
+    settings = Settings(
+        vocab=vocab,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        tied=tied,
+        qk_norm=qk_norm,
+        rope_base=float(rope_base),
+        rope_scaling=rope_scaling,
+        norm_eps=norm_eps,
+        z_loss=z_loss,
+        loss_chunk=loss_chunk,
+        recompute=recompute,
+        recompute_every=recompute_every,
     )
+    require_room(*size_of(settings), sizes)
+    return GPT(settings)
+
+
+def size_of(settings: Settings) -> tuple[int, int]:
+    """Parameters and modules of a GPT, without building it."""
+    dim, head_dim = settings.dim, settings.head_dim
+    attention = dim * (settings.heads + 2 * settings.kv_heads) * head_dim + dim * dim
+    norms, modules = 2 * dim, 10
+    if settings.qk_norm:
+        norms, modules = norms + 2 * head_dim, modules + 2
+    block = attention + 3 * dim * settings.ffn + norms
+    ends = settings.vocab * dim * (1 if settings.tied else 2) + dim
+    return settings.layers * block + ends, settings.layers * modules + 6
 
 
 def _whole(value: object) -> bool:

@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from harness.core.errors import ConfigError, Problem, near_match, some
+from harness.core.errors import ConfigError, HarnessError, Problem, near_match, some
 from harness.core.facts import IGNORED
 from harness.core.files import MAX_LARGE, read_json
 from harness.core.schema import Strict, import_extra, validate
@@ -245,6 +245,8 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
             ignore_mismatched_sizes=True,
             **kind,
         )
+    except HarnessError:  # there is no memory for it
+        raise
     except Exception as error:  # whatever its code raises
         raise ConfigError(Problem(f"cannot be built: {_short(error)}", where, fix="look at model.args")) from error
     _check_loaded(info, options, where)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, Problem
+from harness.models.room import require_room
 
 
 class ConvNet(nn.Module):
@@ -69,18 +70,21 @@ class ViT(nn.Module):
 
 
 def convnet(channels: int = 1, widths: Sequence[int] = (32, 64), classes: int = 10) -> ConvNet:
-    """Raises ConfigError for widths that GroupNorm's 8 groups do not divide."""
+    """Raises ConfigError for widths that GroupNorm's 8 groups do not divide, and for a model that exceeds memory."""
     if not widths or any(width % 8 for width in widths):
         raise ConfigError(
             Problem(f"widths {list(widths)} are not multiples of 8", "model.args", fix="such as [32, 64]")
         )
+    kernels = sum(9 * into * out for into, out in zip([channels, *widths], widths, strict=False))
+    require_room(kernels + widths[-1] * classes, 3 * len(widths), {"classes": classes, "widths": max(widths)})
     return ConvNet(channels, widths, classes)
 
 
 def vit(
     channels: int = 1, size: int = 8, patch: int = 2, dim: int = 64, layers: int = 2, heads: int = 4, classes: int = 10
 ) -> ViT:
-    """size: pixels of a side. Raises ConfigError where patches do not tile the image, or heads the width."""
+    """size: pixels of a side. Raises ConfigError where patches do not tile the image, or heads the width, and for a
+    model that exceeds this machine's memory."""
     problems: list[Problem] = []
     if size % patch:
         problems.append(Problem(f"patches of {patch} do not tile {size} pixels", "model.args", fix="change patch"))
@@ -88,4 +92,7 @@ def vit(
         problems.append(Problem(f"dim {dim} is not a multiple of heads {heads}", "model.args", fix="change heads"))
     if problems:
         raise ConfigError(problems)
+    matrices = dim * (channels * patch**2 + (size // patch) ** 2 + 12 * layers * dim + classes)
+    sizes = {"dim": dim, "layers": layers, "size": size, "classes": classes}
+    require_room(matrices, 7 * layers, sizes)
     return ViT(channels, size, patch, dim, layers, heads, classes)

@@ -31,7 +31,8 @@ _Told = tuple[str, str, dict[str, Any]]
 class Fp8Monitor(KeptWindow):
     """Reports scrubbed infinities and dead slots; informational, every verdict is healthy.
 
-    dead_after: applied steps in a row with amax 0 that make a slot dead; each slot is reported once.
+    dead_after: applied steps in a row with amax 0 that make a slot dead; each slot is reported once. Those of a layer
+    whose weight was trained in the first step without a call of the layer are reported at once.
 
     Verdicts: `fp8.scrubbed` (once per streak), `fp8.dead`, else `fp8.ok`. When both are due, `fp8.dead` follows one
     step later.
@@ -61,6 +62,14 @@ class Fp8Monitor(KeptWindow):
             self._align(slots.names)
         if facts.applied:
             self._zeros = np.where(slots.amax == 0, self._zeros + 1, 0)
+        if facts.trained and (uncalled := self._uncalled(facts.trained, slots)):
+            return Verdict(
+                "fp8.dead",
+                facts.step,
+                f"{len(uncalled)} FP8 layers were not called, though their weights got gradients: something reads the "
+                f"weight (F.linear(x, layer.weight)), which runs without FP8: {some(uncalled, NAMED_IN_TEXT)}",
+                evidence={"layers": uncalled, "steps": 1},
+            )
         was_scrubbing, self._scrubbing = self._scrubbing, slots.scrubbed > 0
         if self._scrubbing and not was_scrubbing:
             return _scrubbed(facts.step, slots)
@@ -75,6 +84,14 @@ class Fp8Monitor(KeptWindow):
             f"{len(names)} FP8 tensors were all zero for {self.dead_after} steps: {some(names, NAMED_IN_TEXT)}",
             evidence={"slots": names, "steps": self.dead_after},
         )
+
+    def _uncalled(self, trained: Sequence[str], slots: SlotStats) -> list[str]:
+        """Layers among `trained` none of whose tensors a cast has seen; their slots count as reported."""
+        seen = {name.rpartition(".")[0] for name, amax in zip(slots.names, slots.amax.tolist(), strict=True) if amax}
+        uncalled = [layer for layer in trained if layer not in seen]
+        for place, name in enumerate(slots.names):
+            self._reported[place] |= name.rpartition(".")[0] in uncalled
+        return uncalled
 
     def _align(self, names: tuple[str, ...]) -> None:
         """Carry the counts over to the slots as they are named now (first step, or first after a resume)."""

@@ -343,6 +343,7 @@ class Precision:
                 ready.terms(),
                 ready.judge.comparison,
                 self._clock or StepClock(ready.device),
+                fp8_weights=ready.fp8_weights,
                 window=ready.state.ledger.window_index(ready.state.step),
                 tokens=tokens,
             )

@@ -272,7 +272,7 @@ def widened(value: Any) -> Any:
 def kind_of(module: nn.Module) -> str:
     """What the plan calls a module's class."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "MultiheadAttention's Linear"
+        return "nn.MultiheadAttention's out_proj"
     return type(module).__name__
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from harness.capability.cards import Tier, tier_of
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import ROLES, LayerPlan, RungVerdict, as_it_ran
+from harness.core.plan_text import plan_text
 from harness.precision.backends.registry import BACKENDS, PLAIN, can_run
 from harness.precision.recipe import Recipe, Rung
 
@@ -98,9 +99,10 @@ def verdicts(ladder: Sequence[Rung], judged: Sequence[Judgement], chosen: int | 
 _TF32_TIERS = (Tier.BLACKWELL, Tier.HOPPER, Tier.ADA, Tier.AMPERE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """What will run, per module, and why. `requested` is the recipe, `resolved` the rung taken.
+    """What will run, per module, and why; printed, it is the table of a run's start. `requested` is the recipe,
+    `resolved` the rung taken.
 
     notes: what holds for the run as a whole. keep_fp32: names of modules that compute in float32 on this rung.
     """
@@ -114,6 +116,14 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     notes: tuple[str, ...] = field(default_factory=tuple)
     keep_fp32: tuple[str, ...] = field(default_factory=tuple)
+
+    def __repr__(self) -> str:
+        counts = Counter(layer.precision for layer in self.layers)
+        modules = ", ".join(f"{precision}: {count}" for precision, count in sorted(counts.items()))
+        return f"Plan({self.recipe} on {self.tier}: {self.resolved}; modules in {modules})"
+
+    def __str__(self) -> str:
+        return plan_text(self.as_dict())
 
     @property
     def resolved(self) -> str:
@@ -131,6 +141,13 @@ class Plan:
     def fused_mlps(self) -> dict[str, str]:
         """Second Linear of an MLP -> the first, which is computed in one with it; names as in the model."""
         return {layer.module: layer.first for layer in self.layers if layer.precision == "fp8" and layer.first}
+
+    def fp8_weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """FP8 layer, numbers padded -> its weight, of a `model` that is not yet converted. Those that are the weight of
+        several layers are left out: what reaches them says nothing of one layer."""
+        weights = {pad_numbers(name): model.get_parameter(f"{name}.weight") for name in self.fp8_layers()}
+        owners = Counter(map(id, weights.values()))
+        return {name: weight for name, weight in weights.items() if owners[id(weight)] == 1}
 
     def slot_names(self) -> tuple[str, ...]:
         """`<layer>.<role>` of every FP8 layer, numbers padded: the order of all FP8 state and statistics."""
@@ -244,18 +261,28 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
 
 
 def _no_linear(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
-    """The row of a module with parameters that is no Linear: in what it computes, measured where it can be."""
-    from harness.precision.products import half_of, products_in
+    """The row of a module with parameters that is no Linear: in what it computes, measured where it can be.
+
+    A module of somebody else's may multiply with its matrices (experts, a router) or only add them (positions), by
+    kernels that autocast knows or not.
+    """
+    from harness.precision.products import NAMES, half_of, is_embedding, products_in
 
     kind, parameters = type(module).__name__, list(module.parameters(recurse=False))
     if ran := products_in(module, half_of(rung.precision)):
         reason = f"not a Linear: fp32 weights, its matrix products run in {ran} (measured on a small one)"
         return LayerPlan(name, kind, ran, PLAIN, reason)
-    experts = [parameter for parameter in parameters if parameter.ndim == 3]
+    experts = [parameter.shape[0] for parameter in parameters if parameter.ndim == 3 and parameter.shape[0] > 1]
     what = "not a Linear"
     if experts and not hasattr(module, "kernel_size"):  # a convolution over one dimension has three, too
-        what = f"3-D weights (of {experts[0].shape[0]} experts): no backend has FP8 layers for those"
-    return LayerPlan(name, kind, "fp32", PLAIN, f"{what}: fp32 weights, autocast decides per op")
+        what = f"3-D weights (of {experts[0]} experts): no backend has FP8 layers for those"
+    half = half_of(rung.precision)
+    own = not type(module).__module__.startswith("torch.") and not is_embedding(module)
+    if half is None or not own or all(parameter.ndim < 2 for parameter in parameters):
+        return LayerPlan(name, kind, "fp32", PLAIN, f"{what}: fp32 weights, autocast decides per op")
+    ran = NAMES[half]
+    reason = f"{what}: fp32 weights, their matrix products run in {ran}, but by kernels that autocast does not know"
+    return LayerPlan(name, kind, f"{ran} or fp32", PLAIN, reason)
 
 
 def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:

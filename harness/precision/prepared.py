@@ -60,6 +60,7 @@ class Prepared:
         self.plan = _plan(recipe, facts, self.device, model)
         self._ranks = world_size()
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
+        self.fp8_weights = self.plan.fp8_weights(model)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         scaled = self.loss_scale is not None
         self.context = monitor_context(recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _WIDTH, _BATCH, _LONG = 8, 2, 5
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Parts of the names of operations that multiply matrices, by whatever library.
 _PRODUCTS = ("mm", "convolution", "rnn", "lstm", "gru", "_trilinear", "attention")
 
@@ -87,6 +87,11 @@ def half_of(precision: str) -> torch.dtype | None:
     return {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Whether its matrix is looked up in, not multiplied with."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
 def products_in(module: nn.Module, half: torch.dtype | None) -> str:
     """ "bf16", "fp16" or "fp32": in what `module` multiplies matrices under autocast to `half` (None: no autocast).
 
@@ -112,7 +117,7 @@ def _measured(kind: type[nn.Module], device: str, half: torch.dtype | None) -> s
             layer(*given)
     except RuntimeError:
         return ""  # a library has no kernel for it here: fp16 in a CPU's LSTM
-    dtypes = {_NAMES[dtype] for dtype in seen.dtypes}
+    dtypes = {NAMES[dtype] for dtype in seen.dtypes}
     return dtypes.pop() if len(dtypes) == 1 else " and ".join(sorted(dtypes))
 
 
@@ -126,5 +131,5 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(part in func.overloadpacket.__name__ for part in _PRODUCTS):
             operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.dtypes |= {tensor.dtype for tensor in operands if tensor.dtype in _NAMES}
+            self.dtypes |= {tensor.dtype for tensor in operands if tensor.dtype in NAMES}
         return func(*args, **(kwargs or {}))

@@ -19,12 +19,12 @@ import numpy.typing as npt
 from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES
 from harness.core.files import atomic_file
+from harness.core.plan_text import fold, rung_lines
 from harness.core.screen import say
 from harness.core.secrets import scrubbed
 from harness.report import RunFolder, label
 from harness.report.fp8_pictures import GRID, INK, ROLE_COLOURS, pictures, save
 from harness.report.inspect import account
-from harness.tracking.console import fold, rung_lines
 from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, Series, bare, split_slot
 from harness.tracking.journal import run_page
 from harness.tracking.slot_file import PARQUET, write_parquet

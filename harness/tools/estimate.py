@@ -143,6 +143,7 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
     rows = [("step", text)]
     if timing.sampled > 1.01 * timing.usual:
         rows.append(("", f"one that samples FP8 statistics {timing.sampled * 1e3:,.1f} ms"))
+    rows.append(("", f"{made.flops / 1e12:,.3g} TFLOP of matrix products" + (" on each rank" * (made.ranks > 1))))
     device = ", ".join(f"{name} {seconds * 1e3:,.1f}" for name, seconds in timing.by_purpose.items() if seconds > 5e-5)
     return [*rows, ("", f"{device} ms")]
 

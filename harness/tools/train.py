@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import nn
 
 from harness.build import (
     ENGINES,
@@ -27,6 +28,7 @@ from harness.build import (
     open_telemetry,
     read_ledger,
 )
+from harness.capability.cards import GIB
 from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
@@ -44,6 +46,7 @@ from harness.core.config import (
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, MachineError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import step_name
+from harness.core.memory import all_memory
 from harness.core.state import lost_ledger, state_bytes
 from harness.data.source import source_changes
 from harness.engines.torch_engine import OptimizerPart
@@ -127,6 +130,8 @@ def train(request: Request) -> int:
         size = state_bytes(model, optimizer_bytes(model, config.train))
         if problems := worker.group.broadcast([asdict(each) for each in _room(folder, size)] if lead else None):
             raise CheckpointError([Problem(**each) for each in problems])
+        if problem := _memory(model, optimizer_bytes(model, config.train), worker):
+            raise MachineError(problem)
         task, doubt = build_task(config, plan, model, data)
         started = request.launcher if config.engine.name == "auto" else f"{request.launcher}, engine {worker.engine}"
         console.say(f"run {folder}  ({started}, {worker.group.world_size} rank(s) on {worker.device.type})")
@@ -262,6 +267,28 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
         fix = "move it away, or give the run another --name"
         return [Problem("the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix)]
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(there))
+
+
+def _memory(model: nn.Module, optimizer: int, worker: Worker) -> Problem | None:
+    """Why training on the CPU takes more than all memory, activations not counted; None where that is not plain.
+
+    optimizer: bytes of its state. An engine that shards the state may hold less of it here.
+    """
+    if worker.device.type != "cpu" or not ENGINES[worker.engine].snapshots:
+        return None
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    ranks, there = worker.launch.local_world_size, all_memory()
+    needed = ranks * (weights + gradients + optimizer)
+    if not there or needed <= there:
+        return None
+    parts = f"weights {weights / GIB:,.1f}, gradients {gradients / GIB:,.1f}, optimizer {optimizer / GIB:,.1f} GiB"
+    return Problem(
+        f"needs at least {needed / GIB:,.1f} GiB to be trained, and this machine has {there / GIB:,.1f}, swap included",
+        f"model of {sum(parameter.numel() for parameter in model.parameters()):,} parameters",
+        f"on the CPU: {parts}" + (f", on each of {ranks} ranks" if ranks > 1 else ""),
+        "train a smaller model, take an optimizer with less state, or a GPU that holds it (see harness estimate)",
+    )
 
 
 def _end_is_saved(folder: Path) -> bool:

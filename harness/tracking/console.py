@@ -10,8 +10,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import IO, Any, cast
 
 from rich.console import Group, RenderableType
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from harness.core.errors import clock, shown
 from harness.core.facts import StepFacts
+from harness.core.plan_text import HEADINGS, plan_rows, rung_lines
 from harness.core.screen import Screen
 
 LINES_PER_RUN = 30
@@ -218,71 +218,14 @@ def _live(console: Screen, total: int) -> tuple[TaskID, Progress]:
     return task, progress
 
 
-@dataclass(frozen=True)
-class Fold:
-    """Layers that differ only in their block number. name: `blocks.00-03.mlp.down`."""
-
-    name: str
-    count: int
-    kind: str
-    precision: str
-    backend: str
-    reason: str
-    shape: tuple[int, ...]
-
-
-def fold(layers: Iterable[Mapping[str, Any]]) -> list[Fold]:
-    """Rows of plan.json's `layers`, those alike but for the first number in their name put together, in plan order."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for layer in layers:
-        before, number, after = _split(layer["module"])
-        alike = (layer["kind"], layer["precision"], layer["backend"], layer["reason"], tuple(layer["shape"]))
-        groups.setdefault((before, after, *alike), []).append(number)
-    return [
-        Fold(f"{before}{_ranges(numbers)}{after}", len(numbers), *alike)
-        for (before, after, *alike), numbers in groups.items()
-    ]
-
-
-def rung_lines(plan: Mapping[str, Any]) -> list[str]:
-    """Requested, resolved and effective precision, why each better rung was not taken, and the plan's notes."""
-    lines = [f"recipe {plan['recipe']} on {plan['tier']}: requested {plan['requested']}, resolved {plan['resolved']}"]
-    if plan.get("effective"):
-        lines[0] += f", effective {plan['effective']}"
-    for rung in plan["rungs"]:
-        lines.append(f"  {rung['rung']}: {'taken' if rung['taken'] else 'not taken'}: {rung['reason']}")
-        if rung["taken"]:
-            break
-    return lines + [f"  note: {note}" for note in plan.get("notes", ())]
-
-
 def plan_table(plan: Mapping[str, Any]) -> RenderableType:
     """plan.json's content for the terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("layers", "precision", "backend", "shape"):
+    *short, why = HEADINGS
+    for heading in short:
         table.add_column(heading, no_wrap=True)
-    table.add_column("why")
-    for row in fold(plan["layers"]):
-        style = "" if row.precision.startswith("fp8") else "dim"
-        shape = str(list(row.shape)) if row.shape else ""
+    table.add_column(why)
+    for row in plan_rows(plan):
         # Text: a shape in brackets is not rich's markup.
-        table.add_row(*(Text(cell) for cell in (row.name, row.precision, row.backend, shape, row.reason)), style=style)
+        table.add_row(*map(Text, row), style="" if row[1].startswith("fp8") else "dim")
     return Group(*(Text(line) for line in rung_lines(plan)), Text(), table)
-
-
-def _split(module: str) -> tuple[str, str, str]:
-    match = re.search(r"(?:^|(?<=\.))\d+(?=\.|$)", module)
-    return (module[: match.start()], match.group(), module[match.end() :]) if match else (module, "", "")
-
-
-def _ranges(numbers: Sequence[str]) -> str:
-    """`["00", "01", "03"]` as `00-01,03`."""
-    if numbers == [""]:
-        return ""
-    spans: list[list[str]] = []
-    for number in sorted(numbers, key=int):
-        if spans and int(number) == int(spans[-1][-1]) + 1:
-            spans[-1] = [spans[-1][0], number]
-        else:
-            spans.append([number])
-    return ",".join("-".join(span) for span in spans)

@@ -198,7 +198,8 @@ def test_experts_are_named_with_the_reason_and_compute_in_bf16(tmp_path: Path) -
     rows = {row.module: row for row in precision.plan.layers}
     experts = rows["model.layers.0.mlp.experts"]
     assert experts.reason == (
-        "3-D weights (of 4 experts): no backend has FP8 layers for those: fp32 weights, autocast decides per op"
+        "3-D weights (of 4 experts): no backend has FP8 layers for those: fp32 weights, their matrix products run in "
+        "bf16, but by kernels that autocast does not know"
     )
     assert rows["model.layers.0.self_attn.q_proj"].precision == "fp8"
     dtypes = []

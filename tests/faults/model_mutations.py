@@ -6,6 +6,41 @@ from mutation import Mutation
 
 MODELS: tuple[Mutation, ...] = (
     Mutation(
+        5,
+        "a model that memory cannot hold is refused before it is built",
+        "    if not there or weights + objects <= there:\n",
+        "    if True:\n",
+        "tests/unit/models/test_room.py -k last_byte",
+    ),
+    Mutation(
+        5,
+        "a model of one's own is stopped before it has taken all memory",
+        "        if left < _LEAST_LEFT * there:\n",
+        "        if False:\n",
+        "tests/unit/models/test_room.py -k ones_own_stops",
+    ),
+    Mutation(
+        5,
+        "training on a CPU that exceeds memory is refused before the first step",
+        "    if not there or needed <= there:\n",
+        "    if True:\n",
+        "tests/unit/tools/test_train_memory.py",
+    ),
+    Mutation(
+        15,
+        "a layer that is read and not called is named after the first step",
+        "        if facts.trained and (uncalled := self._uncalled(facts.trained, slots)):\n",
+        "        if False and (uncalled := self._uncalled(facts.trained, slots)):\n",
+        "tests/unit/precision/test_api_misuse.py -k never_called",
+    ),
+    Mutation(
+        15,
+        "layers that share a weight are not taken for ones that nobody calls",
+        "if owners[id(weight)] == 1}",
+        "if owners[id(weight)]}",
+        "tests/unit/precision/test_api_misuse.py -k idle_zero_or_tied",
+    ),
+    Mutation(
         23,
         "a tokenizer that came alone is not read by the rules of the model's kind",
         "if tokenizer and not (made / _TOKENIZER[1]).exists():",

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from harness.checkpoint.memory import free_memory
 from harness.checkpoint.staging import Staging
+from harness.core.memory import free_memory
 from harness.core.protocols import Tensors
 
 FP8 = torch.float8_e4m3fn

@@ -192,15 +192,17 @@ def fix(path: Path) -> str:
     return caught.value.problems[0].fix
 
 
-def test_the_command_for_token_ids_in_numpy_works(tmp_path: Path) -> None:
-    np.save(tmp_path / "ids.npy", some_ids(4000).reshape(40, 100))
-    command = re.search(r"python -c (\".*?\");", fix(tmp_path / "ids.npy"))
+@pytest.mark.parametrize("factor", [1, 2000])  # ids over 65535, which uint16 would wrap in silence
+def test_the_command_for_token_ids_in_numpy_works(factor: int, tmp_path: Path) -> None:
+    ids = some_ids(4000).astype(np.int64) * factor
+    np.save(tmp_path / "ids.npy", ids.reshape(40, 100))
+    command = re.search(r"python -c (\".*?\"); then data.path=\S+ data.dtype=(\w+)", fix(tmp_path / "ids.npy"))
     assert command is not None
     subprocess.run(f"{sys.executable} -c {command[1]}", shell=True, check=True)
-    data = prepare(config(tmp_path / "ids.bin"), tmp_path / "run")
+    data = prepare(config(tmp_path / "ids.bin", dtype=command[2]), tmp_path / "run")
     assert isinstance(data.train, Tokens)
     ((row,), _) = data.train.read(np.arange(len(data.train))[None])
-    assert np.array_equal(row, some_ids(4000)[: len(row)])
+    assert np.array_equal(row, ids[: len(row)])
 
 
 @pytest.mark.parametrize("kind", ["npz", "pt"])

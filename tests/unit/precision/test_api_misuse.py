@@ -369,7 +369,10 @@ def test_a_name_in_the_place_of_a_recipe_is_refused_with_the_way() -> None:
         Precision(cast(Any, "fp8_hybrid"))
 
 
-def test_an_fp8_layer_that_is_read_and_never_called_is_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_fp8_layer_that_is_read_and_never_called_is_named(caplog: pytest.LogCaptureFixture, frozen: bool) -> None:
+    """After the first step where its weight is trained: its figures are judged as the next one ends."""
+
     class Reads(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -379,15 +382,51 @@ def test_an_fp8_layer_that_is_read_and_never_called_is_named(caplog: pytest.LogC
             return self.down(torch.nn.functional.linear(x, self.up.weight, self.up.bias).relu())
 
     precision = Precision(recipe())
-    model = precision.prepare(Reads())
+    model = Reads()
+    model.up.weight.requires_grad_(not frozen)
+    model = precision.prepare(model)
     optimizer = precision.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
     with caplog.at_level(logging.WARNING, "harness.precision"):
-        for _ in range(52):
+        for step in range(52):
+            assert ("fp8.dead" in caplog.text) == (step >= (51 if frozen else 2))
             model(torch.randn(16, 16)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert "fp8.dead: 3 FP8 tensors were all zero for 50 steps: up.input, up.weight, up.grad_output" in caplog.text
+    told = "fp8.dead: 1 FP8 layers were not called, though their weights got gradients"
+    if frozen:
+        told = "fp8.dead: 3 FP8 tensors were all zero for 50 steps: up.input, up.weight, up.grad_output"
+    assert caplog.text.count("fp8.dead") == 1
+    assert told in caplog.text
     assert "down" not in caplog.text
+
+
+def test_layers_that_are_idle_zero_or_tied_are_not_taken_for_ones_that_are_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Experts(torch.nn.Module):
+        """One expert is not called in the first steps, one starts at zero behind zeros, two share their weight."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+            self.zero, self.behind = torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False)
+            self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+            self.second.weight = self.first.weight
+            for layer in (self.zero, self.behind):
+                torch.nn.init.zeros_(layer.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(self.used(x) + self.behind(self.zero(x)))
+
+    precision = Precision(recipe())
+    model = precision.prepare(Experts())
+    optimizer = precision.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with caplog.at_level(logging.WARNING, "harness.precision"):
+        for _ in range(4):
+            model(torch.randn(16, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "fp8.dead" not in caplog.text
 
 
 @pytest.mark.parametrize(("policy", "moves"), [(recipe(fallback=EAGER), 1), (recipe(), 0)])

@@ -9,11 +9,11 @@ from torch import nn
 
 from harness.capability.probe import probe
 from harness.core.errors import ConfigError
+from harness.core.plan_text import fold
 from harness.models.gpt import build
 from harness.precision.layers import DECLARATION
 from harness.precision.plan import Plan, make_plan
 from harness.precision.recipe import Recipe, Rung
-from harness.tracking.console import fold
 
 TE = Rung(backend="transformer_engine", precision="fp8", tiers=["CPU"])
 

@@ -71,6 +71,63 @@ def test_a_layer_without_products_or_with_a_forward_of_its_own_is_not_measured(l
     assert products_in(layer, torch.bfloat16) == ""
 
 
+class Experts(nn.Module):
+    """As in transformers: the weights of all experts in one parameter, multiplied as `way` says."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "einsum":
+            return torch.einsum("bd,edh->bh", x, self.weight)
+        if self.way == "bmm":
+            return torch.bmm(x.expand(4, -1, -1), self.weight).sum(0)
+        if self.way == "unknown to autocast":
+            with torch.autocast("cpu", enabled=False):
+                return x.float() @ self.weight[0]
+        return sum(nn.functional.linear(x, weight) for weight in self.weight)
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x)[0]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Experts("linear"),
+        lambda: Experts("einsum"),
+        lambda: Experts("bmm"),
+        lambda: Experts("unknown to autocast"),
+        Router,
+        lambda: OwnAttention(16, 2),
+    ],
+)
+def test_modules_of_ones_own_run_in_what_the_plan_says(make: Callable[[], nn.Module], recipe: str) -> None:
+    precision = Precision.from_recipe(recipe)
+    model = precision.prepare(nn.ModuleDict({"wide": nn.Linear(256, 256), "own": make()}))
+    ran = Operands()
+    with torch.no_grad(), precision.context(), ran:
+        model["own"](torch.randn(8, 16))
+    row = next(row for row in precision.plan.layers if row.module == "own")
+    assert ran.found
+    assert ran.found <= set(row.precision.split(" or "))
+    assert recipe == "fp32" or "run in bf16, but by kernels" in row.reason
+
+
 @pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp8_dynamic", "bf16"])
 def test_an_encoder_layer_is_evaluated_as_it_is_trained(recipe: str) -> None:
     """In eval mode torch would read the weights of its Linears in one fused operation, past FP8 and past autocast."""
@@ -112,5 +169,5 @@ def test_attentions_output_projection_is_named_by_what_it_is() -> None:
     precision = Precision.from_recipe("fp8_hybrid")
     precision.prepare(model)
     row = next(row for row in precision.plan.layers if row.module == "attention.out_proj")
-    assert (row.kind, row.precision) == ("MultiheadAttention's Linear", "bf16")
+    assert (row.kind, row.precision) == ("nn.MultiheadAttention's out_proj", "bf16")
     assert row.reason == "nn.MultiheadAttention reads its weight and does not call it"
