@@ -13,8 +13,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+try:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install 'hopper-harness[hf]'")
 
 
 def tiny(folder: Path, text: Path) -> Path:
