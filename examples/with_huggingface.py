@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+import harness as _  # noqa: F401 (leaves out what torchao logs of kernels for other machines)
+
 try:
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -76,17 +76,6 @@ TRACKING: tuple[Mutation, ...] = (
         "tests/faults/test_delivery.py -k honoured",
     ),
     Mutation(
-        26,
-        "readers go through the attempts of a journal once",
-        "        limits = np.array([first(attempt) for attempt in attempts.tolist()])\n"
-        "        return np.array(self.steps) >= limits[place]\n",
-        "        limits = np.zeros(len(place))\n"
-        "        for number, attempt in enumerate(attempts.tolist()):\n"
-        "            limits[place == number] = first(attempt)\n"
-        "        return np.array(self.steps) >= limits\n",
-        "tests/unit/tracking/test_long_journals.py -k by_their_number",
-    ),
-    Mutation(
         18,
         "runs that lost one server come back at different times",
         " * (0.5 + 0.5 * share)",
