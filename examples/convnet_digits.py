@@ -7,10 +7,14 @@ import sys
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from harness import Precision
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install scikit-learn")
 
 STEPS, BATCH, HELD_OUT = 150, 64, 297
 

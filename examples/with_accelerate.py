@@ -7,7 +7,6 @@ import sys
 from importlib.util import find_spec
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
@@ -15,6 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from harness import Precision
 from harness.integrations.accelerate import prepare
 from harness.integrations.watch import Watch
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install 'hopper-harness[accelerate]'")
 
 STEPS, NAN, RUINED, LARGE = 120, 40, range(70, 75), range(90, 120)
 

@@ -13,8 +13,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import harness as _  # noqa: F401 (leaves out what torchao logs of kernels for other machines)
+
+try:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install 'hopper-harness[hf]'")
 
 
 def tiny(folder: Path, text: Path) -> Path:

@@ -7,13 +7,18 @@ import sys
 from importlib.util import find_spec
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 
 from harness import Precision
-from harness.integrations.lightning import HarnessCallback, TrainerPrecision
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from harness.integrations.lightning import HarnessCallback, TrainerPrecision
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install 'hopper-harness[lightning]'")
 
 STEPS, NAN, RUINED, LARGE = 120, 40, range(70, 75), range(90, 120)
 

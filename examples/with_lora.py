@@ -7,11 +7,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-import peft
 import torch
-import transformers
 
 from harness import Precision
+
+try:
+    import peft
+    import transformers
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install 'hopper-harness[peft,hf]'")
 
 
 def base(folder: Path) -> Path:

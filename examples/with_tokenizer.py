@@ -12,7 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+try:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install 'hopper-harness[hf]'")
 
 END = "<|endoftext|>"
 

@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import Trainer, TrainingArguments
 
 from harness.integrations.transformers import PrecisionMixin
 from harness.integrations.watch import Watch
+
+try:
+    import accelerate  # noqa: F401 (the Trainer does not train without it)
+    from transformers import Trainer, TrainingArguments
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install 'hopper-harness[accelerate,hf]'")
 
 STEPS, NAN, RUINED, LARGE = 120, 40, range(70, 75), range(90, 120)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from harness.core.noise import leave_out_noise
+
 if TYPE_CHECKING:
     from harness.guard import Guard
     from harness.precision.api import Precision
     from harness.telemetry import Telemetry
+
+leave_out_noise()
 
 __all__ = ["Guard", "Precision", "Telemetry"]
 

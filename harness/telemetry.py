@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from harness.precision.api import Precision
 
 
-def undeliverable(config: TrackingConfig) -> list[Problem]:
-    """Why rows cannot be delivered to MLflow from here, though that is wanted."""
+def undeliverable(config: TrackingConfig, off: str) -> list[Problem]:
+    """Why rows cannot be delivered to MLflow from here, though that is wanted. off: how its user switches it off."""
     mlflow = probe().libraries["mlflow"]
     if config.mlflow and (why := misplaced()):
-        fix = "start in another folder, or set MLFLOW_TRACKING_URI, or tracking.mlflow=false"
+        fix = f"start in another folder, or set MLFLOW_TRACKING_URI, or {off}"
         return [Problem("MLflow's database would not be in this folder", str(Path.cwd()), why, fix)]
     if not config.mlflow or mlflow.ok:
         return []
-    fix = "pip install 'hopper-harness[mlflow]', or tracking.mlflow=false: journal.jsonl has every series"
+    fix = f"pip install 'hopper-harness[mlflow]', or {off}: journal.jsonl has every series"
     return [Problem("rows cannot be delivered to MLflow", "tracking.mlflow", mlflow.reason, fix)]
 
 
@@ -134,7 +134,7 @@ class Telemetry:
         spoken = sys.stderr if folder is None else sys.stdout
         screen = Console(steps, stream=spoken if lead else open(os.devnull, "w"))  # noqa: SIM115
         path = None if folder is None or not lead else Path(folder)
-        if path is not None and (problems := undeliverable(config)):
+        if path is not None and (problems := undeliverable(config, "mlflow=False")):
             raise MachineError(problems)
         plan = precision.plan
         lock = None if path is None else _taken(path, plan.as_dict())
@@ -201,7 +201,7 @@ class Telemetry:
             self._ship = shipper.start(self.folder, self.config.experiment, self.config.system_seconds)
             self.screen.say(self._ship.choice.told)
         elif self.folder is not None:
-            self.screen.say(f"figures go to {self.folder / JOURNAL} alone (tracking.mlflow=false)")
+            self.screen.say(f"figures go to {self.folder / JOURNAL} alone: MLflow is switched off")
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of metrics."""

@@ -178,8 +178,8 @@ class GradientMonitor(KeptWindow):
             f"update skipped, weights unchanged: {what}. The last {len(row)} in a row had norms of {min(row):.4g} to "
             f"{max(row):.4g} at a loss within its limit: the weights give such gradients, not these samples. From step "
             f"{facts.step + AHEAD} on {len(row)} updates with norms up to {self.skip_growth * self._accepted:.4g} are "
-            "applied, clipped, to lead away from there. If it comes again, lower train.lr or lengthen "
-            "train.warmup_steps"
+            "applied, clipped, to lead away from there. If it comes again, lower the learning rate or lengthen the "
+            "warm-up"
         )
         return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)
 
@@ -209,8 +209,8 @@ class GradientMonitor(KeptWindow):
             f"update skipped, weights unchanged: {what}. Of the last {len(self._marks)} norms {over} were over their "
             "limit, with usual ones between them: some of the samples give such gradients, not the weights. From "
             f"step {facts.step + AHEAD} on norms up to {math.exp(deviation):.3g} times the usual one are applied, "
-            "clipped, as long as they recur. If those samples should not be there, look at the windows that the "
-            "journal names"
+            "clipped, as long as they recur. If those samples should not be there, look at the windows that these "
+            "events name"
         )
         evidence = {"window": facts.window, **evidence, "recurring": over, "growth": math.exp(deviation)}
         return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)
@@ -321,10 +321,10 @@ class ClippingMonitor(KeptWindow):
             return quiet
         usual = median(self._norms)
         text = (
-            f"{share:.0%} of the last {len(self._norms)} updates were clipped: train.max_grad_norm is "
+            f"{share:.0%} of the last {len(self._norms)} updates were clipped: max_grad_norm is "
             f"{self.max_grad_norm:g}, the median gradient norm {usual:.4g}. Clipping bounds what breaks a run and does "
-            "not mend it: now the limit, not the gradient, sets the length of every step. Lower train.lr, look for a "
-            "loss that is summed where it should be averaged, or raise train.max_grad_norm above the usual norm"
+            "not mend it: now the limit, not the gradient, sets the length of every step. Lower the learning rate, "
+            "look for a loss that is summed where it should be averaged, or raise max_grad_norm above the usual norm"
         )
         evidence = {"share": share, "median": usual, "max_grad_norm": self.max_grad_norm}
         return Verdict("gradient.clipping", facts.step, text, evidence=evidence)
@@ -401,7 +401,7 @@ class UnderflowMonitor(KeptWindow):
         text = (
             f"{facts.grad_near_limit:.1%} of the gradient's elements are over half of fp16's largest value at a loss "
             f"scale of {facts.loss_scale:g}: updates are about to be skipped. The scale gives way by itself; if "
-            "nonfinite.skip follows again and again, lower train.lr or use the recipe fp16_overflow"
+            "nonfinite.skip follows again and again, lower the learning rate or use the recipe fp16_overflow"
         )
         evidence = {"near_limit": facts.grad_near_limit, "loss_scale": facts.loss_scale, "window": facts.window}
         return Verdict("gradient.overflow", facts.step, text, evidence=evidence)
@@ -462,7 +462,7 @@ class ParameterMonitor(KeptWindow):
             text = (
                 f"the norm of the weights is {norm:.4g}, {norm / smallest:.1f} times its smallest of the last "
                 f"{self.within} steps ({smallest:.4g}): the run diverges even if the loss does not show it yet. "
-                "Lower train.lr, or lengthen train.warmup_steps"
+                "Lower the learning rate, or lengthen the warm-up"
             )
         evidence = {"norm": jsonable(norm), "smallest": jsonable(smallest), "lr": facts.lr, "window": facts.window}
         return Verdict("parameters.growth", facts.step, text, healthy=False, proposal=proposal, evidence=evidence)

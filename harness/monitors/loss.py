@@ -194,7 +194,7 @@ class LossMonitor(KeptWindow):
                     f"Of the last {len(self._marks)} losses {over} were over their limit, with usual ones between "
                     f"them: some of the samples are harder than others. Losses up to {found:.4g} over the usual one "
                     "are let through, as long as they recur. If those samples should not be there, look at the windows "
-                    "that the journal names"
+                    "that these events name"
                 )
         row = [loss for loss in self._row if loss is not None]
         if run < self.spike_steps or not self._follows or len(row) < run:
@@ -206,7 +206,7 @@ class LossMonitor(KeptWindow):
         return (
             f"The last {run} in a row were like this right behind windows that a rollback passed over, with norms "
             f"within their limit: the data have changed, not the weights. Losses up to {self._ceiling:.4g} are let "
-            "through from now on. Look at the windows that the journal names"
+            "through from now on. Look at the windows that these events name"
         )
 
 

@@ -137,8 +137,8 @@ class LossRiseMonitor(KeptWindow):
 
     def _acted_upon(self, facts: StepFacts, now: float) -> Verdict:
         reason = (
-            f"{self._said(now)}, and was over the first for {len(self._above)} updates; lower train.lr or mend the "
-            "data; if a loss that rises is right, set guard.loss_rise: report"
+            f"{self._said(now)}, and was over the first for {len(self._above)} updates; lower the learning rate or "
+            "mend the data; if a loss that rises is right, set guard.loss_rise: report"
         )
         bad = tuple(self._above)
         self._above.clear()
@@ -175,7 +175,7 @@ class LearningRateMonitor(KeptWindow):
             return Verdict("lr.ok", facts.step)
         text = (
             f"the learning rate is {facts.lr:.4g}, {facts.lr / largest:.4g} times the largest of the run so far "
-            f"({largest:.4g}): if that is not meant, look at train.lr, or at the scheduler of your loop"
+            f"({largest:.4g}): if that is not meant, look at the learning rate and at its schedule"
         )
         evidence = {"lr": facts.lr, "largest": largest, "window": facts.window}
         return Verdict("lr.jump", facts.step, text, evidence=evidence)

@@ -311,7 +311,7 @@ class ScalerMonitor(KeptWindow):
         if scale <= 1:
             reason = (
                 f"the loss scale collapsed to {scale:g}: fp16 gradients overflow at any useful scale. "
-                "Lower train.lr or train.max_grad_norm, check the data, or use a bf16 or fp32 recipe"
+                "Lower the learning rate or max_grad_norm, check the data, or use a bf16 or fp32 recipe"
             )
             return Verdict(
                 "scaler.collapse", facts.step, reason, healthy=False, proposal=Halt(reason), evidence=evidence

@@ -47,6 +47,11 @@ _PLATEAU = "loss-that-plateaus"
 # Of the unigram entropy. The quickstart is at 0.8 and less after 50 updates.
 _LITTLE, _SOME_LENGTH = 0.95, 50
 _HALT, _ROLLBACK = "guard.halt", "guard.rollback"
+_OF_HARNESS_TRAIN = (
+    "This run is a loop of your own. Below, keys of train, data, engine and checkpoint (such as train.lr) stand for "
+    "what your loop sets itself; those of guard and tracking are arguments of Guard.for_precision and "
+    "Telemetry.for_precision; in place of --resume, load a state that you saved."
+)
 # Faults that another learning rate would not cure.
 _KEEP_LR = ("data.", "ranks.", "checkpoint.", "journal.")
 
@@ -427,7 +432,11 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
             console.print(Text(f"    the last, step {each.last}: {each.last_text}"))
     if len(events) > MOST_CODES:
         console.print(Text(f"and {len(events) - MOST_CODES} more codes"))
-    for code in known.ranked(each.code for each in events):
+    codes = known.ranked(each.code for each in events)
+    if codes and history.of_own_loop:
+        console.print()
+        console.print(Text(_OF_HARNESS_TRAIN))
+    for code in codes:
         console.print()
         console.print(Text(f"What to do about {code}", style="bold"))
         for line in plain(known.find(code).fields.get("What to do", "")):

@@ -147,11 +147,15 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
 
     None where the data are bytes, or ids of which nobody said whose, or where it is gone: another would read other ids.
     """
-    wanted = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("tokenizer")
+    corpus = read_mapping(folder / "data" / "corpus.json", MAX_LARGE)
+    wanted = corpus.get("tokenizer")
     if config.data.target is not None:
         return [], "none: the data are a data set of one's own"
+    if corpus.get("kind") == "tokens" and not wanted:
+        return [], "not known: the data were token ids, and nobody said whose"
     if not isinstance(wanted, str) or not wanted:
-        return [], "none: token ids are bytes, or as they came"
+        return [], "none: a token is a byte"
+    named = f"`{_TOKENIZER[0]}` of {corpus.get('ids', '?')} ids, SHA-256 `{wanted}`"
     for place in (config.data.tokenizer, config.data.path, config.model.target.removeprefix(HF)):
         path = Path(place or "").expanduser()
         beside = path if path.is_dir() else path.parent
@@ -160,11 +164,11 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
             return [
                 file,
                 *(beside / name for name in _TOKENIZER[1:] if (beside / name).is_file()),
-            ], f"SHA-256 `{wanted}`"
+            ], f"{named}, as it was given in `{file}`"
     kept = folder / "data" / _TOKENIZER[0]
     if kept.is_file() and file_sha256(kept) == wanted:
-        return [kept], f"SHA-256 `{wanted}`, the run's own copy: the file was changed or moved since"
-    return [], f"SHA-256 `{wanted}`, which is not here: it was gone or changed when this was exported"
+        return [kept], f"{named}, the run's own copy: the file was changed or moved since"
+    return [], f"{named}, which is not here: it was gone or changed when this was exported"
 
 
 def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:

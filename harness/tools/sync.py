@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,8 @@ from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, POSITION, require_run
 from harness.tracking.shipper import SET_ASIDE, sync
 from harness.tracking.store import Choice, choose_for_sync
+
+PATIENCE = 60.0
 
 
 def command(
@@ -35,7 +38,11 @@ def command(
         experiment = load_config(str(config)).tracking.experiment
     else:  # of a loop that is not ours, which says it in its journal
         experiment = str(RunHistory.read(run).run["tags"].get("experiment", TrackingConfig().experiment))
-    done = _restored(run, experiment, choice) if restore else sync(run, experiment, choice=choice)
+
+    def refused(error: str) -> None:
+        say(f"! {choice.store.uri}: {error}; trying again, until {PATIENCE:g} s have passed without success")
+
+    done = _restored(run, experiment, choice, refused) if restore else sync(run, experiment, PATIENCE, choice, refused)
     if (aside := run / SET_ASIDE).exists():
         say(f"! lines of the journal that are no rows were set aside in {aside}")
     if done:
@@ -47,7 +54,7 @@ def command(
     return 0 if done else 1
 
 
-def _restored(run: Path, experiment: str, choice: Choice) -> bool:
+def _restored(run: Path, experiment: str, choice: Choice, refused: Callable[[str], None]) -> bool:
     """Both ways; no run may write there meanwhile. What the journal has is delivered first, so that a figure that comes
     back is not sent again as news.
     """
@@ -61,7 +68,7 @@ def _restored(run: Path, experiment: str, choice: Choice) -> bool:
 
     with RunLock(run):
         found = find_run(require_run(run), experiment, choice.uri)
-        if not sync(run, experiment, choice=choice):
+        if not sync(run, experiment, PATIENCE, choice, refused):
             return False
         say(restore(require_run(run), found, choice.uri))
-        return sync(run, experiment, choice=choice)
+        return sync(run, experiment, PATIENCE, choice, refused)

@@ -93,7 +93,8 @@ def train(request: Request) -> int:
     source = _find_source(request.resume, request.name)
     worker = join_worker(config, request.launcher)
     lead = worker.group.rank == 0
-    if problems := worker.group.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
+    problems = undeliverable(config.tracking, "tracking.mlflow=false") if lead else []
+    if problems := worker.group.broadcast([asdict(each) for each in problems] if lead else None):
         raise MachineError([Problem(**each) for each in problems])
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
     with RunLock(folder) if lead else nullcontext() as lock:

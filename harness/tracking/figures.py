@@ -60,11 +60,9 @@ class _Group:
 
     def replaced(self, first: First) -> npt.NDArray[np.bool_]:
         """Of each row: whether a later attempt did its step again."""
-        steps, attempts = np.array(self.steps), np.array(self.attempts)
-        limits = np.full(len(steps), np.inf)
-        for attempt in np.unique(attempts):
-            limits[attempts == attempt] = first(int(attempt))
-        return steps >= limits
+        attempts, place = np.unique(np.array(self.attempts), return_inverse=True)
+        limits = np.array([first(attempt) for attempt in attempts.tolist()])
+        return np.array(self.steps) >= limits[place]
 
 
 class Figures:
@@ -119,10 +117,11 @@ class Figures:
         """The first step of each attempt."""
         found: dict[int, int] = {}
         for group in self._groups.values():
-            steps, attempts = np.array(group.steps), np.array(group.attempts)
-            for attempt in np.unique(attempts):
-                first = int(steps[attempts == attempt].min())
-                found[int(attempt)] = min(first, found.get(int(attempt), first))
+            attempts, place = np.unique(np.array(group.attempts), return_inverse=True)
+            firsts = np.full(len(attempts), np.iinfo(np.int64).max)
+            np.minimum.at(firsts, place, np.array(group.steps))
+            for attempt, first in zip(attempts.tolist(), firsts.tolist(), strict=True):
+                found[attempt] = min(first, found.get(attempt, first))
         return found
 
     def names(self) -> list[str]:

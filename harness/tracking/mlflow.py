@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModelStatus, Metric, Param, Run, RunTag
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Param, Run, RunTag
 from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -60,6 +60,7 @@ class CheckpointModels:
         self._client, self._retry = client, retry
         self._run = run.info
         self._ids: dict[int, str] = {}
+        self._linked: set[str] = set()
         self._unknown = False
 
     def note(self, row: Mapping[str, Any], milliseconds: int) -> None:
@@ -86,6 +87,7 @@ class CheckpointModels:
                 for name, value in row["metrics"].items()
             ]
             self._retry(self._client.log_batch, self._run.run_id, metrics=metrics, synchronous=True)
+            self._retry(self._link, model, step)
         elif model := self._retry(self._find, step):
             tags = {"good": "true"} if state == "good" else {"state": state, "good": "false"}
             self._retry(self._client.set_logged_model_tags, model, tags)
@@ -100,6 +102,15 @@ class CheckpointModels:
         )
         self._ids[step] = model.model_id
         return model.model_id
+
+    def _link(self, model: str, step: int) -> None:
+        """Name the model on the run's page, among its outputs. Stores refuse to be told of one twice."""
+        if model not in self._linked:
+            outputs = self._client.get_run(self._run.run_id).outputs
+            self._linked.update(each.model_id for each in outputs.model_outputs)
+        if model not in self._linked:
+            self._client.log_outputs(self._run.run_id, [LoggedModelOutput(model, step)])
+            self._linked.add(model)
 
     def _find(self, step: int) -> str | None:
         if step not in self._ids:

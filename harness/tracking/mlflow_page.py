@@ -64,6 +64,7 @@ def _view() -> dict[str, Any]:
             "deleted": False,
             "isGenerated": True,
         }
+        | ({"scaleType": "log"} if figure == "amax_max" else {})
         for name, figures in _SECTIONS.items()
         for figure in figures
     ]

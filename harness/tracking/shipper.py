@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,20 +90,42 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
     return ShipperHandle(run_dir, process, choice)
 
 
-def sync(run_dir: Path, experiment: str, patience: float = 60.0, choice: Choice | None = None) -> bool:
+def sync(
+    run_dir: Path,
+    experiment: str,
+    patience: float = 60.0,
+    choice: Choice | None = None,
+    refused: Callable[[str], None] | None = None,
+) -> bool:
     """Deliver all of the journal now and say whether MLflow has it; gives up `patience` seconds after the last success.
 
-    choice: where to; without it as `start`. Errors go to `<run_dir>/shipper.log`. Raises ConfigError if `run_dir` is no
-    run folder.
+    choice: where to; without it as `start`. refused: called with the first error, in a few words, as soon as it comes.
+    All errors go to `<run_dir>/shipper.log`. Raises ConfigError if `run_dir` is no run folder.
     """
     command = [*_command(require_run(run_dir), experiment), "--patience", str(patience)]
     choice = choice or choose(run_dir)
     choice.store.save(run_dir)
-    with _log(run_dir) as log:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(choice), check=False
-        )
-    return done.returncode == 0 and delivered(run_dir)
+    receiving, sending = os.pipe()
+    command += ["--first-error", str(sending)]
+    with _log(run_dir) as log, open(receiving, encoding="utf-8", errors="replace") as errors:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(choice),
+                pass_fds=(sending,),
+            )
+        finally:
+            os.close(sending)
+        with process:
+            error = (
+                errors.readline().strip()
+            )  # comes with the first error, and empty with the end of a process without one
+            if error and refused is not None:
+                refused(error)
+    return process.returncode == 0 and delivered(run_dir)
 
 
 @contextmanager
@@ -126,7 +148,8 @@ def _command(run_dir: Path, experiment: str) -> list[str]:
 @dataclass
 class _Follower:
     """The shipper's own side. pid: the trainer's, None under `sync`. born: journal size at start; an "end" row before
-    it belongs to an earlier process. system_seconds: between figures of the machine, 0 for none."""
+    it belongs to an earlier process. system_seconds: between figures of the machine, 0 for none. first_error: file
+    descriptor that takes the first error, None where nobody reads it."""
 
     run_dir: Path
     experiment: str
@@ -134,6 +157,7 @@ class _Follower:
     born: int
     patience: float
     system_seconds: float = 0.0
+    first_error: int | None = None
     _machine: MachineWatch | None = None
     _look_again: float = 0.0
     _failures: int = 0
@@ -204,6 +228,7 @@ class _Follower:
                 # A new connection takes up at what is written down, so that nothing half done is counted twice.
                 sink, position = None, Position.load(self.run_dir)
                 _say(_described(error))
+                self._tell_first(error)
                 if self.pid is None and time.monotonic() - success > self.patience:
                     return 1
                 time.sleep(backoff)
@@ -256,6 +281,14 @@ class _Follower:
         self._failures += 1
         if times > 1 or self._failures <= SAID:
             _say(_described(error))
+        self._tell_first(error)
+
+    def _tell_first(self, error: Exception) -> None:
+        if self.first_error is None:
+            return
+        with open(self.first_error, "w", encoding="utf-8") as reader:
+            reader.write(f"{_cause(error)}\n")
+        self.first_error = None
 
 
 def _read(
@@ -283,8 +316,18 @@ def _read(
     return rows, offset, strange
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(scrubbed(str(error)).split())[:500]}"
+
+
+def _cause(error: BaseException) -> str:
+    """What a chain of exceptions began with, as `Connection refused`: libraries wrap it in text of their own."""
+    first = error
+    while (earlier := first.__cause__ or first.__context__) is not None:
+        first = earlier
+    if isinstance(first, OSError) and first.strerror:
+        return shown(scrubbed(first.strerror))
+    return shown(_described(error))
 
 
 def _bound_life(follower: _Follower) -> None:
@@ -333,10 +376,17 @@ def main() -> int:
     parser.add_argument("--from", dest="born", type=int, default=0, help="journal bytes older than the trainer")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without success before giving up")
     parser.add_argument("--system-seconds", type=float, default=0.0, help="between figures of the machine; 0: none")
+    parser.add_argument("--first-error", type=int, help="file descriptor that takes the first error")
     options = parser.parse_args()
     os.environ.update(DEFAULTS | dict(os.environ) | FIXED)
     follower = _Follower(
-        options.run_dir, options.experiment, options.pid, options.born, options.patience, options.system_seconds
+        options.run_dir,
+        options.experiment,
+        options.pid,
+        options.born,
+        options.patience,
+        options.system_seconds,
+        options.first_error,
     )
     if follower.pid is not None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -145,6 +145,8 @@ def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None
     read = transformers.AutoTokenizer.from_pretrained(out)
     assert read("the lazy dog").input_ids == [words[word] for word in ("the", "lazy", "dog")]
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    assert f"`tokenizer.json` of {len(words)} ids, SHA-256 `" in (out / "README.md").read_text()
+    assert f"as it was given in `{folder / 'tokenizer.json'}`" in (out / "README.md").read_text()
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n")
     kept = tmp_path / "runs" / "r" / "data" / "tokenizer.json"
     own = export(tmp_path / "runs" / "r", tmp_path / "own")

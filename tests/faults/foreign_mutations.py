@@ -9,6 +9,17 @@ _TESTS = "tests/faults/test_foreign_runs.py"
 FOREIGN: tuple[Mutation, ...] = (
     Mutation(
         24,
+        "readers go through the attempts of a journal once",
+        "        limits = np.array([first(attempt) for attempt in attempts.tolist()])\n"
+        "        return np.array(self.steps) >= limits[place]\n",
+        "        limits = np.zeros(len(place))\n"
+        "        for number, attempt in enumerate(attempts.tolist()):\n"
+        "            limits[place == number] = first(attempt)\n"
+        "        return np.array(self.steps) >= limits\n",
+        "tests/unit/tracking/test_long_journals.py -k by_their_number",
+    ),
+    Mutation(
+        24,
         "a terminal obeys nothing that a run folder says",
         "segment if segment.control else Segment(shown(segment.text), segment.style)",
         "segment",

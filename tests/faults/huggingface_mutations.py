@@ -8,6 +8,13 @@ _MODELS, _LORA = "tests/extras/test_huggingface.py", "tests/extras/test_lora.py"
 
 HUGGING_FACE = (
     Mutation(
+        24,
+        "what torchao logs of kernels for other machines does not come first",
+        "    return kernels or ",
+        "    return True or ",
+        "tests/unit/core/test_noise.py",
+    ),
+    Mutation(
         27,
         "adapters beside other frozen weights are refused",
         'theirs["sha256"] != ours["sha256"]',

@@ -7,6 +7,13 @@ from mutation import Mutation
 LOOP = (
     Mutation(
         8,
+        "no event of a loop of one's own names a key of harness train",
+        "If it comes again, lower the learning rate or lengthen the ",
+        "If it comes again, lower train.lr or lengthen the ",
+        "tests/unit/precision/test_own_words.py -k no_text",
+    ),
+    Mutation(
+        8,
         "a copy of a Precision is refused by name",
         "        if self._prepared is not None:\n            what = ",
         "        if False:\n            what = ",

@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,10 +23,12 @@ from typing import Any, ClassVar
 import pytest
 from tracking_server import SHARE, Proxy, real_server
 from tracking_trainer import check_delivered, query
+from typer.testing import CliRunner
 
+from harness.cli import app
 from harness.core.errors import ConfigError
 from harness.tracking import shipper
-from harness.tracking.journal import JOURNAL, Journal, delivered
+from harness.tracking.journal import JOURNAL, Journal, Position, delivered
 from tests.support.runs import environment, harness, train
 
 pytestmark = pytest.mark.faults(18)
@@ -331,6 +335,59 @@ def test_a_server_that_fails_three_in_ten_requests_gets_the_run_once_and_in_orde
     assert min(proxy.hits[kind] for kind in ("429", "500", "lost", "passed")) > 0, proxy.hits
     assert check_delivered(run_dir, folder / "mlflow.db") == 60 * 100 + 3
     assert query(folder / "mlflow.db", "select count(*) from runs") == [(1,)]
+
+
+REFUSALS = {
+    "refuse": "Connection refused",
+    "no_name": "Name or service not known",
+    "denied": "failed with error code 401",
+}
+
+
+@pytest.mark.parametrize("fault", REFUSALS)
+def test_sync_says_the_first_refusal_at_once_and_that_it_tries_again(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Not only how it ended, a minute later."""
+    here, _ = places
+    proxy = Proxy(here / "proxy")
+    for name, value in (("MLFLOW_TRACKING_URI", proxy.uri), ("PYTHONPATH", str(proxy.python_path))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("harness.tools.sync.PATIENCE", 2.0)
+    with proxy.outage(fault):
+        told = CliRunner().invoke(app, ["sync", str(here / "runs" / "r")])
+        assert told.exit_code == 1
+    first, last = " ".join(told.output.split()).split("not delivered to ")
+    assert first.startswith(f"! {proxy.uri}: ")
+    assert REFUSALS[fault] in first
+    assert "trying again, until 2 s have passed without success" in first
+    assert "shipper.log" in last
+
+
+@pytest.mark.slow
+def test_what_a_store_has_taken_is_not_sent_again_when_the_next_batch_fails(places: tuple[Path, Path]) -> None:
+    """A chunk of the journal is several requests; a store that refuses the last for good still gets the first once."""
+    run_dir, database = places[0] / "runs" / "r", places[0] / "mlflow.db"
+    ship(run_dir)
+    with Journal(run_dir / JOURNAL, resume_step=5) as journal:
+        for step in range(5, 35):
+            journal.metrics(step, {f"fp8_amax/{number:03d}.input": float(step) for number in range(100)})
+        journal.note("end", status="done")
+    begun = Position.load(run_dir).offset
+    refusing = "create trigger t before insert on metrics when new.step >= 30 begin select raise(abort, 'no'); end"
+    with closing(sqlite3.connect(database)) as store:
+        store.execute(refusing)
+        store.commit()
+    assert not shipper.sync(run_dir, "e", patience=1.0)
+    reached = Position.load(run_dir).offset
+    assert begun < reached < (run_dir / JOURNAL).stat().st_size
+    rows = (run_dir / JOURNAL).read_bytes()[:reached].count(b"fp8_amax/000.input")
+    assert 10 <= rows < 30
+    with closing(sqlite3.connect(database)) as store:
+        store.execute("drop trigger t")
+        store.commit()
+    ship(run_dir)
+    assert query(database, "select count(*) from metrics where key = 'fp8_amax/000.input'") == [(30,)]
 
 
 FORMS = {

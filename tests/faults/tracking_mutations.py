@@ -77,6 +77,42 @@ TRACKING: tuple[Mutation, ...] = (
     ),
     Mutation(
         18,
+        "runs that lost one server come back at different times",
+        " * (0.5 + 0.5 * share)",
+        "",
+        "tests/faults/test_delivery.py -k honoured",
+    ),
+    Mutation(
+        18,
+        "what a store has taken of a chunk is not sent again",
+        "if sent < len(rows) and not strange:",
+        "if False:",
+        "tests/faults/test_delivery.py -k next_batch",
+    ),
+    Mutation(
+        18,
+        "sync says the first refusal at once",
+        "            if error and refused is not None:\n",
+        "            if False:\n",
+        "tests/faults/test_delivery.py -k at_once",
+    ),
+    Mutation(
+        18,
+        "the shipper's log is for its owner alone",
+        "os.open(path, flags, 0o600)) as log:\n        with suppress(OSError):  # one that somebody else owns\n"
+        "            os.fchmod(log.fileno(), 0o600)\n",
+        "os.open(path, flags, 0o644)) as log:\n",
+        "tests/faults/test_delivery.py -k no_secret_of",
+    ),
+    Mutation(
+        19,
+        "a run's page in MLflow names its checkpoints",
+        "            self._retry(self._link, model, step)\n",
+        "",
+        "tests/unit/tracking/test_checkpoint_models.py -k names_its_checkpoints",
+    ),
+    Mutation(
+        18,
         "a run remembers its store without secrets",
         "return cls(address.bare, tuple(needs))",
         "return cls(uri, tuple(needs))",

@@ -66,7 +66,7 @@ def load() -> Library:
         distributed = import_module("transformer_engine.pytorch.distributed")
         quantization = import_module("transformer_engine.pytorch.quantization")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        fix = "make setup builds it; or take a recipe without it: --recipe bf16"
+        fix = "make setup builds it; or take a recipe without it, such as bf16"
         raise MachineError(Problem(f"Transformer Engine does not import: {error}", WHERE, fix=fix)) from error
     version = str(getattr(package, "__version__", "of unknown version"))
     needed = [(pytorch, name) for name in ("autocast", "Linear", "LayerNormLinear", "LayerNormMLP")]

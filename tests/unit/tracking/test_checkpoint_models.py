@@ -79,6 +79,18 @@ def test_what_is_sent_twice_stands_once_another_attempt_replaces_it(client: Mlfl
     assert (again.tags["attempt"], again.tags["state"]) == ("2", "saved")
 
 
+def test_the_run_names_its_checkpoints_each_once(client: MlflowClient) -> None:
+    experiment = client.create_experiment("linked")
+    rows = [saved(5, 3.0), saved(10, 2.0), row(5, "good"), saved(10, 1.0, attempt=2)]
+    send(client, experiment, rows)
+    send(client, experiment, [*rows, saved(15, 0.5)])
+    (run,) = client.search_runs([experiment])
+    outputs = client.get_run(run.info.run_id).outputs
+    assert outputs is not None
+    linked = [(client.get_logged_model(each.model_id).name, each.step) for each in outputs.model_outputs]
+    assert sorted(linked) == [("step-00000005", 5), ("step-00000010", 10), ("step-00000015", 15)]
+
+
 def test_news_of_a_checkpoint_that_was_never_told_is_passed_over(client: MlflowClient) -> None:
     experiment = client.create_experiment("unknown")
     send(client, experiment, [row(5, "deleted")])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,20 @@ def test_a_million_rows_are_read_in_little_memory(tmp_path: Path) -> None:
     assert memory < 300, "8 bytes a figure, and what one series takes at a time"
     assert seconds < 15 * plain
     assert f"steps: {ROWS}: {ROWS} applied, 0 skipped" in (tmp_path / "told.txt").read_text()
+
+
+def test_attempts_cost_by_their_number() -> None:
+    """A journal may have as many attempts as rows."""
+    attempts, figures = range(1, 80_001), Figures()
+    begin = time.process_time()
+    for attempt in attempts:
+        figures.add(MetricsRow(attempt, 9, {"a": float(attempt)}, None))
+    adding = time.process_time() - begin
+    begin = time.process_time()
+    assert figures.begins() == dict.fromkeys(attempts, 9)
+    kept = figures.points("a", lambda attempt: 9 if attempt < len(attempts) else math.inf, replaced=False)
+    assert dict(kept) == {9: float(len(attempts))}
+    assert time.process_time() - begin < 2 * adding
 
 
 def test_figures_are_those_of_the_rows_one_by_one(tmp_path: Path) -> None:

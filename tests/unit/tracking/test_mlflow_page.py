@@ -68,6 +68,8 @@ def test_the_experiment_is_one_of_training_with_loss_first(run_dir: Path) -> Non
     view = json.loads(found["mlflow.sharedViewState.harness"])
     names = [section["name"] for section in view["compareRunSections"]]
     assert names[:6] == ["train", "val", "guard", "fp8/input", "fp8/weight", "fp8/grad_output"]
+    logarithmic = [chart["metricKey"] for chart in view["compareRunCharts"] if chart.get("scaleType") == "log"]
+    assert logarithmic == [f"fp8/{role}/amax_max" for role in ("input", "weight", "grad_output")]
     assert len(found["mlflow.sharedViewState.harness"]) < 5000, "a tag's limit"
     page = run_page(run_dir)
     assert page == f"/#/experiments/1/runs/{Position.load(run_dir).run_id}?workflowType=machine_learning"
