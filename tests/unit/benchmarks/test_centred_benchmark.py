@@ -50,5 +50,7 @@ def test_both_kinds_of_casts_train_with_and_without(tmp_path: Path) -> None:
 
 def test_the_record_has_every_line() -> None:
     rows = read_json(centred.OUT)["results"]
-    lines = [(size, casts, steps) for size in SIZES for casts in ("kernel", "torch") for steps in ("sampled", "shipped")]
+    lines = [
+        (size, casts, steps) for size in SIZES for casts in ("kernel", "torch") for steps in ("sampled", "shipped")
+    ]
     assert [(row["size"], row["casts"], row["steps"]) for row in rows] == lines

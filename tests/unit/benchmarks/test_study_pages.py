@@ -15,6 +15,7 @@ from benchmarks.evidence import GRID
 from benchmarks.held_out import HARMFUL
 from benchmarks.held_out_pictures import summary
 from benchmarks.intervals import binomial_upper, samples_needed, t_interval
+from benchmarks.zero_init import CONTROL
 from harness.core.files import read_json
 from harness.monitors.evidence import FallbackConfig
 
@@ -218,3 +219,33 @@ def test_limits_of_common_parts_and_small_groups() -> None:
     lost = [groups["gradient", -34, share]["even_db"] for share in shares[1:]]
     assert min(lost) > policy.even_db_grad_output
     assert f"at 2^-34: {lost[0]} dB with a seventh, {lost[1]} dB with a sixth" in FALLBACK
+
+
+def span(values: list[float], digits: int = 0) -> str:
+    """As the table of starts from zero has it."""
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def test_starts_from_zero() -> None:
+    record = read_json(RESULTS / "zero_init_cpu.json")
+    starts = [row for row in record["runs"] if row["model"] != CONTROL]
+    kept = sum(not row["left"] for row in starts)
+    lost = [(row["model"], row["rate"], row["warmup"]) for row in record["runs"] if row["left"]]
+    assert f"in {kept} of these {len(starts)} starts no layer leaves FP8" in FALLBACK
+    assert {rate for _, rate, _ in lost} == {3e-2}
+    assert [(row["model"], row["rate"], row["warmup"]) for row in record["harm"]] == lost
+    for row in record["harm"]:
+        bf16, ours = row["losses"]["bf16"], row["losses"]["fallback"]
+        assert len(bf16) == 6
+        largest, late = ([run[name] for run in bf16] for name in ("largest", "late"))
+        course = f"{span(largest, 1)}, then {span(late, 2)}"
+        ratios = [found["late"] for found in row["over bf16"].values()]
+        cells = " | ".join(f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios)
+        counts = [len(run["left"]) for run in ours]
+        first = [min(run["left"].values()) for run in ours]
+        left = f"{span(counts)}, from step {span(first)} on"
+        name = row["model"] + (", warm-up" if row["warmup"] else "")
+        assert f"| {name} | {course} | {cells} | {left} |" in FALLBACK
+        # No start in which FP8 could be shown to be worse than bf16.
+        assert row["over bf16"]["FP8 without the fallback"]["late"][1] < 1
