@@ -1,58 +1,69 @@
 """Do models with zero-initialised parts keep their layers in FP8?
 
-    python -m benchmarks.zero_init
+    python -m benchmarks.zero_init [--seeds 6]
 
-A GPT whose output projections begin at zero, the same GPT frozen with low-rank updates (LoRA, `b` from zero), and a
-ConvNet whose residual branches begin at zero, under `fp8_hybrid` as shipped: 40 steps of AdamW at each rate, with a
-warm-up of 20 steps and without. For each the layers that left FP8. One seed: what is tried is the start, not chance.
+*starts*: a GPT whose output projections begin at zero; one whose queries and head do, too, as under muP; the first one
+frozen with low-rank updates (LoRA, `b` from zero), of the size of their product or 16 times it; a ConvNet whose
+residual branches begin at zero, and the same with torch's own initialisation as a control. Under `fp8_hybrid` as
+shipped, 40 steps of AdamW at each rate, with a warm-up of 20 steps and without. For each the layers that left FP8. One
+seed: what is tried is the start, not chance.
+
+*harm*: each start in which a layer left, again with so many seeds, for 100 steps: in bf16, in bf16 from weights one
+float32 ulp apart (what chance alone does to a start that swings), in FP8 without the fallback, and with it. Mean loss
+of steps 21 to 40 and of the last 20 over that of bf16 of the same seed: geometric mean and 95% t interval.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.intervals import t_interval
 from harness import Precision
 from harness.core.files import write_json
 from harness.models.gpt import build
-from harness.precision.recipe import load_recipe
+from harness.precision.recipe import Recipe, load_recipe
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "zero_init_cpu.json"
-STEPS, RATES, WARMUPS = 40, (3e-4, 3e-3, 1e-2, 3e-2), (0, 20)
+STEPS, LONG, RATES, WARMUPS = 40, 100, (3e-4, 3e-3, 1e-2, 3e-2), (0, 20)
 DIM, VOCAB, CONTEXT = 64, 64, 32
 Loss = Callable[[nn.Module, int], Tensor]
+Row = dict[str, Any]
 
 
 class LowRank(nn.Module):
-    """A frozen Linear and an update b(a(x)) of rank 16, `b` from zero."""
+    """A frozen Linear and an update factor * b(a(x)) of rank 16, `b` from zero. factor: LoRA's alpha / r."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear, factor: float) -> None:
         super().__init__()
-        self.base = base
+        self.base, self.factor = base, factor
         self.a = nn.Linear(base.in_features, 16, bias=False)
         self.b = nn.Linear(16, base.out_features, bias=False)
         nn.init.zeros_(self.b.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return self.base(x) + self.b(self.a(x))
+        return self.base(x) + self.factor * self.b(self.a(x))
 
 
 class Branch(nn.Module):
-    """A block as ConvNeXt has it: x + down(gelu(up(conv(x)))) over channels, `down` from zero."""
+    """A block as ConvNeXt has it: x + down(gelu(up(conv(x)))) over channels. zero: `down` begins at zero."""
 
-    def __init__(self) -> None:
+    def __init__(self, zero: bool) -> None:
         super().__init__()
         self.conv = nn.Conv1d(DIM, DIM, 7, padding=3, groups=DIM)
         self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-        nn.init.zeros_(self.down.weight)
+        if zero:
+            nn.init.zeros_(self.down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, positions, DIM] to the same shape."""
@@ -69,7 +80,18 @@ def gpt() -> nn.Module:
     return model
 
 
-def lora() -> nn.Module:
+def mup_gpt() -> nn.Module:
+    """As `gpt`, with queries and a head of its own from zero."""
+    model = build(vocab=VOCAB, dim=DIM, layers=2, heads=2, ffn=176, tied=False)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.endswith(("attn.out", "mlp.down", "lm_head")):
+            nn.init.zeros_(module.weight)
+        elif isinstance(module, nn.Linear) and name.endswith("attn.qkv"):
+            nn.init.zeros_(module.weight[:DIM])
+    return model
+
+
+def lora(factor: float = 1.0) -> nn.Module:
     """The GPT, frozen, with a low-rank update of every Linear in its blocks."""
     model = build(vocab=VOCAB, dim=DIM, layers=2, heads=2, ffn=176, tied=True)
     model.requires_grad_(False)
@@ -78,13 +100,13 @@ def lora() -> nn.Module:
         parent, _, last = name.rpartition(".")
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)
-        setattr(model.get_submodule(parent), last, LowRank(base))
+        setattr(model.get_submodule(parent), last, LowRank(base, factor))
     return model
 
 
-def convnet() -> nn.Module:
+def convnet(zero: bool = True) -> nn.Module:
     """Three blocks between two Linears."""
-    return nn.Sequential(nn.Linear(DIM, DIM), Branch(), Branch(), Branch(), nn.Linear(DIM, DIM))
+    return nn.Sequential(nn.Linear(DIM, DIM), *(Branch(zero) for _ in range(3)), nn.Linear(DIM, DIM))
 
 
 def loss_of_tokens(model: nn.Module, step: int) -> Tensor:
@@ -104,52 +126,105 @@ def loss_of_signals(model: nn.Module, step: int) -> Tensor:
     return nn.functional.mse_loss(model(x).float(), (x + x.roll(1, dims=1)).sin())
 
 
+CONTROL = "ConvNet, nothing from zero"
 MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "GPT, output projections from zero": (gpt, loss_of_tokens),
+    "GPT, queries and head from zero, too": (mup_gpt, loss_of_tokens),
     "LoRA on a frozen GPT": (lora, loss_of_tokens),
+    "LoRA on a frozen GPT, alpha / r of 16": (lambda: lora(16.0), loss_of_tokens),
     "ConvNet, residual branches from zero": (convnet, loss_of_signals),
+    CONTROL: (lambda: convnet(zero=False), loss_of_signals),
 }
 
 
-def train(name: str, rate: float, warmup: int, steps: int = STEPS) -> dict[str, Any]:
-    """One run: a row with its first and last loss and the layers that left FP8, each with the step before."""
-    torch.manual_seed(1)
+KINDS = ("bf16", "bf16, an ulp apart", "FP8 without the fallback", "fallback")
+
+
+def recipe_of(kind: str) -> Recipe:
+    """`kind`: one of KINDS."""
+    if kind.startswith("bf16"):
+        return load_recipe("bf16")
+    given = load_recipe("fp8_hybrid").model_dump()
+    given["fallback"]["enabled"] = kind == "fallback"
+    return Recipe.model_validate(given)
+
+
+def train(
+    name: str, rate: float, warmup: int, steps: int = STEPS, kind: str = "fallback", seed: int = 1
+) -> tuple[list[float], dict[str, int]]:
+    """One run: the loss of every step, and the layers that left FP8, each with the step before."""
+    torch.manual_seed(seed)
     build_model, loss_of = MODELS[name]
-    precision = Precision(load_recipe("fp8_hybrid"))
+    precision = Precision(recipe_of(kind))
     model = precision.prepare(build_model())
+    if kind == "bf16, an ulp apart":
+        with torch.no_grad():
+            for each in model.parameters():
+                each.copy_(torch.nextafter(each, torch.full_like(each, math.inf)))
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=rate, fused=True)
     left: dict[str, int] = {}
     losses: list[float] = []
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = rate * min(1.0, step / max(1, warmup))
         with precision.context():
-            loss = loss_of(model, step)
+            loss = loss_of(model, 1000 * (seed - 1) + step)
         precision.backward(loss)
         precision.step(optimizer)
         optimizer.zero_grad()
-        losses.append(round(loss.item(), 4))
+        losses.append(loss.item())
         for layer in precision.demoted:
             left.setdefault(layer, step)
-    return {"model": name, "rate": rate, "warmup": warmup, "first": losses[0], "last": losses[-1], "left": left}
+    return losses, left
+
+
+def starts() -> list[Row]:
+    """Every model, rate and warm-up with the fallback: first and last loss, and the layers that left."""
+    rows: list[Row] = []
+    for name in MODELS:
+        for rate in RATES:
+            for warmup in WARMUPS:
+                losses, left = train(name, rate, warmup)
+                first, last = round(losses[0], 4), round(losses[-1], 4)
+                rows.append({"model": name, "rate": rate, "warmup": warmup, "first": first, "last": last, "left": left})
+                said = f"loss {first} to {last}, left: {left or 'none'}"
+                print(f"{name:<38} rate {rate:<7g} warm-up {warmup:<3}{said}", flush=True)
+    return rows
+
+
+def harm(name: str, rate: float, warmup: int, seeds: int) -> Row:
+    """One start in all KINDS: the losses of each seed, and their ratios to bf16's."""
+    losses: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+    for seed in range(1, seeds + 1):
+        for kind in KINDS:
+            course, left = train(name, rate, warmup, LONG, kind, seed)
+            early, late = (round(mean(course[place]), 4) for place in (slice(20, 40), slice(LONG - 20, LONG)))
+            found = {"early": early, "late": late, "largest": round(max(course), 4), "left": left}
+            losses[kind].append(found)
+            print(f"{name}, rate {rate:g}, seed {seed}, {kind}: {found}", flush=True)
+    over: Row = {}
+    for kind in KINDS[1:]:
+        for moment in ("early", "late"):
+            pairs = zip(losses[kind], losses["bf16"], strict=True)
+            found = t_interval([math.log(a[moment] / b[moment]) for a, b in pairs])
+            over.setdefault(kind, {})[moment] = [round(math.exp(x), 3) for x in (found.mean, found.low, found.high)]
+    print(f"{name}, rate {rate:g}: over bf16 {over}", flush=True)
+    return {"model": name, "rate": rate, "warmup": warmup, "over bf16": over, "losses": losses}
 
 
 def main() -> None:
     """Run all, print a line each, write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("--seeds", type=int, default=6, help="of each start that is run again")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    rows: list[dict[str, Any]] = []
-    for name in MODELS:
-        for rate in RATES:
-            for warmup in WARMUPS:
-                row = train(name, rate, warmup)
-                rows.append(row)
-                said = f"loss {row['first']} to {row['last']}, left: {row['left'] or 'none'}"
-                print(f"{name:<38} rate {rate:<7g} warm-up {warmup:<3}{said}", flush=True)
-    print(f"{sum(bool(row['left']) for row in rows)} of {len(rows)} runs with a layer that left FP8")
+    rows = starts()
+    lost = [row for row in rows if row["left"]]
+    print(f"{len(lost)} of {len(rows)} runs with a layer that left FP8")
+    found = [harm(row["model"], row["rate"], row["warmup"], given.seeds) for row in lost]
     machine = f"{platform.machine()} CPU, one thread, torch {torch.__version__}"
-    write_json(RESULTS, {"command": "python -m benchmarks.zero_init", "machine": machine, "steps": STEPS, "runs": rows})
+    record = {"command": f"python -m benchmarks.zero_init --seeds {given.seeds}", "machine": machine, "steps": STEPS}
+    write_json(RESULTS, record | {"runs": rows, "harm": found})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from benchmarks.evidence import GRID
 from benchmarks.held_out import HARMFUL
 from benchmarks.held_out_pictures import summary
 from benchmarks.intervals import binomial_upper, samples_needed, t_interval
+from benchmarks.zero_init import CONTROL
 from harness.core.files import read_json
+from harness.monitors.evidence import FallbackConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -182,3 +184,68 @@ def test_cost_of_fp8_spread() -> None:
             str(samples_needed(pooled["sd"], wanted)),
             str(samples_needed(pooled["sd"], wanted - pooled["mean"])),
         ]
+
+
+def test_limits_of_common_parts_and_small_groups() -> None:
+    results = read_json(RESULTS / "common_mode_cpu.json")["results"]
+    parts = {(row["role"], row["part"], row["size"]): row for row in results["parts"]}
+    groups = {(row["role"], row["bits"], row["rows"]): row for row in results["groups"]}
+
+    def loss_over_bf16(part: str) -> str:
+        rows = [row for row in results["training"] if (row["role"], row["part"], row["size"]) == ("input", part, 16)]
+        assert not any(row["left"] for row in rows)
+        ratios = sorted(row["fallback"] / row["bf16"] for row in rows)
+        return f"ends at {ratios[0]:.1f} to {ratios[-1]:.1f} times that of bf16"
+
+    policy = FallbackConfig()
+    offset = parts["input", "offset", 16]
+    assert f"an input N(0, 1) + 16 keeps {offset['left_db']} dB of its signal" in FALLBACK
+    assert offset["centred_db"] > policy.centred_db == 5
+    assert f"and the loss {loss_over_bf16('offset')} ([figures]" in FALLBACK
+
+    near, far = (parts["input", "direction", size] for size in (16, 32))
+    told = f"beside one 16 times as large keeps {near['left_db']} dB, beside one 32 times as large {far['left_db']} dB"
+    assert told in FALLBACK
+    figures = [row[name] for row in (near, far) for name in ("sqnr_db", "even_db", "centred_db")]
+    assert f"all figures say {int(min(figures))} dB or more" in FALLBACK
+    assert f"at 16 the loss {loss_over_bf16('direction')}" in FALLBACK
+
+    shares = (0.062, 0.143, 0.167)
+    for bits, seen in ((-16, ""), (-24, ", seen")):
+        cells = [groups["input", bits, share]["even_db"] for share in shares]
+        assert f"| 2^{bits} | {cells[0]} | {cells[1]} | {cells[2]}{seen} |" in FALLBACK
+        assert (cells[2] < policy.even_db_input) == bool(seen)
+        assert cells[1] > policy.even_db_input
+    lost = [groups["gradient", -34, share]["even_db"] for share in shares[1:]]
+    assert min(lost) > policy.even_db_grad_output
+    assert f"at 2^-34: {lost[0]} dB with a seventh, {lost[1]} dB with a sixth" in FALLBACK
+
+
+def span(values: list[float], digits: int = 0) -> str:
+    """As the table of starts from zero has it."""
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def test_starts_from_zero() -> None:
+    record = read_json(RESULTS / "zero_init_cpu.json")
+    starts = [row for row in record["runs"] if row["model"] != CONTROL]
+    kept = sum(not row["left"] for row in starts)
+    lost = [(row["model"], row["rate"], row["warmup"]) for row in record["runs"] if row["left"]]
+    assert f"in {kept} of these {len(starts)} starts no layer leaves FP8" in FALLBACK
+    assert {rate for _, rate, _ in lost} == {3e-2}
+    assert [(row["model"], row["rate"], row["warmup"]) for row in record["harm"]] == lost
+    for row in record["harm"]:
+        bf16, ours = row["losses"]["bf16"], row["losses"]["fallback"]
+        assert len(bf16) == 6
+        largest, late = ([run[name] for run in bf16] for name in ("largest", "late"))
+        course = f"{span(largest, 1)}, then {span(late, 2)}"
+        ratios = [found["late"] for found in row["over bf16"].values()]
+        cells = " | ".join(f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios)
+        counts = [len(run["left"]) for run in ours]
+        first = [min(run["left"].values()) for run in ours]
+        left = f"{span(counts)}, from step {span(first)} on"
+        name = row["model"] + (", warm-up" if row["warmup"] else "")
+        assert f"| {name} | {course} | {cells} | {left} |" in FALLBACK
+        # No start in which FP8 could be shown to be worse than bf16.
+        assert row["over bf16"]["FP8 without the fallback"]["late"][1] < 1

@@ -10,7 +10,7 @@ from harness.core.files import read_json
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_begins_at_zero_keeps_its_layers(name: str) -> None:
-    assert train(name, rate=3e-3, warmup=0, steps=12)["left"] == {}
+    assert train(name, rate=3e-3, warmup=0, steps=12)[1] == {}
 
 
 def test_the_record_has_every_model_rate_and_warm_up() -> None:
