@@ -46,6 +46,7 @@ from harness.core.facts import Outcome
 from harness.core.files import step_name
 from harness.core.state import lost_ledger, state_bytes
 from harness.data.source import source_changes
+from harness.engines.process_group import lost_rank_named
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
 from harness.models.huggingface import tokenizer_of
@@ -84,6 +85,7 @@ from harness.tracking.console import Console, plan_table
 from harness.tracking.journal import JOURNAL, read_rows
 
 
+@lost_rank_named()
 def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
     config = _with_own_tokenizer(request.config)
