@@ -98,11 +98,11 @@ def _problem(why: str) -> Problem:
     come = [f"rank {rank}" for rank, peer in enumerate(_meeting.peers) if peer is not None]
     absent = [f"rank {rank}" for rank, peer in enumerate(_meeting.peers) if peer is None]
     if absent:
-        what = f"{some(absent, _NAMED)} of {len(_meeting.peers)} ranks did not come; here: {some(come, _NAMED)}"
+        what = f"waited in vain for {some(absent, _NAMED)} of {len(_meeting.peers)} ranks; there: {some(come, _NAMED)}"
         if not come:
             what = f"{_meeting.host} does not answer"
         fix = f"{fix}; where it is only slow to start: a higher engine.timeout_seconds"
-        return Problem(f"lost {what}" if come else what, where, why, fix)
+        return Problem(what, where, why, fix)
     here = _this_process().machine
     elsewhere = sum(peer is not None and peer.machine != here for peer in _meeting.peers)
     told = f"; {elsewhere} ranks are on other machines" if elsewhere else ""

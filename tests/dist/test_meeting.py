@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.faults(20)]
 
 SHORT, LONG = 10, 120
 """engine.timeout_seconds: of what is noticed when it is over, and of what must be noticed before."""
-# launch/train.py, one rank of which sends itself a signal when it comes to STAGE. The other waits until it has, so that
-# nothing depends on which of them is faster.
+# launch/train.py, one rank of which sends itself a signal when all have come to STAGE. The others wait until it has, so
+# that nothing depends on which of them is faster.
 FAULTY = """
 import os, signal, sys, time
 from importlib import import_module
@@ -32,7 +32,9 @@ def together(*given, real=build.join):
     wait_for(*("here-" + str(each) for each in range(ranks)))
     return real(*given)
 def fire(*given, **named):
+    Path("at-" + rank).touch()
     if rank == os.environ["VICTIM"]:
+        wait_for(*("at-" + str(each) for each in range(ranks)))
         Path("fired").touch()
         os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
     wait_for("fired")
@@ -84,7 +86,7 @@ def test_the_host_of_the_rendezvous_that_does_not_come_is_named(tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, name: str) -> None:
-    assert "error: rank 0: lost rank 1 of 2 ranks did not come; here: rank 0" in lose(tmp_path, "store", name, 1)
+    assert "error: rank 0: waited in vain for rank 1 of 2 ranks; there: rank 0" in lose(tmp_path, "store", name, 1)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
