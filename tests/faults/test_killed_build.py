@@ -5,11 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from launch_support import (
     ARGUMENTS,
     START_SECONDS,
@@ -45,7 +43,7 @@ def test_a_run_killed_while_deepspeed_compiles_does_not_block_the_next(tmp_path:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_request_to_stop_ends_the_wait_for_anothers_build(tmp_path: Path, name: str) -> None:
     """The other's build, whose lock is held here, never ends."""
-    folder = next_folder(tmp_path / "cache")
+    folder = tmp_path / "cache" / "deepspeed_shm_comm"
     folder.mkdir(parents=True)
     with (folder / ".building").open("w") as building:
         fcntl.flock(building, fcntl.LOCK_EX)
@@ -55,7 +53,7 @@ def test_a_request_to_stop_ends_the_wait_for_anothers_build(tmp_path: Path, name
         job = launch(tmp_path, *ARGUMENTS, kind="deepspeed", ranks=2, variables=variables)
         waits = f"DeepSpeed's kernel is being compiled by process {os.getpid()}"
         wait_until(lambda: waits in job.output() or job.process.poll() is not None, "it waits", START_SECONDS)
-        for rank in [job.rank(0), job.rank(1)]:
+        for rank in (job.rank(0), job.rank(1)):
             os.kill(rank, signal.Signals[name])
         job.ended(START_SECONDS)
         # Held to the end: nobody got to build.
@@ -65,10 +63,3 @@ def test_a_request_to_stop_ends_the_wait_for_anothers_build(tmp_path: Path, name
     assert f"{name}: stopped before training began; the same command starts it again" in job.output()
     assert "Traceback" not in job.output()
     assert not list(folder.glob("*.so"))
-
-
-def next_folder(cache: Path) -> Path:
-    """Where torch will build the kernel under `cache`: its name has the versions of Python and CUDA."""
-    version = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    device = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
-    return cache / f"{version}_{device}" / "deepspeed_shm_comm"
