@@ -57,14 +57,14 @@ STAGES = {
 }
 
 
-def lose(folder: Path, stage: str, name: str, victim: int, kind: str = "torchrun") -> str:
+def lose(folder: Path, stage: str, name: str, victim: int) -> str:
     """What the other rank of two said when `victim` was lost at `stage`, its process replaced by PID."""
     (folder / "start.py").write_text(FAULTY.format(root=str(ROOT)))
     seconds = LONG if name == "SIGKILL" and stage != "store" else SHORT
     arguments = ["--name", "r", "--recipe", "fp32", "train.steps=2", f"engine.timeout_seconds={seconds}"]
     line = [str(folder / "start.py"), *command(*arguments)[2:]]
-    fault = {"STAGE": STAGES[stage], "SIGNAL": name, "VICTIM": str(victim), "LOCAL_WORLD_SIZE": "2"}
-    processes = start_ranks(folder, 2, line, kind, **fault)
+    # The launcher is not there, as it would end the other rank.
+    processes = start_ranks(folder, 2, line, STAGE=STAGES[stage], SIGNAL=name, VICTIM=str(victim), LOCAL_WORLD_SIZE="2")
     try:
         code = processes[1 - victim].wait(PATIENCE)
         assert processes[victim].poll() == (-9 if name == "SIGKILL" else None)
