@@ -5,6 +5,9 @@ torch's own lock of a build is a file that only its maker takes away: who is kil
 whoever comes after waits for ever without a word. Ours is the kernel's, which goes with its owner; holding it, we take
 away a file whose maker is gone, and wait for one that lives, in plain words and not for ever.
 
+A rank compiles in a process of its own with a process group of its own, which ends with the rank however that ends:
+ninja and its compilers would go on without it.
+
 `python -m harness.engines.deepspeed_setup` builds the kernel beforehand, as `make setup` does.
 """
 
@@ -13,7 +16,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -69,6 +75,7 @@ _LOOK = 0.2
 # Seconds of waiting that are not worth a word: what is compiled already is loaded sooner.
 _SILENT = 3.0
 _SHOWN = 200
+_APART = "--for-a-rank"
 
 
 def check(zero_stage: int, precision: Precision, device: str) -> list[Problem]:
@@ -262,8 +269,48 @@ def build_kernel(say: Callable[[str], None], seconds: float = 900.0) -> bool:
             return False
         folder = Path(_get_build_directory(builder.NAME, False))  # torch has no public name for it
         with _alone(folder, seconds, say):
+            if not (folder / f"{builder.NAME}.so").exists():
+                _compile_apart(folder)
             builder.load()
     return True
+
+
+def _compile_apart(folder: Path) -> None:
+    """Compile the kernel in another process, which holds no lock of ours. Raises MachineError if that fails; whatever
+    else is raised here ends its compilers.
+    """
+    command = [sys.executable, "-m", "harness.engines.deepspeed_setup", _APART]
+    # Nothing is written to its input: it ends when the last writer, this process, does.
+    build = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, process_group=0)
+    try:
+        code = build.wait()
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(build.pid, signal.SIGKILL)
+        build.wait()
+        (folder / "lock").unlink(missing_ok=True)  # torch's, which its maker did not live to take away
+        raise
+    finally:
+        if build.stdin is not None:
+            build.stdin.close()
+    if code:
+        why = f"the process that compiles it ended with {code}; its words are above this"
+        raise MachineError(Problem("DeepSpeed's kernel cannot be compiled", str(folder), why, _OTHERS))
+
+
+def _compile() -> None:
+    """In that process: compile, and end the whole process group when the rank is gone."""
+
+    def end_with_the_rank() -> None:
+        os.read(0, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_the_rank, daemon=True).start()
+    with redirect_stdout(sys.stderr):
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator: Any = get_accelerator()
+        accelerator.create_op_builder("ShareMemCommBuilder").load()
 
 
 @contextmanager
@@ -358,6 +405,9 @@ def _say(text: str) -> None:
 
 def main() -> int:
     """Build the kernel where DeepSpeed would when it first trains; what hinders it then is no error here."""
+    if sys.argv[1:] == [_APART]:
+        _compile()
+        return 0
     if problems := preflight():
         _say("\n".join(map(str, problems)))
         return 1

@@ -49,6 +49,7 @@ from harness.core.files import step_name
 from harness.core.memory import all_memory
 from harness.core.state import lost_ledger, state_bytes
 from harness.data.source import source_changes
+from harness.engines.process_group import lost_rank_named
 from harness.engines.torch_engine import OptimizerPart
 from harness.models import check_vocab
 from harness.models.huggingface import tokenizer_of
@@ -87,6 +88,7 @@ from harness.tracking.console import Console, plan_table
 from harness.tracking.journal import JOURNAL, read_rows
 
 
+@lost_rank_named()
 def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
     config = _with_own_tokenizer(request.config)

@@ -148,8 +148,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "a rank names the one that it lost",
-        "        meet()\n",
-        "",
+        "(state := states.get(_state(peer.pid)))",
+        '(state := "")',
         "tests/faults/test_lost_ranks.py -k killed_rank",
     ),
     Mutation(
@@ -169,8 +169,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         24,
         "the ranks' rendezvous listens on loopback",
-        "            store = _local_store(launch, timedelta(seconds=timeout_seconds))\n",
-        "",
+        "hosts, local = launch.rank == 0 and not agent, launch.one_machine and not agent\n",
+        "hosts, local = launch.rank == 0 and not agent, False\n",
         "tests/faults/test_listening.py -k loopback",
     ),
     Mutation(
@@ -183,8 +183,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         24,
         "gloo listens on loopback",
-        '            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")\n',
-        "",
+        '        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")\n',
+        "        pass\n",
         "tests/unit/engines/test_process_group.py -k listens",
     ),
     Mutation(
@@ -235,5 +235,47 @@ PROCESS: tuple[Mutation, ...] = (
         ' && [ "$(wc -l <"$told")" -lt "$ranks" ]',
         "",
         "tests/unit/test_launch_scripts.py -k dies_while_the_others",
+    ),
+    Mutation(
+        20,
+        "a rank that is gone is noticed while the ranks meet",
+        "if thread.is_alive() and _lost(_GONE):",
+        "if False:",
+        "tests/dist/test_meeting.py -k group-SIGKILL-1",
+    ),
+    Mutation(
+        20,
+        "a rendezvous whose host is frozen is not waited for for ever",
+        "if thread.is_alive() and time.monotonic() >= deadline:",
+        "if False:",
+        "tests/dist/test_meeting.py -k group-SIGSTOP-0",
+    ),
+    Mutation(
+        20,
+        "a rank that is lost while the run is built is named",
+        "@lost_rank_named()\ndef train(",
+        "def train(",
+        "tests/dist/test_meeting.py -k build_plan-SIGKILL-1",
+    ),
+    Mutation(
+        20,
+        "what a launcher says is a number of sensible length",
+        'return int(text) if re.fullmatch("[0-9]{1,9}", text) else None',
+        "return int(text) if text.isdecimal() else None",
+        "tests/unit/engines/test_process_group.py -k no_numbers",
+    ),
+    Mutation(
+        7,
+        "compilers end with the rank that they compile for",
+        "            os.killpg(build.pid, signal.SIGKILL)\n",
+        "            build.kill()\n",
+        "tests/unit/engines/test_deepspeed_build.py -k request_to_stop",
+    ),
+    Mutation(
+        7,
+        "compilers end with a rank that is killed",
+        "        os.killpg(0, signal.SIGKILL)\n",
+        "        pass\n",
+        "tests/unit/engines/test_deepspeed_build.py -k killed_rank",
     ),
 )

@@ -37,6 +37,31 @@ def test_every_problem_is_named() -> None:
         read_launch({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **ADDRESS})
 
 
+NO_NUMBERS = {
+    "RANK": ["9" * 5000, "-1", "1e3", " 1", "1 ", "+1", "1_0", "0x1", "\u0663", "\u00b2", "1.0", "1\n", ""],
+    "WORLD_SIZE": ["9" * 5000, "0", "-2", "\u0662", "2.0", str(10**6 + 1)],
+    "LOCAL_RANK": ["9" * 5000, "-1", "none", "\u0661"],
+    "LOCAL_WORLD_SIZE": ["9" * 5000, "0", "two"],
+    "LOCAL_SIZE": ["9" * 5000, "0", "two"],
+    "MASTER_PORT": ["9" * 5000, "0", "-1", "70000", "29500 ", "http", "\u0669\u0669"],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in NO_NUMBERS.items() for text in texts])
+def test_variables_that_are_no_numbers_are_named(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_launch({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **ADDRESS, name: text})
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(f"{name} is ")
+    assert len(problem.what) < 150, "a long one is clipped"
+
+
+@pytest.mark.parametrize("size", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_a_local_rank_that_its_machine_does_not_have_is_named(size: str) -> None:
+    with pytest.raises(ConfigError, match=f"LOCAL_RANK 2 is not below {size} 2"):
+        read_launch({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", size: "2", **ADDRESS})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for the CPU choice")
 def test_without_a_gpu_the_device_is_the_cpu() -> None:
     assert choose_device(Launch(local_rank=5)) == torch.device("cpu")
