@@ -107,7 +107,7 @@ class CheckpointModels:
         """Name the model on the run's page, among its outputs. Stores refuse to be told of one twice."""
         if model not in self._linked:
             outputs = self._client.get_run(self._run.run_id).outputs
-            self._linked.update(each.model_id for each in outputs.model_outputs)
+            self._linked.update(each.model_id for each in (outputs.model_outputs if outputs else ()))
         if model not in self._linked:
             self._client.log_outputs(self._run.run_id, [LoggedModelOutput(model, step)])
             self._linked.add(model)
