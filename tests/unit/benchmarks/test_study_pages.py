@@ -249,3 +249,17 @@ def test_starts_from_zero() -> None:
         assert f"| {name} | {course} | {cells} | {left} |" in FALLBACK
         # No start in which FP8 could be shown to be worse than bf16.
         assert row["over bf16"]["FP8 without the fallback"]["late"][1] < 1
+
+
+def test_what_centred_db_costs() -> None:
+    rows = read_json(RESULTS / "centred_cpu.json")["results"]
+    assert rows
+    for sampled, shipped in zip(rows[::2], rows[1::2], strict=True):
+        assert (sampled["steps"], shipped["steps"]) == ("sampled", "shipped")
+        cells: list[str] = []
+        for row in (sampled, shipped):
+            low, high = row["interval"]
+            cells.append(f"{row['ratio']:.3f} ({low:.3f} to {high:.3f})")
+        casts = f"{sampled['ms more in casts']:.1f} of {sampled['ms a step without']:.0f} ms"
+        share = "{:.1f}%".format(100 * sampled["casts' share of the step"])
+        assert f"| {sampled['size']}, {sampled['casts']} | {casts}, {share} | {cells[0]} | {cells[1]} |" in FALLBACK
