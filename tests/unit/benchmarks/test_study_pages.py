@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -221,7 +222,7 @@ def test_limits_of_common_parts_and_small_groups() -> None:
     assert f"at 2^-34: {lost[0]} dB with a seventh, {lost[1]} dB with a sixth" in FALLBACK
 
 
-def span(values: list[float], digits: int = 0) -> str:
+def span(values: Sequence[float], digits: int = 0) -> str:
     """As the table of starts from zero has it."""
     low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
@@ -235,6 +236,9 @@ def test_starts_from_zero() -> None:
     assert f"in {kept} of these {len(starts)} starts no layer leaves FP8" in FALLBACK
     assert {rate for _, rate, _ in lost} == {3e-2}
     assert [(row["model"], row["rate"], row["warmup"]) for row in record["harm"]] == lost
+    eight = [run for row in record["harm"] for run in row["losses"]["fallback"] if len(run["left"]) == 8]
+    assert len(eight) == 2
+    assert "Two of the six runs of the ConvNet from zero go to BF16 for good" in FALLBACK
     for row in record["harm"]:
         bf16, ours = row["losses"]["bf16"], row["losses"]["fallback"]
         assert len(bf16) == 6
@@ -249,3 +253,17 @@ def test_starts_from_zero() -> None:
         assert f"| {name} | {course} | {cells} | {left} |" in FALLBACK
         # No start in which FP8 could be shown to be worse than bf16.
         assert row["over bf16"]["FP8 without the fallback"]["late"][1] < 1
+
+
+def test_what_centred_db_costs() -> None:
+    rows = read_json(RESULTS / "centred_cpu.json")["results"]
+    assert rows
+    for sampled, shipped in zip(rows[::2], rows[1::2], strict=True):
+        assert (sampled["steps"], shipped["steps"]) == ("sampled", "shipped")
+        cells: list[str] = []
+        for row in (sampled, shipped):
+            low, high = row["interval"]
+            cells.append(f"{row['ratio']:.3f} ({low:.3f} to {high:.3f})")
+        casts = f"{sampled['ms more in casts']:.1f} of {sampled['ms a step without']:.0f} ms"
+        share = "{:.1f}%".format(100 * sampled["casts' share of the step"])
+        assert f"| {sampled['size']}, {sampled['casts']} | {casts}, {share} | {cells[0]} | {cells[1]} |" in FALLBACK
