@@ -41,7 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tools": (*CORES, *LOOP, "build", "estimate", "replay"),
     "integrations": ("core", "precision", "guard", "telemetry"),
     "cli": ("core", "stop", "report", "tools"),
-    "__init__": ("guard", "precision", "telemetry"),
+    "__init__": ("core", "guard", "precision", "telemetry"),
 }
 # vendor -> files that may import it
 HOMES: dict[str, tuple[str, ...]] = {

@@ -33,7 +33,7 @@ def test_without_transformer_engine_the_error_says_what_to_do(scaling: str) -> N
     assert "transformer_engine" in problem.what
     assert problem.where == "backend transformer_engine"
     assert "make setup" in problem.fix
-    assert "--recipe" in problem.fix
+    assert "bf16" in problem.fix
     assert caught.value.exit_code == ExitCode.MACHINE
     assert type(model[0]) is nn.Linear, "the model is left as it was"
 
