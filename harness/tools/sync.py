@@ -11,9 +11,8 @@ from harness.core.config import TrackingConfig, load_config
 from harness.core.errors import MachineError, Problem
 from harness.core.screen import say
 from harness.report import RunFolder
-from harness.tracking.history import RunHistory
-from harness.tracking.journal import JOURNAL, POSITION, require_run
-from harness.tracking.shipper import SET_ASIDE, sync
+from harness.tracking.journal import JOURNAL, POSITION, Position, finished_size, read_rows, require_run
+from harness.tracking.shipper import SET_ASIDE, portion, sync
 from harness.tracking.store import Choice, choose_for_sync
 
 
@@ -31,11 +30,9 @@ def command(
         (run / JOURNAL).touch()  # one that is gone is begun again
     config = require_run(run) / "config.yaml"
     choice = choose_for_sync(config.parent, elsewhere)
-    if config.exists():
-        experiment = load_config(str(config)).tracking.experiment
-    else:  # of a loop that is not ours, which says it in its journal
-        experiment = str(RunHistory.read(run).run["tags"].get("experiment", TrackingConfig().experiment))
-    done = _restored(run, experiment, choice) if restore else sync(run, experiment, choice=choice)
+    # A loop of one's own has no config: the journal names its experiment.
+    experiment = load_config(str(config)).tracking.experiment if config.exists() else _experiment(run)
+    done = _restored(run, experiment, choice) if restore else sync(run, experiment, choice=choice, said=say)
     if (aside := run / SET_ASIDE).exists():
         say(f"! lines of the journal that are no rows were set aside in {aside}")
     if done:
@@ -43,8 +40,18 @@ def command(
     else:
         why = f"; {choice.unsent}" if choice.unsent else ""
         again = "" if elsewhere else "; to deliver to another store: --elsewhere"
-        say(f"not delivered to {choice.store.uri}; see {run / 'shipper.log'}{why}{again}")
+        far = portion(Position.load(run).offset, finished_size(run / JOURNAL))
+        say(f"not delivered to {choice.store.uri}: {far}; see {run / 'shipper.log'}{why}{again}")
     return 0 if done else 1
+
+
+def _experiment(run: Path) -> str:
+    """The experiment that the run's last start named, else the default."""
+    experiment = TrackingConfig().experiment
+    for row in read_rows(run / JOURNAL, metrics=False):
+        if row["kind"] == "run":
+            experiment = str(row.get("tags", {}).get("experiment", experiment))
+    return experiment
 
 
 def _restored(run: Path, experiment: str, choice: Choice) -> bool:
