@@ -232,8 +232,7 @@ class Telemetry:
         """Rows of the journal that somebody took away or changed."""
         text, self.journal.damage = self.journal.damage, ""
         if text:
-            later = f"; what MLflow has of them: harness sync {self.folder} --restore" if "no figures" in text else ""
-            self.tell(self.journal.last_step, "journal.changed", f"{JOURNAL} is not as this run left it: {text}{later}")
+            self.tell(self.journal.last_step, "journal.changed", f"{JOURNAL} is not as this run left it: {text}")
 
     def record(self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None) -> None:
         """One step, in order: its row, what was said of it, and the line on the screen.

@@ -172,8 +172,7 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
         lines.append(("FP8 proof", proof))
     lines += [("steps", _steps(history)), ("speed", _speed(history))]
     if history.lost:
-        text = f"no figures of {len(history.lost)} steps: {spans(history.lost)}"
-        lines.append(("journal", f"{text}; what MLflow has: {tool('harness')} sync {short(history.run_dir)} --restore"))
+        lines.append(("journal", f"no figures of {len(history.lost)} steps: {spans(history.lost)}"))
     counts = Counter(event["code"] for event in history.events)
     told = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
     return [(label, clipped(text, MAX_TEXT)) for label, text in (*lines, ("events", told))]

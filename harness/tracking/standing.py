@@ -163,7 +163,7 @@ class StandingRows:
             # The step before too: a run that had done its last one is validated once more.
             if row.get("step", -1) < resume_step - 1:
                 continue
-            if row["kind"] == "metrics" and "restored" not in row:
+            if row["kind"] == "metrics":
                 values = row["metrics"]
                 known = standing._metrics[row["attempt"], row["step"], tuple(sorted(values))]
                 if any(_first_difference(old, values) is None for old in known):
