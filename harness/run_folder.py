@@ -37,7 +37,6 @@ _BEGINNINGS = (
     "config.yaml",
     "plan.json",
     "journal.jsonl",
-    "journal.seal.json",
     "fp8_telemetry.bin",
     "incidents.json",
     "shipper.json",

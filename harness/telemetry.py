@@ -194,7 +194,6 @@ class Telemetry:
         """What the run is."""
         where = {} if self.folder is None else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
         self.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
-        self._tell_damage()
 
     def ship(self) -> None:
         """Deliver the journal to MLflow from now on, in a process of its own; after the row of `begin` is written."""
@@ -224,15 +223,8 @@ class Telemetry:
     def flush(self) -> None:
         """Everything so far is on disk."""
         self.journal.flush()
-        self._tell_damage()
         if self.slots.file is not None:
             self.slots.file.flush()
-
-    def _tell_damage(self) -> None:
-        """Rows of the journal that somebody took away or changed."""
-        text, self.journal.damage = self.journal.damage, ""
-        if text:
-            self.tell(self.journal.last_step, "journal.changed", f"{JOURNAL} is not as this run left it: {text}")
 
     def record(self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None) -> None:
         """One step, in order: its row, what was said of it, and the line on the screen.

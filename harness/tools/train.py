@@ -187,7 +187,7 @@ def train(request: Request) -> int:
                     _restore(run, source, start, request.accepted)
                 except CheckpointError:
                     if lead and not resuming:
-                        closed.callback(forget_run, folder)  # an open journal that is deleted is put back
+                        closed.callback(forget_run, folder)  # once the journal is closed
                     raise
                 _tell_changes(run, resumed, source)
                 if lead:  # what does not load changes nothing
