@@ -93,7 +93,7 @@ def train(request: Request) -> int:
     if problems := worker.group.broadcast([asdict(each) for each in undeliverable(config.tracking)] if lead else None):
         raise MachineError([Problem(**each) for each in problems])
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
-    with RunLock(folder) if lead else nullcontext() as lock:
+    with RunLock(folder) if lead else nullcontext():
         resuming = (folder / "config.yaml").exists()
         resumed = None
         if resuming or source:
@@ -151,7 +151,6 @@ def train(request: Request) -> int:
         telemetry = open_telemetry(
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
-        telemetry.lock = lock
         with ExitStack() as closed, telemetry:
             _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
             facts = {**data.facts(), "unit": task.unit}

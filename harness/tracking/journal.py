@@ -379,14 +379,6 @@ class Journal:
         except OSError:
             self._failed_syncs += 1
 
-    def mute(self) -> None:
-        """Write no more, and forget what waits: the file is another process's now."""
-        self._waiting.clear()
-        self._torn = None
-        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        os.dup2(nowhere, self._fd, inheritable=False)
-        os.close(nowhere)
-
     def close(self) -> None:
         """Flush and close; safe to call twice. Rows logged afterwards are dropped."""
         if self._fd >= 0:

@@ -237,17 +237,16 @@ def changed(scene: Scene) -> Episode:
 
 def live(scene: Scene) -> Episode:
     """A file goes while the run writes or has read it."""
-    what = scene.chance.choice(("lock", "incidents.json", "config.yaml", "plan.json", "checkpoints",
-                                "fp8_telemetry.bin", "data"))  # fmt: skip
+    names = ("incidents.json", "config.yaml", "plan.json", "checkpoints", "fp8_telemetry.bin", "data")
+    what = scene.chance.choice(names)
     at = scene.step()
     return Episode("live", events=[{"at": at, "do": ["gone", what]}, *scene.end(at)], may=[-9, 1, 2, 75])
 
 
 def writers(scene: Scene) -> Episode:
-    """A second start of the same run while the first goes on; before it the lock may be deleted."""
+    """A second start of the same run while the first goes on."""
     at = scene.step()
-    events: list[dict[str, Any]] = [{"at": at, "do": ["lock"]}] if scene.chance.random() < 0.5 else []
-    events += [{"at": at, "do": ["wait", "1.5"]}, *scene.end(at)]
+    events = [{"at": at, "do": ["wait", "1.5"]}, *scene.end(at)]
     return Episode("writers", events=events, reactions=[{"when": "fired", "after": 0.0, "do": "second"}],
                    may=[-9, 1, 75])  # fmt: skip
 

@@ -293,7 +293,7 @@ class _Sequence:
         return True
 
     def _second(self, ended: Ended) -> None:
-        """A second start of a run that goes on is refused, unless the lock was taken away from the first."""
+        """A second start of a run that goes on is refused, unless the first had let go of its lock."""
         for other in ended.others:
             if TRACEBACK in other.output:
                 raise Finding(f"traceback: of a second writer: {other.output[-300:]}")
