@@ -277,8 +277,8 @@ def _why_never(key: str) -> str:
 
 
 def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for names that are no keys of `configs`, which are dumped, nor `checkpoint`."""
-    known = {"checkpoint", *(key for config in configs for key in flat(config))}
+    """Raises ConfigError for names that are no keys of `configs`, which are dumped."""
+    known = {key for config in configs for key in flat(config)}
     free = tuple(f"{key}." for key in ("model.args", "train.optimizer_args", "data.args"))
     problems = [
         Problem("no such key", f"--accept-changed {key}", fix=near_match(key, sorted(known)))

@@ -386,7 +386,7 @@ class _Sequence:
             if store.path(step).exists():
                 if away and "torn rename" in {each.family for each in self.past}:
                     continue
-            elif away or step < newest:
+            elif away or step < newest or store.path(step).name in self.damage.touched:
                 continue
             if problems := store.verify(step):
                 raise Finding(f"claim: the checkpoint of step {step} was saved, and does not verify: {problems[0]}")

@@ -42,31 +42,17 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
-        "a run whose checkpoints, or the newest of them, are gone does not start over or go back",
-        '    if missing and not (start and "checkpoint" in accepted):\n',
-        "    if False:\n",
+        "a run whose checkpoints are gone does not start over",
+        "            _check_not_lost(worker, folder)\n",
+        "            pass\n",
         "tests/faults/test_deleted_checkpoints.py -k refused",
-    ),
-    Mutation(
-        4,
-        "a checkpoint that is gone is missed by its mark too",
-        "lost = {step for step in committed if aside[step] <= accounted[step]} | marked",
-        "lost = {step for step in committed if aside[step] <= accounted[step]}",
-        "tests/faults/test_deleted_checkpoints.py -k the_mark",
-    ),
-    Mutation(
-        4,
-        "a folder set aside accounts for one checkpoint, not for later ones of its step",
-        "if aside[step] <= accounted[step]}",
-        "if not aside[step]}",
-        "tests/faults/test_deleted_checkpoints.py -k set_aside_once",
     ),
     Mutation(
         4,
         "what is refused leaves damaged checkpoints where they are",
         "                self.damaged = damaged\n                return step",
         "                self.damaged = damaged\n                self.set_aside()\n                return step",
-        "tests/faults/test_deleted_checkpoints.py -k where_they_are",
+        "tests/faults/test_other_files.py -k where_they_are",
     ),
     Mutation(
         27,
@@ -80,7 +66,7 @@ SURVIVAL: tuple[Mutation, ...] = (
         "marks of what is done again are taken away",
         "            manifest.forget_after(self._store.root, step)\n        except",
         "            pass\n        except",
-        "tests/faults/test_deleted_checkpoints.py -k the_mark",
+        "tests/faults/test_deleted_checkpoints.py -k newest_is_gone",
     ),
     Mutation(
         4,
@@ -109,13 +95,6 @@ SURVIVAL: tuple[Mutation, ...] = (
         "    if under_way not in ledger.returned_to[-1:]:\n",
         "    if False:\n",
         "tests/unit/checkpoint/test_store.py -k ledger_says_so",
-    ),
-    Mutation(
-        4,
-        "a checkpoint that is gone is told",
-        "                if missing:\n",
-        "                if False:\n",
-        "tests/faults/test_deleted_checkpoints.py -k until_that_is_meant",
     ),
     Mutation(
         4,
