@@ -207,7 +207,7 @@ def _state(folder: Path, elsewhere: bool) -> dict[str, Any]:
     content = read(folder / "state.json")
     content.pop("waiting", None)
     if elsewhere:
-        content.pop("sealed", None)
+        content.pop("ledger", None)
         for key in ("skips", "recent_skips"):
             (content.get("budgets") or {}).pop(key, None)
     bound = content.get("bound") or {}
