@@ -26,7 +26,6 @@ from torch import Tensor
 from harness.checkpoint import manifest
 from harness.checkpoint.manifest import (
     MANIFEST,
-    MAX_TENSORS,
     STATE,
     TENSORS,
     check_folder,
@@ -37,7 +36,7 @@ from harness.checkpoint.manifest import (
     read_manifest,
 )
 from harness.core.errors import CheckpointError, MisuseError, Problem
-from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, too_many, write_json
+from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, write_json
 from harness.core.protocols import Meta, TensorDict, Tensors
 from harness.core.state import RunLedger
 
@@ -263,9 +262,8 @@ class Store:
         metrics: Mapping[str, float],
     ) -> None:
         state = dump_json(meta)
-        count = sum(map(len, tensors.values()))
-        if too_many(state) or len(state) > MAX_LARGE or count > MAX_TENSORS:
-            raise ValueError(f"{count} tensors beside {len(state)} bytes of state are more than will be read again")
+        if len(state) > MAX_LARGE:
+            raise ValueError(f"{len(state)} bytes of state are more than will be read again")
         contents = {part_file(part): _plain(named) for part, named in tensors.items() if named}
         if folder.exists():
             shutil.rmtree(folder)

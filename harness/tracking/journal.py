@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match, some
-from harness.core.files import read_json, too_many, write_json
+from harness.core.files import read_json, write_json
 from harness.tracking.standing import StandingRows
 
 
@@ -57,11 +57,6 @@ _SAVED: Mapping[str, type] = {"path": str, "metrics": dict, "attempt": int}
 _MAPPINGS = ("tags", "params", "data", "where")
 MAX_ROW = 16 << 20
 """Bytes of a row. A step's FP8 statistics take a hundred bytes each, 18 for a layer."""
-MAX_TOLD = 4 << 20
-"""Bytes of a row without figures: the longest have the name of every layer, or of every file that was left out."""
-MAX_NAME = 1000
-"""Characters of a figure's name, or of a code."""
-_MAX_ROW_VALUES = 1 << 20
 # Seconds since 1970, in the year 9999: what no date can be made of is no time.
 _LAST_TIME = 253_370_764_800
 # `kind` is every row's first key.
@@ -81,10 +76,10 @@ def encode(row: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on: too large
-    ones are not even parsed.
+    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on; one over
+    MAX_ROW is not parsed.
     """
-    if len(line) > (MAX_ROW if line.startswith(_METRICS_LINE) else MAX_TOLD) or too_many(line, _MAX_ROW_VALUES):
+    if len(line) > MAX_ROW:
         return None
     try:
         row = json.loads(line)
@@ -99,7 +94,7 @@ def read_rows(path: Path, end: int | None = None, metrics: bool = True, since: i
     """Rows of a journal in order, up to byte `end`. metrics: else their rows, nearly all of a file, are left unread.
     since: of metrics rows of earlier steps only kind, step, attempt and time are read, and given.
 
-    A torn last line, lines damaged by a dying disk and lines over MAX_ROW or MAX_TOLD are passed over.
+    A torn last line, lines damaged by a dying disk and lines over MAX_ROW are passed over.
     """
     with path.open("rb") as lines:
         while (end is None or lines.tell() < end) and (line := lines.readline(MAX_ROW)):
@@ -143,7 +138,6 @@ def _is_row(row: Mapping[str, Any]) -> bool:
             set(map(type, metrics.values())) <= {float}
             or all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in metrics.values())
         )
-        and max(map(len, (*metrics, row.get("code", "")))) <= MAX_NAME
     )
 
 

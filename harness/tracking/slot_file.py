@@ -41,9 +41,6 @@ COLUMNS = ("step", "layer", "role", *FIGURES)
 _HEADER = struct.Struct("<4sIiq")
 _NAMES, _STATS = b"FP8n", b"FP8s"
 _MAX_PAYLOAD = 256 << 20
-# Bytes of a list of names, of all that differ, and names in these.
-_MAX_NAMES, _MAX_LISTS, _MAX_NAMED = 16 << 20, 128 << 20, 1 << 20
-_MAX_NAME = 1000
 _ROWS_AT_ONCE = 1 << 20
 _ALWAYS_MEASURED = ("amax", "scale", "saturation")
 Floats = npt.NDArray[np.float32]
@@ -156,7 +153,6 @@ class SlotSteps:
         self._path = path
         self._named: list[tuple[str, ...]] = []
         self._lists: dict[bytes, tuple[str, ...]] = {}
-        self._room = _MAX_LISTS, _MAX_NAMED
         # Columns of whole numbers, 40 bytes a step: a run may have millions of steps.
         attempts, steps, at, sizes, which = (array("q") for _ in range(5))
         begins: dict[int, int] = {} if before is None else {before[0]: before[1]}
@@ -176,19 +172,13 @@ class SlotSteps:
         self.names = tuple(dict.fromkeys(name for names in self._named for name in names))
 
     def _names_in(self, file: Any, frame: Frame) -> tuple[str, ...]:
-        """A list of slots; one that came before is the same object. Raises ValueError for none, or for far too many."""
+        """A list of slots; one that came before is the same object. Raises ValueError for what is none."""
         file.seek(frame.at + _HEADER.size)
         packed = hashlib.sha256(file.read(frame.size)).digest()
         if packed not in self._lists:
-            payload = _payload(file, frame.at, frame.size, _MAX_NAMES) or b"[]"
-            names = parse_json(payload)
-            if not isinstance(names, list) or not all(
-                isinstance(each, str) and len(each) <= _MAX_NAME for each in names
-            ):
+            names = parse_json(_payload(file, frame.at, frame.size, _MAX_PAYLOAD) or b"[]")
+            if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
                 raise ValueError("has slots without a name")
-            self._room = self._room[0] - len(payload), self._room[1] - len(names)
-            if min(self._room) < 0:
-                raise ValueError(f"names more than {_MAX_NAMED} slots")
             self._lists[packed] = tuple(names)
         return self._lists[packed]
 
