@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from harness.core.config import RunConfig, changed_keys, flat
-from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, near_match, tell_wrapper
+from harness.core.errors import CheckpointError, ConfigError, Problem, near_match, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, sync_folder, write_json
 from harness.core.schema import read_yaml, validate
@@ -37,7 +37,6 @@ _BEGINNINGS = (
     "config.yaml",
     "plan.json",
     "journal.jsonl",
-    "journal.seal.json",
     "fp8_telemetry.bin",
     "incidents.json",
     "shipper.json",
@@ -278,8 +277,8 @@ def _why_never(key: str) -> str:
 
 
 def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for names that are no keys of `configs`, which are dumped, nor `checkpoint`."""
-    known = {"checkpoint", *(key for config in configs for key in flat(config))}
+    """Raises ConfigError for names that are no keys of `configs`, which are dumped."""
+    known = {key for config in configs for key in flat(config)}
     free = tuple(f"{key}." for key in ("model.args", "train.optimizer_args", "data.args"))
     problems = [
         Problem("no such key", f"--accept-changed {key}", fix=near_match(key, sorted(known)))
@@ -408,43 +407,6 @@ class RunLock:
                 os.close(descriptor)
             raise CheckpointError(self._refusal(error, owner)) from error
         self._descriptor = descriptor
-
-    def confirm(self) -> None:
-        """Still the one writer? A file that was deleted is made again, before anybody else takes the lock. Raises
-        CheckpointError naming the new owner if somebody has.
-        """
-        if self._descriptor is None:
-            return
-        mine = os.fstat(self._descriptor)
-        try:
-            there = self._path.stat(follow_symlinks=False)
-            if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
-                return
-            if there.st_size:  # signed by somebody, who may have written and gone again
-                raise self._taken()
-        except FileNotFoundError:
-            pass
-        old = self._descriptor
-        try:
-            self.acquire()
-        except CheckpointError as error:
-            if isinstance(error.__cause__, BlockingIOError):
-                raise self._taken() from error
-            return  # a disk that takes no file just now: the next step asks again
-        os.close(old)
-
-    def _taken(self) -> CheckpointError:
-        try:
-            owner = _owner_of(read_mapping(self._path))
-        except (KeyError, TypeError):
-            owner = "owner not known"
-        why = f"its lock was deleted or replaced while this run went on; it is now of {owner}"
-        fix = (
-            "let that one go on, or end it and give the same command again; never delete a lock: a dead owner's is free"
-        )
-        error = CheckpointError(Problem("another process writes this run, so this one ends", str(self._path), why, fix))
-        error.exit_code = ExitCode.FAILED
-        return error
 
     def release(self) -> None:
         """Give the lock back; safe to call twice."""

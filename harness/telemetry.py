@@ -98,7 +98,7 @@ class Telemetry:
         self.slots = SlotSeries(config, folder)
         self._ship: shipper.ShipperHandle | None = None
         self._precision: Precision | None = None
-        self.lock: RunLock | None = None
+        self._lock: RunLock | None = None
         self._last = (0, 0)
         self._counts: dict[str, int] = {}
         self._ended: Outcome | None = None
@@ -141,7 +141,7 @@ class Telemetry:
         resumed = path is not None and (path / JOURNAL).exists()
         journal = Journal(Path(os.devnull) if path is None else path / JOURNAL, resume_step=0 if resumed else None)
         telemetry = cls(path, journal, screen, config, len(plan.fp8_layers()))
-        telemetry._precision, telemetry.lock = precision, lock
+        telemetry._precision, telemetry._lock = precision, lock
         telemetry.watch(precision.recipe.fallback)
         precision.prepared.told = precision.prepared.told or folder is not None
         telemetry.begin(
@@ -193,7 +193,6 @@ class Telemetry:
         """What the run is."""
         where = {} if self.folder is None else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
         self.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
-        self._tell_damage()
 
     def ship(self) -> None:
         """Deliver the journal to MLflow from now on, in a process of its own; after the row of `begin` is written."""
@@ -223,16 +222,8 @@ class Telemetry:
     def flush(self) -> None:
         """Everything so far is on disk."""
         self.journal.flush()
-        self._tell_damage()
         if self.slots.file is not None:
             self.slots.file.flush()
-
-    def _tell_damage(self) -> None:
-        """Rows of the journal that somebody took away or changed."""
-        text, self.journal.damage = self.journal.damage, ""
-        if text:
-            later = f"; what MLflow has of them: harness sync {self.folder} --restore" if "no figures" in text else ""
-            self.tell(self.journal.last_step, "journal.changed", f"{JOURNAL} is not as this run left it: {text}{later}")
 
     def record(self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None) -> None:
         """One step, in order: its row, what was said of it, and the line on the screen.
@@ -240,8 +231,6 @@ class Telemetry:
         In a loop without a guard: `telemetry.record(precision.facts())` after every step, which waits for its figures.
         Raises MisuseError after `close`.
         """
-        if self.lock is not None:
-            self._confirm(self.lock)
         if self._closed:
             fix = "keep the whole loop inside of `with Telemetry.for_precision(...)`"
             raise MisuseError(Problem("the telemetry was closed: this step would not be kept", "record()", fix=fix))
@@ -290,15 +279,6 @@ class Telemetry:
         if self.folder is not None:
             self._write_outcome(Outcome("failed", code, reason, step))
         self.note("end", status="failed")
-
-    def _confirm(self, lock: RunLock) -> None:
-        """That the folder is still ours; from the moment that it is not, nothing more is written there."""
-        try:
-            lock.confirm()
-        except CheckpointError:
-            self.journal.mute()
-            self.folder = None
-            raise
 
     def _write_outcome(self, outcome: Outcome) -> None:
         """outcome.json with what the state says of the steps; a folder that does not even take that is told."""
@@ -405,8 +385,8 @@ class Telemetry:
         self.journal.close()
         if self.slots.file is not None:
             self.slots.file.close()
-        if self.lock is not None and self._precision is not None:
-            self.lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _end_own(self, precision: Precision, error: BaseException | None) -> None:
         """Outcome and report of a loop that is not ours."""

@@ -26,7 +26,6 @@ from torch import Tensor
 from harness.checkpoint import manifest
 from harness.checkpoint.manifest import (
     MANIFEST,
-    MAX_TENSORS,
     STATE,
     TENSORS,
     check_folder,
@@ -37,7 +36,7 @@ from harness.checkpoint.manifest import (
     read_manifest,
 )
 from harness.core.errors import CheckpointError, MisuseError, Problem
-from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, too_many, write_json
+from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, write_json
 from harness.core.protocols import Meta, TensorDict, Tensors
 from harness.core.state import RunLedger
 
@@ -166,14 +165,6 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
-    def seals(self, step: int) -> int:
-        """How long the ledger's chain was when the checkpoint of `step` was saved; 0 where that cannot be read."""
-        try:
-            length = read_json(self.path(step) / STATE, MAX_LARGE)["sealed"][0]
-        except (OSError, ValueError, LookupError, TypeError):
-            return 0
-        return length if type(length) is int else 0
-
     def load(self, step: int, parts: Container[str] | None = None) -> tuple[Tensors, Meta]:
         """(tensors by part and name, on the CPU; meta), verified (see `is_whole`). Raises CheckpointError with every
         problem.
@@ -271,9 +262,8 @@ class Store:
         metrics: Mapping[str, float],
     ) -> None:
         state = dump_json(meta)
-        count = sum(map(len, tensors.values()))
-        if too_many(state) or len(state) > MAX_LARGE or count > MAX_TENSORS:
-            raise ValueError(f"{count} tensors beside {len(state)} bytes of state are more than will be read again")
+        if len(state) > MAX_LARGE:
+            raise ValueError(f"{len(state)} bytes of state are more than will be read again")
         contents = {part_file(part): _plain(named) for part, named in tensors.items() if named}
         if folder.exists():
             shutil.rmtree(folder)
@@ -337,27 +327,15 @@ def unfinished_rollback(root: Path) -> int | None:
 
 
 def check_unfinished(root: Path, ledger: RunLedger) -> None:
-    """Refuse an unfinished rollback that is none of this run's, or that it has finished, before it is carried out: the
-    run would go back, or start over. The ledger tells of one from before its intent is written until it is done, and
-    a checkpoint that was saved after it holds the ledger's newest seal. Raises CheckpointError.
+    """Refuse an unfinished rollback that is not the one in the ledger, as a folder copied over another may have it: the
+    run would go back, or start over. Raises CheckpointError.
     """
-    target, under_way = unfinished_rollback(root), ledger.return_to or None
-    if target not in (None, under_way):
-        known = f"that is finished, by {LEDGER}" if target in ledger.returned_to else f"of which {LEDGER} knows nothing"
-        what = f"tells of a rollback to step {target} {known}"
-        raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
-    if under_way is None:
+    target = unfinished_rollback(root)
+    if target in (None, ledger.return_to or None):
         return
-    store, why = Store(root, readonly=True), ""
-    later = [step for step in store.steps() if step > under_way and store.seals(step) >= len(ledger.seals)]
-    if under_way not in ledger.returned_to[-1:]:
-        why = "its list of rollbacks does not end with that step: it was changed"
-    elif later:
-        why = f"the checkpoint of step {later[-1]} was saved after it: this is an older copy"
-    if why:
-        what = f"tells of a rollback to step {under_way} that is finished, or was never made"
-        fix = "put back the run's newest copy of it, or set return_to to 0 in this one"
-        raise CheckpointError(Problem(what, str(root.parent / LEDGER), why, fix))
+    known = f"that is finished, by {LEDGER}" if target in ledger.returned_to else f"of which {LEDGER} knows nothing"
+    what = f"tells of a rollback to step {target} {known}"
+    raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
 
 
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:

@@ -27,8 +27,6 @@ MAX_JSON = 1 << 20
 """Bytes of a JSON file, where its reader names no other limit."""
 MAX_LARGE = 256 << 20
 """The same for files with a line for every layer, every parameter or every file of the text."""
-MAX_VALUES = 4 << 20
-"""Values in a JSON file, about: an empty list takes three bytes there, and a hundred in memory."""
 
 # The state of some random generators is one number of 128 bits.
 _STATE_BITS = 256
@@ -66,22 +64,13 @@ def read_mapping(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON without duplicate keys, NaN and infinities, of MAX_VALUES values, and within the bounds of `check_plain`.
-    Raises ValueError; for too many before it is parsed.
-    """
-    if too_many(data):
-        raise ValueError(f"holds more than {MAX_VALUES:,} values")
+    """JSON without duplicate keys, NaN and infinities, and within the bounds of `check_plain`. Raises ValueError."""
     try:
         value = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError as error:
         raise ValueError(f"is nested more than {MAX_DEPTH} deep") from error
     check_plain(value, _STATE_BITS, finite=True)
     return value
-
-
-def too_many(data: bytes, most: int = MAX_VALUES) -> bool:
-    """Whether JSON may hold more than `most` values: by the characters that part them, wherever they stand."""
-    return len(data) > most and sum(data.count(mark) for mark in (b",", b"[", b"{")) > most
 
 
 def check_plain(value: Any, bits: int = 64, finite: bool = False) -> None:

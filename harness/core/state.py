@@ -41,8 +41,8 @@ class RunLedger:
     return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none. lowered: the
     precision that the whole run has fallen to, or is about to; empty: none. returned_to: the steps that rollbacks went
     back to, each at most a later one's. rollbacks, skips: of the whole run. recent_skips, recent_rollbacks: the windows
-    at which they were, as far back as their budgets look. seals: a chain of hashes, one for each change of attempt,
-    skipped_windows and returned_to; a checkpoint holds the newest of its time, by which it knows its own ledger again.
+    at which they were, as far back as their budgets look. hashes: SHA-256 of attempt, skipped_windows and returned_to
+    after each change of them; a checkpoint holds the newest of its time, by which it knows its own ledger again.
     """
 
     attempt: int = 1
@@ -55,19 +55,19 @@ class RunLedger:
     returned_to: list[int] = field(default_factory=list)
     recent_skips: list[int] = field(default_factory=list)
     recent_rollbacks: list[int] = field(default_factory=list)
-    seals: list[str] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """A ledger that is not new begins its chain as it is."""
-        if not self.seals and (self.attempt > 1 or self.skipped_windows):
-            self._seal()
+        """A ledger that is not new begins as it is."""
+        if not self.hashes and (self.attempt > 1 or self.skipped_windows):
+            self._changed()
 
     def go_back(self, step: int, bad: Iterable[int]) -> None:
         """A rollback to `step` begins the next attempt, which passes over the windows `bad`."""
         self.attempt += 1
         self.skipped_windows = sorted({*self.skipped_windows, *bad})
         self.returned_to = [*(min(earlier, step) for earlier in self.returned_to), step]
-        self._seal()
+        self._changed()
 
     def skipped(self, window: int, updates: int, within: int) -> None:
         """So many updates were skipped at `window`; those before the last `within` windows are forgotten."""
@@ -89,40 +89,41 @@ class RunLedger:
     def inherit(self, skipped_windows: Iterable[int]) -> None:
         """Pass over what the run passed over that this one starts from."""
         self.skipped_windows = list(skipped_windows)
-        self._seal()
+        self._changed()
 
-    def sealed(self) -> list[Any]:
-        """How long the chain is, and its newest hash: what a checkpoint keeps."""
-        return [len(self.seals), self.seals[-1] if self.seals else ""]
+    @property
+    def newest_hash(self) -> str:
+        """What a checkpoint keeps of this ledger; empty for one without a rollback."""
+        return self.hashes[-1] if self.hashes else ""
 
-    def follows(self, length: int, newest: str) -> bool:
-        """Whether this ledger is what `sealed` told of, or came of it."""
-        return length <= len(self.seals) and (self.seals[length - 1] if length else "") == newest
+    def follows(self, newest_hash: str) -> bool:
+        """Whether this ledger once had that newest hash."""
+        return not newest_hash or newest_hash in self.hashes
 
-    def _seal(self) -> None:
-        self.seals = [*self.seals, self._next_seal(self.seals)]
+    def _changed(self) -> None:
+        self.hashes = [*self.hashes, self._sha256()]
 
-    def _next_seal(self, before: Sequence[str]) -> str:
-        held = [before[-1] if before else "", self.attempt, self.skipped_windows, self.returned_to]
+    def _sha256(self) -> str:
+        held = [self.attempt, self.skipped_windows, self.returned_to]
         return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
     @classmethod
     def from_json(cls, raw: Any) -> RunLedger:
         """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is none."""
         raw = raw if isinstance(raw, dict) else {}
-        lists = [raw.get(key) for key in (*_LISTS, "seals")]
+        lists = [raw.get(key) for key in (*_LISTS, "hashes")]
         if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(cls)}:
             raise ValueError("its keys are not those of this version")
-        if not all(isinstance(each, str) for each in raw["seals"]):
-            raise ValueError("its seals are not text")
+        if not all(isinstance(each, str) for each in raw["hashes"]):
+            raise ValueError("its hashes are not text")
         if raw["lowered"] not in _PRECISIONS:
             raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
-        counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered", "seals")]
+        counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered", "hashes")]
         if not all(_is_count(value) for value in [each for key in _LISTS for each in raw[key]] + counts):
             raise ValueError("a value is not a whole number from 0 to 2^63")
         ledger = cls(**raw)
-        if ledger.seals and ledger.seals[-1] != ledger._next_seal(ledger.seals[:-1]):
-            raise ValueError("its newest seal is not that of its contents: it was changed, or put together of two")
+        if ledger.hashes and ledger.hashes[-1] != ledger._sha256():
+            raise ValueError("its contents do not match their hash")
         return ledger
 
     def take_over(self, other: RunLedger) -> None:
@@ -375,7 +376,7 @@ class TrainState:
             "step": self.step,
             "closer_look": [self.dense_sampling.first, self.dense_sampling.last],
             "budgets": budgets,
-            "sealed": self.ledger.sealed(),
+            "ledger": self.ledger.newest_hash,
             "switches": [list(switch) for switch in self.switches],
             "limits": {str(step): limits.as_json() for step, limits in self.limits.items()},
             "parts": {},
@@ -410,7 +411,7 @@ class TrainState:
         """
         self.load_state_dict(tensors, meta, parts)
         ledger, budgets = self.ledger, meta["budgets"]
-        if not ledger.follows(*meta["sealed"]):
+        if not ledger.follows(meta["ledger"]):
             why = (
                 f"it was saved in attempt {budgets['attempt']}; the ledger is of attempt {ledger.attempt}, or another's"
             )
@@ -436,7 +437,7 @@ class TrainState:
         for name, part in self.parts.items():
             if name in saved & here:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
-        if set(meta["budgets"]) != _BUDGETS or len(meta["sealed"]) != 2:
+        if set(meta["budgets"]) != _BUDGETS or not isinstance(meta["ledger"], str):
             raise ValueError("its budgets are not those of this version")
         self.step = int(meta["step"])
         self.dense_sampling = SamplingSpan(*meta["closer_look"])

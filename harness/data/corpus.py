@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import DataError, Problem, some
-from harness.core.files import MAX_LARGE, atomic_file, dump_json, file_sha256, too_many
+from harness.core.files import MAX_LARGE, atomic_file, dump_json, file_sha256
 from harness.data.blocks import BLOCK, DIGEST, BlockCache, CheckedFile, Damaged, Stamp, differing, scan
 from harness.data.shards import DTYPES, Shard, Shards, document_starts
 
@@ -182,7 +182,7 @@ def write_corpus(
 def save_corpus(folder: Path, info: Mapping[str, Any]) -> None:
     """Write corpus.json. Raises OSError; DataError if there are too many files to describe."""
     described = dump_json(dict(info))
-    if len(described) > MAX_LARGE or too_many(described):
+    if len(described) > MAX_LARGE:
         fix = "join small files into larger ones"
         raise DataError(Problem(f"{len(info['files'])} files are too many", info["source"], fix=fix))
     folder.mkdir(parents=True, exist_ok=True)

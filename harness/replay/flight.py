@@ -261,7 +261,7 @@ class Branches:
             if each.attempt < attempt:
                 back = [*(min(earlier, each.to_step) for earlier in back), each.to_step]
         skipped = [window for window in now.skipped_windows if window not in later]
-        return RunLedger(attempt=attempt, skipped_windows=skipped, returned_to=back, seals=list(now.seals))
+        return RunLedger(attempt=attempt, skipped_windows=skipped, returned_to=back, hashes=list(now.hashes))
 
     def config_of(self, step: int, config: RunConfig) -> RunConfig:
         """The config under which `step` ran: a resume may have changed it since."""

@@ -236,8 +236,8 @@ def cause(history: RunHistory) -> str | None:
 def learned_little(history: RunHistory) -> bool:
     """Whether a run of some length ended no better than somebody who knows how often each byte, or token, occurs."""
     nats, unigram = history.last("val/loss"), history.unigram_nats
-    applied = sum(value == 1 for value in history.series.get("train/step_applied", {}).values())
-    if nats is None or not unigram or applied < _SOME_LENGTH:
+    applied = history.points("train/step_applied").figures
+    if nats is None or not unigram or (applied == 1).sum() < _SOME_LENGTH:
         return False
     return not nats < _LITTLE * unigram
 
@@ -304,7 +304,7 @@ def go_on(history: RunHistory) -> str:
     lr = history.run["params"].get("train.lr")
     if (cause(history) or "").startswith(_KEEP_LR):
         pass  # neither would cure it
-    elif not good and 1.0 not in history.series.get("train/step_applied", {}).values():
+    elif not good and 1.0 not in history.points("train/step_applied").figures:
         words += ["--recipe", "fp32"]
     elif isinstance(lr, int | float):
         words.append(f"train.lr={lr / 2:g}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,20 +65,20 @@ def gather(found: SlotSteps) -> Gathered:
     exponents = {(role, scaled): np.zeros(HIGHEST - LOWEST + 1, np.int64) for role in ROLES for scaled in (False, True)}
     places: list[npt.NDArray[np.int64]] = []
     of: tuple[str, ...] | None = None
-    place_of = {step: place for place, step in enumerate(found.steps)}
     column = 0
     for step, names, values in found.read():
         if names is not of:
             of = names
             places = [np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")]) for role in ROLES]
-        if place_of[step] // each != column:
+        place_of_step = int(np.searchsorted(found.steps, step))
+        if place_of_step // each != column:
             _join(wide, fans, column)
-            wide[:], column = np.nan, place_of[step] // each
+            wide[:], column = np.nan, place_of_step // each
         for row, (role, at) in enumerate(zip(ROLES, places, strict=True)):
             if not len(at):
                 continue
             for place, (figure, _, _) in enumerate(_FANS):
-                wide[row, place, :, place_of[step] % each] = _quantiles(values[FIGURES.index(figure), at])
+                wide[row, place, :, place_of_step % each] = _quantiles(values[FIGURES.index(figure), at])
             amax, scale = values[0, at].astype(np.float64), values[1, at].astype(np.float64)
             for scaled, magnitudes in ((False, amax), (True, amax * scale)):
                 usable = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
@@ -89,7 +88,7 @@ def gather(found: SlotSteps) -> Gathered:
     by_name = {
         (role, figure): fans[row, place] for row, role in enumerate(ROLES) for place, (figure, _, _) in enumerate(_FANS)
     }
-    return Gathered(np.array(firsts, np.float64), by_name, exponents)
+    return Gathered(firsts.astype(np.float64), by_name, exponents)
 
 
 def _quantiles(values: npt.NDArray[np.float32]) -> Floats:
@@ -194,24 +193,26 @@ def _ranges(axes: Axes, top: float) -> None:
 
 def loss_scale(history: RunHistory, path: Path) -> bool:
     """The loss scale by step, overflows marked; False where there never was one."""
+    points = history.points("train/loss_scale")
     # None that a GradScaler could have, and an axis can show.
-    scale = {step: value for step, value in history.series.get("train/loss_scale", {}).items() if 1e-99 < value < 1e99}
-    if not scale or set(scale.values()) == {1.0}:
+    usable = (points.figures > 1e-99) & (points.figures < 1e99)
+    steps, scale = points.steps[usable], points.figures[usable]
+    if not len(scale) or (scale == 1.0).all():
         return False
-    applied = history.series.get("train/step_applied", {})
-    skipped = [step for step in sorted(scale) if applied.get(step) == 0]
+    applied = history.points("train/step_applied")
+    skipped = np.isin(steps, applied.steps[applied.figures == 0])
     figure, grid = _grid(1, 1, 9.0, 3.6)
     axes = grid[0][0]
-    steps: Sequence[int] = sorted(scale)
-    axes.step(steps, [scale[step] for step in steps], where="post", color="#2c7fb8", linewidth=1.3, label="loss scale")
-    if skipped:
-        values = [scale[step] for step in skipped]
-        axes.plot(skipped, values, "x", color="#cb181d", label="overflow: update skipped", linestyle="none")
+    axes.step(steps, scale, where="post", color="#2c7fb8", linewidth=1.3, label="loss scale")
+    if skipped.any():
+        axes.plot(
+            steps[skipped], scale[skipped], "x", color="#cb181d", label="overflow: update skipped", linestyle="none"
+        )
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")
     axes.set_title(
-        f"Loss scale of {label(history.run_dir.name)}: {len(skipped)} updates skipped", loc="left", fontsize=10
+        f"Loss scale of {label(history.run_dir.name)}: {skipped.sum()} updates skipped", loc="left", fontsize=10
     )
     axes.grid(color=GRID, linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)

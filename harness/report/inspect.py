@@ -8,7 +8,6 @@ the run itself (`summary`), and stands in its report.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -173,8 +172,7 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
         lines.append(("FP8 proof", proof))
     lines += [("steps", _steps(history)), ("speed", _speed(history))]
     if history.lost:
-        text = f"no figures of {len(history.lost)} steps: {spans(history.lost)}"
-        lines.append(("journal", f"{text}; what MLflow has: {tool('harness')} sync {short(history.run_dir)} --restore"))
+        lines.append(("journal", f"no figures of {len(history.lost)} steps: {spans(history.lost)}"))
     counts = Counter(event["code"] for event in history.events)
     told = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
     return [(label, clipped(text, MAX_TEXT)) for label, text in (*lines, ("events", told))]
@@ -242,14 +240,14 @@ def fp8_proof(history: RunHistory) -> str:
 
 def counts(history: RunHistory) -> dict[str, int]:
     """Steps, applied and skipped updates of the branch that counts; rollbacks and demotions of the whole run."""
-    applied = history.series.get("train/step_applied", {})
+    applied = history.points("train/step_applied").figures
     rollbacks = history.last("guard/rollbacks") or 0
     rollbacks = rollbacks if math.isfinite(rollbacks) else 0
     demoted = sum(len(event["demote"]) for event in history.events if event["code"] == SWITCHED)
     counted = {
         "steps": len(applied),
-        "applied": sum(value == 1 for value in applied.values()),
-        "skipped": sum(value == 0 for value in applied.values()),
+        "applied": int((applied == 1).sum()),
+        "skipped": int((applied == 0).sum()),
         "rollbacks": int(rollbacks),
         "demotions": demoted,
     }
@@ -312,16 +310,13 @@ def _steps(history: RunHistory) -> str:
 
 
 def _speed(history: RunHistory) -> str:
-    found = {
-        key: [value for value in history.series.get(f"train/{key}", {}).values() if math.isfinite(value)]
-        for key in ("tokens_per_second", "mfu", "peak_memory_gib")
-    }
-    rates, shares, sizes = found.values()
+    found = [history.points(f"train/{key}").figures for key in ("tokens_per_second", "mfu", "peak_memory_gib")]
+    rates, shares, sizes = (values[np.isfinite(values)] for values in found)
     counted = history.run["data"].get("counted", "tokens")
-    told = [f"{statistics.median(rates):,.0f} {counted}/s (median)" if rates else "not measured"]
-    told += [f"MFU {statistics.median(shares):.1%} (median)"] if shares else []
+    told = [f"{np.median(rates):,.0f} {counted}/s (median)" if len(rates) else "not measured"]
+    told += [f"MFU {np.median(shares):.1%} (median)"] if len(shares) else []
     what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
-    told += [f"peak memory {max(sizes):.2f} GiB{what}"] if sizes else []
+    told += [f"peak memory {sizes.max():.2f} GiB{what}"] if len(sizes) else []
     return ", ".join(told)
 
 

@@ -25,7 +25,8 @@ from harness.core.secrets import scrubbed
 from harness.report import RunFolder, label
 from harness.report.fp8_pictures import GRID, INK, ROLE_COLOURS, pictures, save
 from harness.report.inspect import account
-from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, Series, bare, split_slot
+from harness.tracking.figures import Points
+from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, bare, split_slot
 from harness.tracking.journal import run_page
 from harness.tracking.slot_file import PARQUET, write_parquet
 from harness.tracking.store import Store
@@ -176,21 +177,22 @@ OCTAVES = 2.0
 
 def loss_plot(history: RunHistory, path: Path) -> bool:
     """Training and validation loss by step, skipped steps and rollbacks marked; False if there is no loss to draw."""
-    train = history.series.get("train/loss", {})
+    train = history.points("train/loss")
     if not train:
         return False
     figure, axes = _figure(9.0, 4.6)
-    _branch(axes, history.abandoned.get("train/loss", {}), train)
+    _branch(axes, history.abandoned.get("train/loss"), train)
     steps, values = _finite(train)
     axes.plot(steps, values, color="#2c7fb8", linewidth=1.0, label="training")
-    steps, values = _finite(history.series.get("val/loss", {}))
+    steps, values = _finite(history.points("val/loss"))
     axes.plot(steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation")
     unigram = history.unigram
     if unigram:
         entropy = f"unigram entropy, {unigram:.2f} bits"
         axes.axhline(unigram * math.log(2), color=INK, linestyle=":", linewidth=1.2, label=entropy)
-    skipped = [step for step, applied in history.series.get("train/step_applied", {}).items() if applied == 0]
-    if skipped:
+    applied = history.points("train/step_applied")
+    skipped = applied.steps[applied.figures == 0]
+    if len(skipped):
         marks = axes.get_xaxis_transform()
         axes.plot(skipped, [0.02] * len(skipped), "x", color="#cb181d", transform=marks, label="update skipped")
     _limits(axes, train, unigram)
@@ -265,27 +267,27 @@ def _figure(width: float, height: float) -> tuple[Any, Axes]:
     return figure, figure.add_subplot()
 
 
-def _finite(series: Series) -> tuple[list[int], list[float]]:
-    points = [(step, value) for step, value in sorted(series.items()) if abs(value) < BEYOND]
-    return [step for step, _ in points], [value for _, value in points]
+def _finite(points: Points) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    drawn = np.abs(points.figures) < BEYOND
+    return points.steps[drawn], points.figures[drawn]
 
 
-def _branch(axes: Axes, abandoned: Series, train: Series) -> None:
-    steps, values = _finite(abandoned)
-    if not steps:
+def _branch(axes: Axes, abandoned: Points | None, train: Points) -> None:
+    if abandoned is None or not len(_finite(abandoned)[0]):
         return
+    steps, values = _finite(abandoned)
     axes.plot(steps, values, color="#bdbdbd", linewidth=1.0, label="thrown away by a rollback")
-    before = [step for step in train if step < steps[0]]
-    axes.axvline(max(before, default=0), color="#969696", linestyle="--", linewidth=0.8)
+    before = train.steps[train.steps < steps[0]]
+    axes.axvline(before.max(initial=0), color="#969696", linestyle="--", linewidth=0.8)
 
 
-def _limits(axes: Axes, train: Series, unigram: float | None) -> None:
+def _limits(axes: Axes, train: Points, unigram: float | None) -> None:
     """Keep a spike from flattening everything else: the top is a little over the start or the unigram line."""
     _, values = _finite(train)
-    if not values:
+    if not len(values):
         return
     usual = max(values[0], (unigram or 0.0) * math.log(2))
-    if max(values) > 1.3 * usual:
+    if values.max() > 1.3 * usual:
         axes.set_ylim(top=1.15 * usual)
 
 

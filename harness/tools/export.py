@@ -331,12 +331,16 @@ def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: C
 
 def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[tuple[str, str]]:
     step, train, data = stamp.step, config.train, history.run["data"]
-    applied = [value for at, value in history.series.get("train/step_applied", {}).items() if at <= step]
-    yield "steps", f"{step} of {train.steps}, {sum(value == 0 for value in applied)} updates skipped"
+    applied = history.points("train/step_applied")
+    skipped = (applied.figures[applied.steps <= step] == 0).sum()
+    yield "steps", f"{step} of {train.steps}, {skipped} updates skipped"
     for key, title in (("train/loss", "training loss"), ("val/loss", "validation loss")):
-        points = {at: value for at, value in history.series.get(key, {}).items() if at <= step}
-        told = f"{points[max(points)]:.6f} nats per token, after step {max(points)}" if points else "not measured"
-        yield title, told
+        points = history.points(key)
+        last = int((points.steps <= step).sum()) - 1
+        if last < 0:
+            yield title, "not measured"
+        else:
+            yield title, f"{points.figures[last]:.6f} nats per token, after step {points.steps[last]}"
     back = [each for each in history.rollbacks if each.to_step <= step]
     windows = sum(len(each.passed_over) for each in back)
     yield "rollbacks", f"{len(back)}, {windows} windows of the data passed over" if back else "none"

@@ -6,8 +6,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from harness.build import (
     read_ledger,
 )
 from harness.capability.cards import GIB
-from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
 from harness.checkpoint.store import Store, check_unfinished, lacks_room
@@ -99,7 +97,7 @@ def train(request: Request) -> int:
     if problems := worker.group.broadcast([asdict(each) for each in problems] if lead else None):
         raise MachineError([Problem(**each) for each in problems])
     folder = Path(worker.group.broadcast(str(_find_folder(request, source)) if lead else None))
-    with RunLock(folder) if lead else nullcontext() as lock:
+    with RunLock(folder) if lead else nullcontext():
         resuming = (folder / "config.yaml").exists()
         resumed = None
         if resuming or source:
@@ -153,13 +151,13 @@ def train(request: Request) -> int:
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         start = worker.group.broadcast(store.newest_valid() if lead else None) if resuming else None
-        missing = _missing_commit(worker, folder, store, start or 0, request.accepted) if resuming else 0
+        if resuming and start is None:
+            _check_not_lost(worker, folder)
         if resuming:  # a kill before the first save must not lose where the run was to start from
             source = (source or read_source(folder)) if start is None else None
         telemetry = open_telemetry(
             config, folder, worker, console, ledger.attempt, (start or 0) + 1 if resuming else None
         )
-        telemetry.lock = lock
         with ExitStack() as closed, telemetry:
             _check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
             facts = {**data.facts(), "unit": task.unit}
@@ -184,9 +182,6 @@ def train(request: Request) -> int:
             run = build_run(config, request.recipe, folder, worker, plan, model, data, telemetry, ledger, store, task)
             run.recovery.bound = bound(config, request.recipe.sha256(), facts)
             try:
-                if missing:
-                    text = f"the checkpoint of step {missing} was saved and is gone: those steps are done again"
-                    telemetry.tell(start or 0, "checkpoint.missing", text)
                 if resuming and not start and not source:
                     telemetry.screen.say("no checkpoint was saved before the run ended: it starts over")
                 for step in back:
@@ -195,7 +190,7 @@ def train(request: Request) -> int:
                     _restore(run, source, start, request.accepted)
                 except CheckpointError:
                     if lead and not resuming:
-                        closed.callback(forget_run, folder)  # an open journal that is deleted is put back
+                        closed.callback(forget_run, folder)  # once the journal is closed
                     raise
                 _tell_changes(run, resumed, source)
                 if lead:  # what does not load changes nothing
@@ -325,59 +320,20 @@ def _check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) ->
         raise CheckpointError(lost_ledger(str(folder / "incidents.json"), why))
 
 
-def _missing_commit(worker: Worker, folder: Path, store: Store, start: int, accepted: Sequence[str]) -> int:
-    """The newest checkpoint after step `start` that was committed, and that nothing which this run did has put away; 0
-    if there is none. Raises CheckpointError on every rank if there is one, unless `checkpoint` is among `accepted` and
-    an older one is left: a run that came far must neither start over nor go back unasked.
-    """
-    missing = worker.group.broadcast(_newest_commit(folder, start, store.damaged) if worker.group.rank == 0 else 0)
-    if missing and not (start and "checkpoint" in accepted):
-        there = f"the newest that is there is of step {start}" if start else "none is there"
-        fix = "put it back from a copy of this run, or begin anew: --resume never, with another --name or with none"
-        if start:
-            meant = f"where steps {start + 1} to {missing} are to be done again"
-            fix = f"put it back from a copy of this run; {meant}: --accept-changed checkpoint"
-        what = f"the checkpoint of step {missing} was saved, by the journal or good.json, and {there}"
+def _check_not_lost(worker: Worker, folder: Path) -> None:
+    """Refuse to start over a run that has saved checkpoints and has none left. Raises CheckpointError on every rank."""
+    if step := worker.group.broadcast(_lost_checkpoint(folder) if worker.group.rank == 0 else 0):
+        what = f"the journal says that the checkpoint of step {step} was saved, and none is there"
+        fix = "put them back from a copy of this run, or begin anew: --resume never, with another --name or with none"
         raise CheckpointError(Problem(what, str(folder / "checkpoints"), fix=fix))
-    return int(missing)
 
 
-def _newest_commit(folder: Path, start: int, damaged: Iterable[int]) -> int:
-    """Retention never deletes the newest; damaged ones and those behind a rollback are set aside, in folders that stay.
-    damaged: those that are to be, once the run goes on.
-
-    Whatever puts a checkpoint away says so in the journal, but may be killed before: then there is one folder more than
-    the journal accounts for.
-    """
-    committed: set[int] = set()
-    accounted: Counter[int] = Counter()
-
-    def put_away(steps: Iterable[int]) -> None:
-        gone = committed.intersection(steps)
-        accounted.update(gone)
-        committed.difference_update(gone)
-
-    journal, checkpoints = folder / JOURNAL, folder / "checkpoints"
-    for row in read_rows(journal, metrics=False) if journal.is_file() else ():
-        step, what = row.get("step", 0), row.get("code", row.get("state"))
-        if row["kind"] == "checkpoint" and what == "saved":
-            committed.add(step)
-        elif row["kind"] == "checkpoint" and what == "rolled back":
-            put_away([step])
-        elif row["kind"] == "checkpoint" and what == "deleted":
-            committed.discard(step)
-        elif row["kind"] == "event" and what == "guard.rollback" and isinstance(row.get("to_step"), int):
-            put_away({each for each in committed if each > row["to_step"]})
-        elif row["kind"] == "event" and what == "run.resumed":  # what came after it has been answered for
-            put_away({each for each in committed if each > step})
-            committed.add(step)
-    aside = Counter(
-        int(number) for path in checkpoints.glob("*-step-*") if (number := path.name.split("-")[2]).isdecimal()
-    )
-    aside.update([*damaged])
-    marked = {step for step in read_marks(checkpoints) if not aside[step]}
-    lost = {step for step in committed if aside[step] <= accounted[step]} | marked
-    return max((step for step in lost if step > start), default=0)
+def _lost_checkpoint(folder: Path) -> int:
+    """The newest step that the journal has as saved; 0 if there is none, or if the run set its checkpoints aside."""
+    if any((folder / "checkpoints").glob("*step-*")) or not (folder / JOURNAL).is_file():
+        return 0
+    rows = read_rows(folder / JOURNAL, metrics=False)
+    return max((row["step"] for row in rows if row["kind"] == "checkpoint" and row["state"] == "saved"), default=0)
 
 
 def _restore(run: Run, source: Path | None, start: int | None, accepted: Sequence[str]) -> None:

@@ -174,6 +174,10 @@ class RunHistory:
         """The same for steps that a rollback threw away."""
         return SeriesOf(self.rows, self._replaced_from, replaced=True)
 
+    def points(self, name: str) -> Points:
+        """A metric at the steps that count; empty if it was never logged."""
+        return self.rows.points(name, self._replaced_from, replaced=False)
+
     def stretches(self, step: int) -> list[Stretch]:
         """The recipes under which the steps up to `step` were done, in order; a resume may have changed them.
 

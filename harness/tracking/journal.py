@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import stat
 import time
 import uuid
 from collections import deque
@@ -21,8 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match, some
-from harness.core.files import atomic_file, read_json, too_many, write_json
-from harness.tracking.standing import Seal, StandingRows, first_step, lacking, spans
+from harness.core.files import read_json, write_json
+from harness.tracking.standing import StandingRows
 
 
 class RowClock:
@@ -58,11 +57,6 @@ _SAVED: Mapping[str, type] = {"path": str, "metrics": dict, "attempt": int}
 _MAPPINGS = ("tags", "params", "data", "where")
 MAX_ROW = 16 << 20
 """Bytes of a row. A step's FP8 statistics take a hundred bytes each, 18 for a layer."""
-MAX_TOLD = 4 << 20
-"""Bytes of a row without figures: the longest have the name of every layer, or of every file that was left out."""
-MAX_NAME = 1000
-"""Characters of a figure's name, or of a code."""
-_MAX_ROW_VALUES = 1 << 20
 # Seconds since 1970, in the year 9999: what no date can be made of is no time.
 _LAST_TIME = 253_370_764_800
 # `kind` is every row's first key.
@@ -82,10 +76,10 @@ def encode(row: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on: too large
-    ones are not even parsed.
+    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on; one over
+    MAX_ROW is not parsed.
     """
-    if len(line) > (MAX_ROW if line.startswith(_METRICS_LINE) else MAX_TOLD) or too_many(line, _MAX_ROW_VALUES):
+    if len(line) > MAX_ROW:
         return None
     try:
         row = json.loads(line)
@@ -100,7 +94,7 @@ def read_rows(path: Path, end: int | None = None, metrics: bool = True, since: i
     """Rows of a journal in order, up to byte `end`. metrics: else their rows, nearly all of a file, are left unread.
     since: of metrics rows of earlier steps only kind, step, attempt and time are read, and given.
 
-    A torn last line, lines damaged by a dying disk and lines over MAX_ROW or MAX_TOLD are passed over.
+    A torn last line, lines damaged by a dying disk and lines over MAX_ROW are passed over.
     """
     with path.open("rb") as lines:
         while (end is None or lines.tell() < end) and (line := lines.readline(MAX_ROW)):
@@ -144,7 +138,6 @@ def _is_row(row: Mapping[str, Any]) -> bool:
             set(map(type, metrics.values())) <= {float}
             or all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in metrics.values())
         )
-        and max(map(len, (*metrics, row.get("code", "")))) <= MAX_NAME
     )
 
 
@@ -299,7 +292,7 @@ class Journal:
     already stand for it and later are not written twice (see `StandingRows`). Errors of the disk are never raised into
     training: rows wait in memory, `patience` bytes of them at most, and are written in order once that works again,
     followed by an event `journal.late`, or `journal.dropped` where some had no place. Times of rows never go back, even
-    if the machine's clock does. damage: what is found wrong with what stood in the file, to be told; empty if nothing.
+    if the machine's clock does.
     """
 
     patience = 64 << 20
@@ -328,16 +321,12 @@ class Journal:
         if resume_step is not None:
             self._standing = StandingRows.index(read_rows(path, since=resume_step - 1), resume_step)
         self.standing_attempt = self._standing.attempt
-        self.damage = ""
-        self._seal = self._sealed(resume_step or 1)
         self._now = RowClock(self._standing.latest)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of `metrics` for `step`; values keep full precision, NaN and infinities included."""
         values = {name: float(value) for name, value in metrics.items()}
         row = {"kind": "metrics", "step": int(step), "attempt": self.attempt, "time": self._now(), "metrics": values}
-        if self._seal is not None:
-            self._seal.step = int(step)
         seen = self._standing.metrics(self.attempt, int(step), values)
         if seen.same:
             return
@@ -370,36 +359,17 @@ class Journal:
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
     @property
-    def last_step(self) -> int:
-        """Of the last figures."""
-        return 0 if self._seal is None else self._seal.step
-
-    @property
     def dropped(self) -> int:
         """Rows that the disk has refused: those that had no place in memory, and those that still wait there."""
         return self._lost + len(self._waiting)
 
     def flush(self) -> None:
-        """Everything logged so far is on disk (fsync), and sealed. A disk that fails is not raised but reported like a
-        lost row.
-        """
+        """Everything logged so far is on disk (fsync). A disk that fails is not raised but reported like a lost row."""
         self._catch_up()
         try:
             os.fsync(self._fd)
         except OSError:
             self._failed_syncs += 1
-            return
-        if self._seal is not None:
-            self._look()
-            self._seal.write(self.path)
-
-    def mute(self) -> None:
-        """Write no more, and forget what waits: the file is another process's now."""
-        self._waiting.clear()
-        self._torn = self._seal = None
-        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        os.dup2(nowhere, self._fd, inheritable=False)
-        os.close(nowhere)
 
     def close(self) -> None:
         """Flush and close; safe to call twice. Rows logged afterwards are dropped."""
@@ -449,8 +419,6 @@ class Journal:
             self._take_back()
             end = os.fstat(self._fd).st_size
             if os.write(self._fd, line) == len(line):
-                if self._seal is not None:
-                    self._seal.add(line)
                 return True
             # A disk that fills up in mid-row. If it does not even let go of the torn half, the next row tries first.
             self._torn = end
@@ -464,51 +432,3 @@ class Journal:
         if self._torn is not None:
             os.ftruncate(self._fd, self._torn)
             self._torn = None
-
-    def _sealed(self, resume_step: int) -> Seal | None:
-        """The file as it is; None where it is none. What is wrong with it is kept in `damage`."""
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            return None
-        seal, wrong = Seal.of(self.path)
-        last = self._standing.last
-        if not wrong and last < resume_step - 1:
-            wrong = f"its last row is of step {last}, and the run goes on from step {resume_step - 1}"
-        if not wrong and self._standing.twice and first_step(self.path.parent):  # who has a loop may say things twice
-            wrong = f"rows of steps that are done again stand twice: {spans(sorted(self._standing.twice))}"
-        seal.step = max(seal.step, resume_step - 1)
-        if wrong:
-            self.damage = f"{wrong}; {self._lacking(seal.step)}"
-        return seal
-
-    def _lacking(self, last: int) -> str:
-        return lacking(read_rows(self.path), first_step(self.path.parent), last) or "every step has its figures"
-
-    def _look(self) -> None:
-        """Whether the file is still the one that was written, and all of it; one that was taken away is put back."""
-        assert self._seal is not None
-        try:
-            mine = os.fstat(self._fd)
-            there = self.path.stat(follow_symlinks=False) if os.path.lexists(self.path) else None
-            if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-                self._put_back()
-                what = "deleted" if there is None else "replaced by another file"
-                self.damage = f"it was {what} while the run went on, and was put back as it had been"
-            elif mine.st_size != self._seal.size and self._torn is None:
-                what = f"{self._seal.size:,} bytes were written, {mine.st_size:,} are there"
-                self.damage = (
-                    f"somebody else changed it while the run went on: {what}; {self._lacking(self._seal.step)}"
-                )
-                step, (self._seal, _) = self._seal.step, Seal.of(self.path, {})
-                self._seal.step = step
-        except OSError:
-            pass  # the next save looks again
-
-    def _put_back(self) -> None:
-        """Under its name again, from the file that is still open. Raises OSError."""
-        assert self._seal is not None
-        with atomic_file(self.path) as stream:
-            for start in range(0, self._seal.size, TAIL):
-                stream.write(os.pread(self._fd, min(TAIL, self._seal.size - start), start))
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
-        os.dup2(descriptor, self._fd, inheritable=False)
-        os.close(descriptor)

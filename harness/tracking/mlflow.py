@@ -1,5 +1,4 @@
-"""Rows of the journal into an MLflow run, and figures that a journal lacks back out of it. Only the shipper's process
-and `harness sync --restore` import this module, and with it mlflow.
+"""Rows of the journal into an MLflow run. Only the shipper's process imports this module, and with it mlflow.
 
 Every row carries the journal's own timestamp, so MLflow's SQL store recognises a row that is sent again and drops it:
 delivery is at least once, the result exactly once.
@@ -10,21 +9,14 @@ Checkpoints are MLflow models of type "checkpoint", kept outside of MLflow: to b
     mlflow.search_logged_models(filter_string="metrics.`checkpoint/train_loss` < 2 AND tags.good = 'true'")
 
 Their tags say where the files are and whether they may be gone back to; the files themselves stay in the run folder.
-
-What comes back to a journal that was cut off, deleted or changed is written at its end, as rows with
-`"restored": "mlflow"`: a journal only grows. What stands is left as it stands. Events are not in MLflow, only how many
-there were of each.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +27,14 @@ from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
-from harness.core.errors import ConfigError, Problem
-from harness.core.files import parse_json, step_name
+from harness.core.files import step_name
 from harness.core.screen import say
-from harness.core.secrets import scrubbed
-from harness.tracking.history import RunHistory
-from harness.tracking.journal import JOURNAL, Position, encode, finished_size, read_rows
+from harness.tracking.journal import JOURNAL, Position, read_rows
 from harness.tracking.mlflow_page import Description, arrange, data_input
 from harness.tracking.retry import Retry
-from harness.tracking.standing import LOSS, Seal, first_step, read_seal, spans
 
 # A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
 _UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
-# Of the machine, and of checkpoints: MLflow has them from elsewhere.
-_OTHERS = ("system/", "checkpoint/")
-# SQL has no infinity: MLflow's stores keep the largest number for it.
-_INFINITE = 1.797e308
 
 
 class CheckpointModels:
@@ -365,141 +349,3 @@ def _event_line(row: Mapping[str, Any]) -> str:
 
 def _milliseconds(row: Mapping[str, Any]) -> int:
     return round(row["time"] * 1000)
-
-
-def find_run(run_dir: Path, experiment: str, uri: str) -> str:
-    """Id of MLflow's run of this folder: by shipper.json, else the only one of its name. Raises ConfigError."""
-    position = Position.load(run_dir)
-    fix = "set MLFLOW_TRACKING_URI as it was in the run, and call this from the folder where the run was started"
-    try:
-        client = MlflowClient(tracking_uri=uri)
-        if position.run_id is not None:
-            return client.get_run(position.run_id).info.run_id
-        found = client.get_experiment_by_name(experiment)
-        name = run_dir.name.replace("\\", "").replace("'", "")
-        named = client.search_runs([found.experiment_id], f"attributes.run_name = '{name}'") if found else []
-    except (MlflowException, ImportError, ValueError) as error:
-        why = scrubbed(str(error))[:400]
-        raise ConfigError(Problem("MLflow does not give its run", str(run_dir), why, fix)) from None
-    if len(named) != 1:
-        what = f"MLflow has {len(named)} runs of this name, and shipper.json, which knows which, is gone"
-        raise ConfigError(Problem(what, f"{run_dir}: experiment {experiment}", fix=fix))
-    run = named[0].info
-    Position(run.run_id, 0, str(named[0].data.tags.get(KEY_TAG, "")), run.experiment_id).save(run_dir)
-    return run.run_id
-
-
-@dataclass
-class _Lacking:
-    """What the journal has. figures: steps by MLflow's name of a metric. spelled: the journal's own names. attempts: of
-    the steps that count, in order."""
-
-    figures: dict[str, set[int]] = field(default_factory=dict)
-    spelled: dict[str, str] = field(default_factory=dict)
-    attempts: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, history: RunHistory) -> _Lacking:
-        made = cls()
-        for row in history.rows:
-            counts = not history.replaced(row.attempt, row.step)
-            if counts:
-                made.attempts[row.step] = row.attempt
-            for name in row.values:
-                plain = metric_name(name)
-                made.spelled[plain] = name
-                if counts:
-                    made.figures.setdefault(plain, set()).add(row.step)
-        return made
-
-    def attempt(self, step: int, newest: int) -> int:
-        """In which `step` was done: what counts of a run has ever higher attempts."""
-        return self.attempts.get(step) or next((self.attempts[s] for s in sorted(self.attempts) if s > step), newest)
-
-
-def restore(run_dir: Path, run_id: str, uri: str) -> str:
-    """Write what MLflow has of the run and its journal lacks, under the run's lock; what came back, in words.
-
-    Everything that the journal has must have been delivered. Raises OSError, and what mlflow raises.
-    """
-    client = MlflowClient(tracking_uri=uri)
-    run = client.get_run(run_id)
-    journal, history = run_dir / JOURNAL, RunHistory.read(run_dir)
-    there, seal = _Lacking.of(history), read_seal(journal)
-    last = history.outcome.get("step")
-    if not isinstance(last, int):
-        last = max([seal.get("step", 0), *there.attempts])
-    tag = str(run.data.tags.get("attempt", ""))
-    newest = max([1, *there.attempts.values(), int(tag) if tag.isdecimal() else 1])
-    rows: dict[int, dict[str, Any]] = {}
-    for name in sorted(run.data.metrics):
-        if name.startswith(_OTHERS):
-            continue
-        known = there.figures.get(name, set())
-        # The last of a step counts: one that was done again after a rollback has two.
-        points = sorted(client.get_metric_history(run.info.run_id, name), key=lambda each: each.timestamp)
-        for step, point in {each.step: each for each in points}.items():
-            if step in known or not 0 <= step <= last:
-                continue
-            row = rows.setdefault(step, {"time": 0.0, "metrics": {}})
-            row["time"] = max(row["time"], point.timestamp / 1000)
-            row["metrics"][there.spelled.get(name, name)] = _value(point.value)
-    lines = [
-        encode({"kind": "metrics", "step": step, "attempt": there.attempt(step, newest), **row, "restored": "mlflow"})
-        for step, row in sorted(rows.items())
-    ]
-    told = _told(rows, there, (first_step(run_dir) or 1, last), _missing_events(run, history))
-    now = max([row["time"] for row in rows.values()], default=0.0)
-    event = {"kind": "event", "step": last, "attempt": newest, "time": now, "code": "journal.restored", "text": told}
-    _append(run_dir, lines, encode(event))
-    return told
-
-
-def _value(value: float) -> float:
-    return math.copysign(math.inf, value) if abs(value) >= _INFINITE else value
-
-
-def _told(
-    rows: Mapping[int, Mapping[str, Any]], there: _Lacking, steps: tuple[int, int], events: Mapping[str, int]
-) -> str:
-    loss = {step for step, row in rows.items() if LOSS in row["metrics"]} | there.figures.get(LOSS, set())
-    still = [step for step in range(steps[0], steps[1] + 1) if step not in loss]
-    figures = sum(len(row["metrics"]) for row in rows.values())
-    told = [
-        f"{figures:,} figures of {len(rows)} steps came back from MLflow" + (f": {spans(sorted(rows))}" * bool(rows))
-    ]
-    told += [f"it has no figures of {len(still)} steps either: {spans(still)}"] if still else []
-    if events:
-        missing = ", ".join(f"{code} x {count}" for code, count in sorted(events.items()))
-        told.append(f"events that it counted, and the journal lacks: {missing}")
-    return "; ".join(told)
-
-
-def _missing_events(run: Run, history: RunHistory) -> dict[str, int]:
-    try:
-        counted = parse_json(run.data.tags.get("events.count", "{}").encode())
-        here = Counter(event["code"] for event in history.events)
-        return {str(code): count - here[code] for code, count in counted.items() if count > here[code]}
-    except (ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _append(run_dir: Path, lines: list[bytes], event: bytes) -> None:
-    """The rows, which MLflow has, and the event, which it has not yet; sealed."""
-    journal = run_dir / JOURNAL
-    step = read_seal(journal).get("step", 0)
-    end = finished_size(journal)
-    with journal.open("r+b") as stream:
-        stream.truncate(end)
-        stream.seek(end)
-        stream.writelines(lines)
-        stream.flush()
-        position = Position.load(run_dir)
-        position.offset = stream.tell()
-        stream.write(event)
-        stream.flush()
-        os.fsync(stream.fileno())
-    position.save(run_dir)
-    seal, _ = Seal.of(journal, {})
-    seal.step = step
-    seal.write(journal)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import io
+import math
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from harness.core.errors import shown
 from harness.core.files import with_this_package
 from harness.core.secrets import scrubbed
-from harness.tracking.journal import JOURNAL, Position, decode, delivered, require_run, tracking_uri
+from harness.tracking.journal import JOURNAL, Position, decode, delivered, finished_size, require_run, tracking_uri
 from harness.tracking.store import URI, Choice, Store, choose
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ POLL = 0.5
 LONGEST_BACKOFF = 10.0
 SET_ASIDE = "journal.damaged"
 CHUNK = 256 * 1024
+PROGRESS = 10.0
+"""Seconds between two lines about how far a `sync` is."""
 NICENESS = 10
 # Failures that are written down one by one; of later ones only those that are not over at the next try.
 SAID = 100
@@ -95,19 +98,28 @@ def sync(
     experiment: str,
     patience: float = 60.0,
     choice: Choice | None = None,
-    refused: Callable[[str], None] | None = None,
+    said: Callable[[str], None] = lambda _: None,
 ) -> bool:
     """Deliver all of the journal now and say whether MLflow has it; gives up `patience` seconds after the last success.
 
-    choice: where to; without it as `start`. refused: called with the first error, in a few words, as soon as it comes.
-    All errors go to `<run_dir>/shipper.log`. Raises ConfigError if `run_dir` is no run folder.
+    choice: where to; without it as `start`. said: takes the first error, as soon as it comes, and a line every PROGRESS
+    seconds in which more was delivered. All errors go to `<run_dir>/shipper.log`. Raises ConfigError if `run_dir` is no
+    run folder.
     """
     command = [*_command(require_run(run_dir), experiment), "--patience", str(patience)]
     choice = choice or choose(run_dir)
     choice.store.save(run_dir)
     receiving, sending = os.pipe()
     command += ["--first-error", str(sending)]
-    with _log(run_dir) as log, open(receiving, encoding="utf-8", errors="replace") as errors:
+
+    def report_first_error() -> None:
+        # An empty line is the end of a process that met no error.
+        with open(receiving, encoding="utf-8", errors="replace") as errors:
+            if error := errors.readline().strip():
+                said(f"! {choice.store.uri}: {error}; trying again, until {patience:g} s have passed without success")
+
+    reader = threading.Thread(target=report_first_error, name="first-error", daemon=True)
+    with _log(run_dir) as log:
         try:
             process = subprocess.Popen(
                 command,
@@ -119,13 +131,43 @@ def sync(
             )
         finally:
             os.close(sending)
-        with process:
-            error = (
-                errors.readline().strip()
-            )  # comes with the first error, and empty with the end of a process without one
-            if error and refused is not None:
-                refused(error)
-    return process.returncode == 0 and delivered(run_dir)
+        reader.start()
+        try:
+            code = _wait(process, run_dir, said)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    reader.join()
+    return code == 0 and delivered(run_dir)
+
+
+def _wait(process: subprocess.Popen[bytes], run_dir: Path, said: Callable[[str], None]) -> int:
+    """The exit code of a delivery, once it ends. Says on the way how far it is, and how long it will take at its rate
+    so far.
+    """
+    first, began, last = None, 0.0, None
+    while True:
+        try:
+            return process.wait(PROGRESS)
+        except subprocess.TimeoutExpired:
+            pass
+        offset, size, now = Position.load(run_dir).offset, finished_size(run_dir / JOURNAL), time.monotonic()
+        if first is None or offset < first:
+            first, began = offset, now
+        if offset == last:
+            continue
+        last = offset
+        left = ""
+        if offset > first:
+            minutes = (size - offset) / (offset - first) * (now - began) / 60
+            left = f", about {math.ceil(minutes)} min left"
+        said(f"{portion(offset, size)}{left}")
+
+
+def portion(offset: int, size: int) -> str:
+    """How much of a journal MLflow has, in words; both in bytes."""
+    return f"{offset / max(size, 1):.1%} of the journal delivered ({offset / 1e6:,.1f} of {size / 1e6:,.1f} MB)"
 
 
 @contextmanager
@@ -261,7 +303,8 @@ class _Follower:
         """Keep lines that are no rows, and say so; how many are kept by now. Sent again, they are kept once."""
         path = self.run_dir / SET_ASIDE
         known = path.read_bytes().splitlines() if path.exists() else []
-        new = [line for line in lines if line not in known]
+        there = set(known)
+        new = [line for line in lines if line not in there]
         with path.open("ab") as file:
             file.writelines(line + b"\n" for line in new)
         _say(f"{len(lines)} lines of the journal are no rows of a run and are set aside in {path}")

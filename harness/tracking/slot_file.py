@@ -16,6 +16,7 @@ import math
 import os
 import struct
 import zlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -38,9 +39,6 @@ COLUMNS = ("step", "layer", "role", *FIGURES)
 _HEADER = struct.Struct("<4sIiq")
 _NAMES, _STATS = b"FP8n", b"FP8s"
 _MAX_PAYLOAD = 256 << 20
-# Bytes of a list of names, of all that differ, and names in these.
-_MAX_NAMES, _MAX_LISTS, _MAX_NAMED = 16 << 20, 128 << 20, 1 << 20
-_MAX_NAME = 1000
 _ROWS_AT_ONCE = 1 << 20
 _ALWAYS_MEASURED = ("amax", "scale", "saturation")
 Floats = npt.NDArray[np.float32]
@@ -153,38 +151,32 @@ class SlotSteps:
         self._path = path
         self._named: list[tuple[str, ...]] = []
         self._lists: dict[bytes, tuple[str, ...]] = {}
-        self._room = _MAX_LISTS, _MAX_NAMED
-        found: dict[tuple[int, int], tuple[Frame, int]] = {}
+        # Columns of whole numbers, 40 bytes a step: a run may have millions of steps.
+        attempts, steps, at, sizes, which = (array("q") for _ in range(5))
         begins: dict[int, int] = {} if before is None else {before[0]: before[1]}
         with path.open("rb") as file:
             for frame in _frames(path):
                 if frame.magic == _NAMES:
                     self._named.append(self._names_in(file, frame))
                 elif self._named:
-                    found[frame.attempt, frame.step] = frame, len(self._named) - 1
+                    values = (frame.attempt, frame.step, frame.at, frame.size, len(self._named) - 1)
+                    for column, value in zip((attempts, steps, at, sizes, which), values, strict=True):
+                        column.append(value)
                     begins[frame.attempt] = min(frame.step, begins.get(frame.attempt, frame.step))
-        replaced_from = rewritten(begins)
-        self._kept = {
-            step: at
-            for (attempt, step), at in sorted(found.items(), key=lambda item: item[0][::-1])
-            if step < replaced_from(attempt) and (before is None or step < before[1])
-        }
+        kept = _kept(np.array(attempts), np.array(steps), begins, None if before is None else before[1])
+        self.steps: npt.NDArray[np.int64] = np.array(steps)[kept]
+        """Steps that count, in order."""
+        self._at, self._sizes, self._which = (np.array(column)[kept] for column in (at, sizes, which))
         self.names = tuple(dict.fromkeys(name for names in self._named for name in names))
 
     def _names_in(self, file: Any, frame: Frame) -> tuple[str, ...]:
-        """A list of slots; one that came before is the same object. Raises ValueError for none, or for far too many."""
+        """A list of slots; one that came before is the same object. Raises ValueError for what is none."""
         file.seek(frame.at + _HEADER.size)
         packed = hashlib.sha256(file.read(frame.size)).digest()
         if packed not in self._lists:
-            payload = _payload(file, frame, _MAX_NAMES) or b"[]"
-            names = parse_json(payload)
-            if not isinstance(names, list) or not all(
-                isinstance(each, str) and len(each) <= _MAX_NAME for each in names
-            ):
+            names = parse_json(_payload(file, frame.at, frame.size, _MAX_PAYLOAD) or b"[]")
+            if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
                 raise ValueError("has slots without a name")
-            self._room = self._room[0] - len(payload), self._room[1] - len(names)
-            if min(self._room) < 0:
-                raise ValueError(f"names more than {_MAX_NAMED} slots")
             self._lists[packed] = tuple(names)
         return self._lists[packed]
 
@@ -195,23 +187,20 @@ class SlotSteps:
             found = cls(run_dir / SLOT_FILE)
         except (OSError, ValueError):
             return None
-        return found if found.steps else None
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps that count, in order."""
-        return list(self._kept)
+        return found if len(found.steps) else None
 
     def read(self, first: int = 0, back: bool = False) -> Iterator[tuple[int, tuple[str, ...], Floats]]:
         """(step, slots, float32 [figures, slots]) from step `first` on, or `back` from the last one.
 
         A frame that is damaged is passed over.
         """
+        places = range(int(np.searchsorted(self.steps, first)), len(self.steps))
         with self._path.open("rb") as file:
-            for step, (frame, which) in reversed(self._kept.items()) if back else self._kept.items():
-                names = self._named[which]
+            for place in reversed(places) if back else places:
+                step, names = int(self.steps[place]), self._named[self._which[place]]
                 size = 4 * len(FIGURES) * len(names)
-                if step < first or (payload := _payload(file, frame, size)) is None:
+                payload = _payload(file, int(self._at[place]), int(self._sizes[place]), size)
+                if payload is None:
                     continue
                 if names and len(payload) == size:
                     planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
@@ -247,9 +236,8 @@ class SlotSteps:
         self, figure: str, slots: Sequence[str], columns: int | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """(first step of each column [n], largest value in it [slots, n]), NaN where there is none."""
-        each = 1 if columns is None else max(1, -(-len(self._kept) // columns))
-        place_of = {step: place // each for place, step in enumerate(self._kept)}
-        values = np.full((len(slots), -(-len(self._kept) // each)), np.nan)
+        each = 1 if columns is None else max(1, -(-len(self.steps) // columns))
+        values = np.full((len(slots), -(-len(self.steps) // each)), np.nan)
         rows = {name: row for row, name in enumerate(slots)}
         which = FIGURES.index(figure)
         chosen, targets, of = np.zeros(0, np.int64), np.zeros(0, np.int64), None
@@ -258,9 +246,25 @@ class SlotSteps:
                 of = names
                 chosen = np.array([place for place, name in enumerate(names) if name in rows], np.int64)
                 targets = np.array([rows[names[place]] for place in chosen], np.int64)
-            column = values[:, place_of[step]]
+            column = values[:, int(np.searchsorted(self.steps, step)) // each]
             column[targets] = np.fmax(column[targets], figures[which, chosen])
-        return np.array(list(self._kept)[::each], dtype=np.int64), values
+        return self.steps[::each], values
+
+
+def _kept(
+    attempts: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], begins: Mapping[int, int], end: int | None
+) -> npt.NDArray[np.int64]:
+    """Places of the frames that count, by step: of each step before `end` the last that no rollback threw away."""
+    replaced_from = rewritten(begins)
+    limits = np.full(len(steps), np.inf if end is None else float(end))
+    for attempt in np.unique(attempts):
+        of_attempt = attempts == attempt
+        limits[of_attempt] = np.minimum(limits[of_attempt], replaced_from(int(attempt)))
+    # By step, then attempt; frames of the same stay in the order of the file.
+    order = np.lexsort((attempts, steps))
+    order = order[steps[order] < limits[order]]
+    last = np.append(np.diff(steps[order]) != 0, True) if len(order) else np.zeros(0, bool)
+    return order[last]
 
 
 def rewritten(begins: Mapping[int, int]) -> Callable[[int], float]:
@@ -270,12 +274,12 @@ def rewritten(begins: Mapping[int, int]) -> Callable[[int], float]:
     return lambda attempt: firsts[bisect_right(attempts, attempt)]
 
 
-def _payload(file: Any, frame: Frame, size: int) -> bytes | None:
-    """A payload of at most `size` bytes."""
-    file.seek(frame.at + _HEADER.size)
+def _payload(file: Any, at: int, packed: int, size: int) -> bytes | None:
+    """The payload of the frame at byte `at`, `packed` bytes there; None if it is damaged or larger than `size`."""
+    file.seek(at + _HEADER.size)
     stream = zlib.decompressobj()
     try:
-        payload = stream.decompress(file.read(frame.size), size + 1)
+        payload = stream.decompress(file.read(packed), size + 1)
     except zlib.error:
         return None
     return payload if stream.eof and len(payload) <= size else None

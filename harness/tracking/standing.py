@@ -1,86 +1,22 @@
-"""What stands in a journal: its seal, by which rows are missed that somebody cut off, changed, doubled or deleted, and
-the rows of steps that a resume executes again. Torch-free.
-
-`journal.seal.json` has the size and SHA-256 of the journal's beginning: written whenever the journal is on disk for
-sure, which is before every checkpoint and at the end. A journal only grows, so its beginning must stay what it was.
-"""
+"""Rows that stand in a journal for steps that a resume executes again. Torch-free."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.core.errors import some
-from harness.core.files import read_mapping, write_json
+from harness.core.files import read_mapping
 
 LOSS = "train/loss"
 """What every step has figures of."""
-_CHUNK = 1 << 20
 _MOST_SPANS = 8
 _DIGITS = 18
 Metrics = dict[str, float]
 _NOT_OF_THE_STEP = ("run.", "checkpoint.", "flight.", "report.", "journal.")
-
-
-def seal_file(journal: Path) -> Path:
-    """Beside the journal: `journal.seal.json`."""
-    return journal.with_suffix(".seal.json")
-
-
-class Seal:
-    """The bytes of a journal, as its writer knows them. size: how many. step: of the last figures."""
-
-    def __init__(self) -> None:
-        self.size = self.step = 0
-        self._digest = hashlib.sha256()
-
-    def add(self, data: bytes) -> None:
-        """They stand behind the others."""
-        self.size += len(data)
-        self._digest.update(data)
-
-    @classmethod
-    def of(cls, journal: Path, known: Mapping[str, Any] | None = None) -> tuple[Seal, str]:
-        """The journal as it is, and what is wrong with it by `known`, empty if nothing is. Raises OSError."""
-        made, wrong = cls(), ""
-        known = read_seal(journal) if known is None else known
-        end = known.get("bytes", 0)
-        with journal.open("rb") as stream:
-            while data := stream.read(min(_CHUNK, end - made.size) if made.size < end else _CHUNK):
-                made.add(data)
-                if made.size == end and made._digest.hexdigest() != known["sha256"]:
-                    wrong = f"the {end:,} bytes that stood in it after step {known['step']} are others now"
-        if made.size < end:
-            wrong = f"{end:,} bytes stood in it after step {known['step']}, of which {made.size:,} are there"
-        made.step = known.get("step", 0)
-        return made, wrong
-
-    def write(self, journal: Path) -> None:
-        """Beside the journal. Where the disk refuses, an older seal of it is true as well; no save waits for this one
-        to be safe from a power cut.
-        """
-        content = {"step": self.step, "bytes": self.size, "sha256": self._digest.hexdigest()}
-        content["self"] = _own(content)
-        with suppress(OSError):
-            write_json(seal_file(journal), content, sync=False)
-
-
-def read_seal(journal: Path) -> dict[str, Any]:
-    """What `Seal.write` wrote: step, bytes and sha256; empty where there is none that can be read."""
-    found = read_mapping(seal_file(journal))
-    counts = all(type(found.get(key)) is int and found[key] >= 0 for key in ("step", "bytes"))
-    return found if counts and found.get("self") == _own(found) else {}
-
-
-def _own(content: Mapping[str, Any]) -> str:
-    """By which a seal knows that it is whole: a damaged one says nothing of the journal."""
-    told = [content.get(key) for key in ("step", "bytes", "sha256")]
-    return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 def first_step(folder: Path) -> int:
@@ -91,23 +27,6 @@ def first_step(folder: Path) -> int:
         return 0
     began = str(read_mapping(folder / "started_from.json").get("path")).rpartition("step-")[2]
     return int(began) + 1 if began.isdecimal() and len(began) < _DIGITS else 1
-
-
-def lacking(rows: Iterable[Mapping[str, Any]], first: int, last: int) -> str:
-    """Which of the steps from `first` (0: that of the first row) to `last` have no figures in `rows` of a journal, and
-    which have them twice.
-    """
-    counts: Counter[tuple[int, int]] = Counter()
-    there: set[int] = set()
-    for row in rows:
-        if row["kind"] == "metrics" and LOSS in row["metrics"]:
-            there.add(row["step"])
-            counts[row["attempt"], row["step"]] += "replay" not in row
-    gone = [step for step in range(first or min(there, default=1), last + 1) if step not in there]
-    twice = sorted({step for (_, step), count in counts.items() if count > 1})
-    told = [f"no figures of {len(gone)} steps: {spans(gone)}"] if gone else []
-    told += [f"figures of {len(twice)} steps stand twice: {spans(twice)}"] if twice else []
-    return "; ".join(told)
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -145,8 +64,6 @@ class StandingRows:
 
     latest: float = 0.0
     attempt: int = 0
-    last: int = 0
-    twice: set[int] = field(default_factory=set)
     _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(default_factory=lambda: defaultdict(list))
     _events: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
     _reported: bool = False
@@ -159,16 +76,13 @@ class StandingRows:
         for row in rows:
             standing.latest = max(standing.latest, row.get("time", 0.0))
             standing.attempt = max(standing.attempt, row.get("attempt", 0))
-            standing.last = max(standing.last, row.get("step", 0))
             # The step before too: a run that had done its last one is validated once more.
             if row.get("step", -1) < resume_step - 1:
                 continue
-            if row["kind"] == "metrics" and "restored" not in row:
+            if row["kind"] == "metrics":
                 values = row["metrics"]
                 known = standing._metrics[row["attempt"], row["step"], tuple(sorted(values))]
-                if any(_first_difference(old, values) is None for old in known):
-                    standing.twice |= {row["step"]} if any(not _of_the_process(name) for name in values) else set()
-                else:
+                if not any(_first_difference(old, values) is None for old in known):
                     known.append(values)
             elif row["kind"] == "event":
                 standing._events[row["attempt"], row["step"], row["code"]] += 1

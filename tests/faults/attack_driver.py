@@ -101,8 +101,6 @@ def act(what: Mapping[str, Any]) -> None:
             ctypes.CDLL(None).inject_arm(int(number), MODES[mode])
         case "disk":
             set_disk(words[0])
-        case "lock":
-            (Path("runs") / "r" / "lock").unlink(missing_ok=True)
         case "gone":
             path = Path("runs") / "r" / words[0]
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

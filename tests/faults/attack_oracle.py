@@ -18,7 +18,6 @@ from tests.support.runs import ROOT
 
 TRACEBACK = "Traceback (most recent call last)"
 Row = tuple[int, int, str, str]
-_SPANS = re.compile(r": ([0-9][-0-9, ]*)")
 _OF_PROCESSES = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 # Told of what was done to files, not of a step: no undisturbed run has them. `_Sequence` asks for who touched what.
 CAUSED = ("data.source", "fp8.no_table", "fp8.dropped", "resume.mismatch")
@@ -58,7 +57,7 @@ def traceback(told: str, kind: str) -> str:
 @dataclass
 class Rows:
     """What the attacker did to rows of a journal: how many more of each there are, or fewer. lossy: a disk took none
-    for a while, or the journal was deleted while the run wrote it, so that only the run can tell which are gone.
+    for a while, so that nobody can tell which are gone.
     """
 
     altered: Counter[Row] = field(default_factory=Counter)
@@ -94,8 +93,8 @@ def compare(run: Path, undisturbed: Path, last: int, rows: Rows | None = None) -
 def compare_history(run: Path, undisturbed: Path, last: int, altered: Rows) -> str:
     """Every row of every step, once, in order, to the last bit; the guard's events with them; and the outcome's counts.
 
-    Where the attacker altered rows, the run must have said so (`journal.changed`), step by step where figures are gone
-    or stand twice, and nothing else may differ than what was altered: rows that were lost may have come back.
+    Where the attacker altered rows, nothing else may differ than what was altered: rows that were lost may have come
+    back.
     """
     if not (run / "journal.jsonl").exists():
         return "history: there is no journal"
@@ -117,33 +116,27 @@ def compare_history(run: Path, undisturbed: Path, last: int, altered: Rows) -> s
     again = altered.touched and Counter(ours) == Counter(theirs)
     if (ours == theirs or again) and not missing:
         return ""
-    told = [event["text"] for event in events_of_rows(run) if event["code"] == "journal.changed"]
-    if missing and not _named(told, "no figures of").issuperset(missing):
+    if altered.touched:
+        return _not_altered(Counter(ours), Counter(theirs), altered)
+    if missing:
         return f"history: {len(missing)} steps have no row: {missing[:20]}; told: {_told_of_rows(run)}"
     twice = sorted({row[0] for row, count in Counter(ours).items() if count > 1 and row[2] == "metrics"})
-    if twice and not _named(told, "stand twice").issuperset(twice):
+    if twice:
         return f"history: rows stand twice: {twice[:10]}"
     first = next(
         (f"{a} against {b}" for a, b in zip(ours, theirs, strict=False) if a != b),
         f"{len(ours)} rows, not {len(theirs)}",
     )
-    if not (told and altered.touched):
-        return f"history: {first[:500]}"
-    # A step without figures may have some again by now, of an attempt after a rollback: then only the run tells of it.
-    gone = min({*missing, *_named(told, "no figures of")}, default=last)
-    return _not_altered(Counter(ours), Counter(theirs), altered, gone)
+    return f"history: {first[:500]}"
 
 
-def _not_altered(ours: Counter[Row], theirs: Counter[Row], altered: Rows, gone: int) -> str:
-    """The first difference that the attacker did not make. gone: the first step without a row, at which a disk that
-    took none began, or one step earlier.
-    """
+def _not_altered(ours: Counter[Row], theirs: Counter[Row], altered: Rows) -> str:
+    """The first difference that the attacker did not make."""
     for row in sorted({*ours, *theirs}):
         more, made = ours[row] - theirs[row], altered.altered[row]
-        lost = altered.lossy and row[0] >= gone - 1
         if more > max(made, 0):
             return f"history: nobody altered it, and it is there {ours[row]} times, not {theirs[row]}: {row}"[:500]
-        if more < min(made, 0) and not lost:
+        if more < min(made, 0) and not altered.lossy:
             return f"history: nobody altered it, and it is gone: {row}"[:500]
     return ""
 
@@ -175,13 +168,6 @@ def events_of_rows(run: Path, names: tuple[str, ...] = ("journal.",)) -> list[di
 
 def _told_of_rows(run: Path) -> list[str]:
     return [f"{row['code']} at step {row['step']}" for row in events_of_rows(run)]
-
-
-def _named(texts: list[str], what: str) -> set[int]:
-    """The steps that `journal.changed` names, as having no figures or as standing twice."""
-    found = [span for text in texts for clause in text.split(";") if what in clause for span in _SPANS.findall(clause)]
-    pairs = [each.strip().split("-") for span in found for each in span.split(",") if each.strip()]
-    return {step for first, *last in pairs for step in range(int(first), int(last[0] if last else first) + 1)}
 
 
 def _rollbacks(run: Path) -> list[tuple[int, int]]:
@@ -221,7 +207,7 @@ def _state(folder: Path, elsewhere: bool) -> dict[str, Any]:
     content = read(folder / "state.json")
     content.pop("waiting", None)
     if elsewhere:
-        content.pop("sealed", None)
+        content.pop("ledger", None)
         for key in ("skips", "recent_skips"):
             (content.get("budgets") or {}).pop(key, None)
     bound = content.get("bound") or {}

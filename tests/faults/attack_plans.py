@@ -27,7 +27,7 @@ SIGNALS = (("SIGTERM",), ("SIGINT",), ("SIGUSR1",), ("SIGHUP",), ("SIGINT", "SIG
            ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGINT", "SIGHUP"))  # fmt: skip
 STAGES = ("begin", "join_worker", "build_plan", "build_data", "open_store", "open_telemetry", "build_run", "save")
 FILES = ("checkpoint", "older checkpoint", "manifest", "state", "good.json", "incidents.json", "config.yaml",
-         "plan.json", "outcome.json", "data", "journal.jsonl", "journal.seal.json", "slots", "lock")  # fmt: skip
+         "plan.json", "outcome.json", "data", "journal.jsonl", "slots", "lock")  # fmt: skip
 HOWS = ("flip", "cut", "empty", "zero", "delete", "older", "folder", "link", "twice")
 # JSON that no reader may choke on; `hostile.JSON` by name, and values of the right shape that are wrong.
 FORGED = ("deep", "nested", "digits", "nan", "infinite", "twice", "nul", "not utf-8", "list", "empty", "large")
@@ -237,17 +237,16 @@ def changed(scene: Scene) -> Episode:
 
 def live(scene: Scene) -> Episode:
     """A file goes while the run writes or has read it."""
-    what = scene.chance.choice(("lock", "journal.jsonl", "incidents.json", "config.yaml", "plan.json", "checkpoints",
-                                "fp8_telemetry.bin", "data"))  # fmt: skip
+    names = ("incidents.json", "config.yaml", "plan.json", "checkpoints", "fp8_telemetry.bin", "data")
+    what = scene.chance.choice(names)
     at = scene.step()
     return Episode("live", events=[{"at": at, "do": ["gone", what]}, *scene.end(at)], may=[-9, 1, 2, 75])
 
 
 def writers(scene: Scene) -> Episode:
-    """A second start of the same run while the first goes on; before it the lock may be deleted."""
+    """A second start of the same run while the first goes on."""
     at = scene.step()
-    events: list[dict[str, Any]] = [{"at": at, "do": ["lock"]}] if scene.chance.random() < 0.5 else []
-    events += [{"at": at, "do": ["wait", "1.5"]}, *scene.end(at)]
+    events = [{"at": at, "do": ["wait", "1.5"]}, *scene.end(at)]
     return Episode("writers", events=events, reactions=[{"when": "fired", "after": 0.0, "do": "second"}],
                    may=[-9, 1, 75])  # fmt: skip
 

@@ -7,7 +7,6 @@ that is put back the run goes on. Nothing ends in a traceback, or not at all.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sqlite3
@@ -188,8 +187,7 @@ class _Sequence:
         self.log.append(
             f"start {self.starts} ({episode.family}): {ended.codes} after {ended.seconds:.1f} s; {ended.fired}"
         )
-        gone = any(json.loads(each)["do"] == ["gone", "journal.jsonl"] for each in ended.fired)
-        self.rows.lossy |= gone or episode.family in COSTS_CHECKPOINTS - {"power cut"}
+        self.rows.lossy |= episode.family in COSTS_CHECKPOINTS - {"power cut"}
         if ended.hung:
             raise Finding(f"hang: start {self.starts} did not end in {PATIENCE[self.attack.kind]:.0f} s")
         if ended.orphans:
@@ -295,7 +293,7 @@ class _Sequence:
         return True
 
     def _second(self, ended: Ended) -> None:
-        """A second start of a run that goes on is refused, unless the lock was taken away from the first."""
+        """A second start of a run that goes on is refused, unless the first had let go of its lock."""
         for other in ended.others:
             if TRACEBACK in other.output:
                 raise Finding(f"traceback: of a second writer: {other.output[-300:]}")
@@ -334,8 +332,6 @@ class _Sequence:
             if now.get(name, b"").startswith(self.before.get(name, b""))
         }
         made = {name for name in now if name.startswith("data/") and name not in self.before}  # from its source
-        if "journal.jsonl" in grown and read(self.run / "journal.seal.json"):
-            grown.add("journal.seal.json")
         left = {name for name in self.before if name.startswith("checkpoints/.tmp-") and name not in now}
         if changed := sorted(differ(self.before, now) - grown - made - left):
             raise Finding(f"changed by a refusal: {changed}: {said[:300]}")
@@ -390,7 +386,7 @@ class _Sequence:
             if store.path(step).exists():
                 if away and "torn rename" in {each.family for each in self.past}:
                     continue
-            elif away or step < newest:
+            elif away or step < newest or store.path(step).name in self.damage.touched:
                 continue
             if problems := store.verify(step):
                 raise Finding(f"claim: the checkpoint of step {step} was saved, and does not verify: {problems[0]}")
@@ -456,8 +452,7 @@ class _Sequence:
         touched, changed = {*self.damage.touched, *self._gone()}, {each.change for each in self.past}
         slots = self.rows.lossy or "fp8_telemetry.bin" in touched
         rows = "journal.jsonl" in self.damage.touched
-        true = {"journal.changed": rows or self.rows.lossy, "resume.mismatch": rows,
-                "data.source": "data" in touched or "text" in changed,
+        true = {"resume.mismatch": rows, "data.source": "data" in touched or "text" in changed,
                 "fp8.no_table": slots, "fp8.dropped": slots}  # fmt: skip
         for each in events_of_rows(self.run, tuple(true)):
             if not true[each["code"]]:

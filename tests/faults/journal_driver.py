@@ -1,8 +1,8 @@
 """Write a journal over and over, each time in a forked process whose disk fails at the next file call.
 
 `python journal_driver.py <injector.so> <scratch>` prints JSON: for each mode and n, what the writer counted and how it
-ended, apart those where only the journal's seal was refused; the journals stay in `<scratch>/<mode>-<n>`. "torn:" is a
-disk that takes half a row and does not let go of it. Run with the injector in LD_PRELOAD.
+ended; the journals stay in `<scratch>/<mode>-<n>`. "torn:" is a disk that takes half a row and does not let go of it.
+Run with the injector in LD_PRELOAD.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.tracking.journal import Journal
-from harness.tracking.standing import Seal
 
 MODES = {"kill": 1, "full": 2, "once": 3}
 IMPATIENT = "impatient-"
@@ -64,23 +63,15 @@ def torn(library: ctypes.CDLL, journal: Journal) -> int:
 
 
 def in_fork(library: ctypes.CDLL, folder: Path, work: Callable[[Journal], int]) -> dict[str, Any]:
-    """What a forked writer counted, and the status that waitpid tells. unsealed: calls that failed in making a seal."""
+    """What a forked writer counted, and the status that waitpid tells."""
     folder.mkdir()
     child = os.fork()
     if child == 0:
-        code, unsealed, write = 1, 0, Seal.write
-
-        def counted_write(self: Seal, journal: Path) -> None:
-            nonlocal unsealed
-            before: int = library.inject_fired()
-            write(self, journal)
-            unsealed += library.inject_fired() - before
-
-        Seal.write = counted_write
+        code = 1
         try:
             with Journal(folder / "journal.jsonl") as journal:
                 fired = work(journal)
-            counted = {"fired": fired - unsealed, "dropped": journal.dropped, "unsealed": unsealed}
+            counted = {"fired": fired, "dropped": journal.dropped}
             (folder / "counted").write_text(json.dumps(counted))
             code = 0
         finally:
@@ -88,26 +79,22 @@ def in_fork(library: ctypes.CDLL, folder: Path, work: Callable[[Journal], int]) 
     status = os.waitpid(child, 0)[1]
     counted = folder / "counted"
     told = json.loads(counted.read_text()) if counted.exists() else {}
-    return {"folder": str(folder), "status": status, "fired": 0, "dropped": 0, "unsealed": 0, **told}
+    return {"folder": str(folder), "status": status, "fired": 0, "dropped": 0, **told}
 
 
 def main() -> None:
     library, scratch = ctypes.CDLL(sys.argv[1]), Path(sys.argv[2])
     results: dict[str, list[dict[str, Any]]] = {
         "torn": [in_fork(library, scratch / "torn", lambda journal: torn(library, journal))],
-        "unsealed": [],
     }
     for mode in (*MODES, f"{IMPATIENT}full", f"{IMPATIENT}once"):
         results[mode] = []
         for n in range(1, 1000):
             folder = scratch / f"{mode}-{n}"
             result = in_fork(library, folder, lambda journal, n=n, mode=mode: swept(library, n, mode, journal))
-            if result["status"] == 0 and not result["fired"] + result["unsealed"]:
+            if result["status"] == 0 and not result["fired"]:
                 break
-            if result["unsealed"] and not result["fired"]:
-                results["unsealed"].append(result)
-            else:
-                results[mode].append(result)
+            results[mode].append(result)
     print(json.dumps(results))
 
 

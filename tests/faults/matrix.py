@@ -45,5 +45,5 @@ MATRIX = (
     ),
     Row(25, "resume on another world size, recipe, tier, torch", "global data order kept; else a clear refusal"),
     Row(26, "the clock jumps", "order by step; durations from a clock that does not jump"),
-    Row(27, "the run's own files lost, swapped, older", "refused by name: never another run in silence; rows missed"),
+    Row(27, "the run's own files lost, swapped, older", "refused by name: never another run in silence"),
 )

@@ -189,13 +189,6 @@ PROCESS: tuple[Mutation, ...] = (
     ),
     Mutation(
         7,
-        "a run whose lock was taken writes no more",
-        "            self._confirm(self.lock)\n",
-        "            pass\n",
-        "tests/faults/test_two_runs.py -k another_has_taken",
-    ),
-    Mutation(
-        7,
         "the lock of a build whose maker is dead is taken away",
         "if not owner and _unchanged(lock.parent) >= QUIET:",
         "if False:",

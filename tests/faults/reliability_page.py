@@ -27,11 +27,11 @@ NEXT = "## The fault matrix\n"
 ABOUT = f"""`make attack` draws sequences of faults from a seed and carries them out against small runs. A sequence ends
 well if the run went through with an undisturbed run's bytes and its whole history; where it refused, by a message that
 names what was touched and, once that was put back, in the same way. Every end before that has a true exit code and no
-traceback. Where rows of the journal were altered, the run says which steps have none or two, and nothing else may
-differ. `{LEDGER.relative_to(ROOT)}` has a line for each. Most runs are forked from a process that has imported
-everything; a sixth ("new python", torchrun, deepspeed) start as a user's do. Two other models may train in two threads
-beside the run; each must end as it ends alone. A run that is tracked has a secret in its address or its variables, and
-a server that may fail three in ten requests: the secret may stand in no file of the run, on no screen nor in MLflow.
+traceback. Where rows of the journal were altered, nothing else may differ. `{LEDGER.relative_to(ROOT)}` has a line for
+each. Most runs are forked from a process that has imported everything; a sixth ("new python", torchrun, deepspeed)
+start as a user's do. Two other models may train in two threads beside the run; each must end as it ends alone. A run
+that is tracked has a secret in its address or its variables, and a server that may fail three in ten requests: the
+secret may stand in no file of the run, on no screen nor in MLflow.
 """
 sys.path.insert(0, str(ROOT))
 

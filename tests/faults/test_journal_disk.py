@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from harness.tracking.journal import JOURNAL, Journal
-from harness.tracking.standing import Seal
 from tests.support.runs import ROOT, events, metrics, train
 
 HERE = Path(__file__).parent
@@ -78,14 +77,6 @@ def test_a_disk_that_fails_at_any_call_costs_rows_that_are_counted(sweeps: Resul
             19, f"disk failing at every file call of six steps ({mode}): rows whole, the others counted",
             f"{len(results)} of {len(results)} calls", n=len(results), target="all",
         )  # fmt: skip
-
-
-@pytest.mark.faults(19)
-def test_a_seal_that_the_disk_refuses_costs_nothing(sweeps: Results) -> None:
-    assert len(sweeps["unsealed"]) >= 12, "every call that writes one"
-    for result in sweeps["unsealed"]:
-        assert check_accounted(result, STEPS) == 0
-        assert Seal.of(Path(result["folder"]) / JOURNAL)[1] == "", "the one before it, or the next, is as true"
 
 
 @pytest.mark.faults(19)

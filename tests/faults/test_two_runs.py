@@ -33,17 +33,6 @@ from tests.support.runs import ROOT, environment, metrics, wait_for_checkpoint, 
 
 pytestmark = pytest.mark.faults(7)
 
-# Has the lock of a run folder by a file of its own, put in the place of whatever is there.
-THIEF = """
-import os, sys, time
-from pathlib import Path
-from harness.run_folder import RunLock
-run, aside = Path(sys.argv[1]), Path(sys.argv[2])
-RunLock(aside).acquire()
-os.rename(aside / "lock", run / "lock")
-print("has it", flush=True)
-time.sleep(600)
-"""
 RACES = int(os.environ.get("FAULTS_RACES", "30"))
 CONTENDERS = 4
 # Takes the run's lock at every line it reads, says how that went, and lets go at the next.
@@ -180,37 +169,3 @@ def test_two_starts_at_once_train_one_run(tmp_path: Path, figure: Callable[..., 
         assert winner.process.wait(timeout=60) == 75
         check_stopped(winner.run, "SIGTERM")
     figure(7, "two starts of one run at the same moment: one trains, the other ends with 2", (starts, starts))
-
-
-def test_a_lock_that_is_deleted_under_a_run_is_made_again(tmp_path: Path) -> None:
-    job = launch(tmp_path, "--name", "r", "train.steps=100000")
-    wait_for_step(job.run, 3, job.process, START_SECONDS)
-    lock = job.run / "lock"
-    lock.unlink()
-    wait_until(lambda: lock.exists() and lock.read_text(), "the lock is there again", START_SECONDS)
-    with pytest.raises(CheckpointError, match=f"process {job.process.pid} on "):
-        RunLock(job.run).acquire()
-    job.process.send_signal(signal.SIGTERM)
-    assert job.process.wait(timeout=60) == 75, job.output()
-
-
-def test_a_run_whose_lock_another_has_taken_writes_no_more(tmp_path: Path) -> None:
-    job = launch(tmp_path, "--name", "r", "train.steps=100000", "checkpoint.every=0")
-    wait_for_step(job.run, 3, job.process, START_SECONDS)
-    line = [sys.executable, "-c", THIEF, str(job.run), str(tmp_path / "aside")]
-    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as thief:
-        try:
-            assert thief.stdout is not None
-            assert thief.stdout.readline() == "has it\n"
-            done = steps_done(job.run)
-            assert job.process.wait(timeout=60) == 1, job.output()
-        finally:
-            thief.kill()
-    assert (
-        "another process writes this run, so this one ends\n    why: its lock was deleted or replaced" in job.output()
-    )
-    assert f"it is now of process {thief.pid} on" in job.output()
-    assert "Traceback" not in job.output()
-    assert not (job.run / "outcome.json").exists()
-    assert steps_done(job.run) <= done + 2, "the step that it was in, and no other"
-    job.ended(10)

@@ -143,7 +143,6 @@ TYPED = {
     "cannot resume my run": "resume-that-is-refused",
     "loss jumps after resume": "resume-that-jumps",
     "corrupt checkpoint": "checkpoint.quarantined",
-    "checkpoint was deleted": "checkpoint.missing",
     "nothing in mlflow": "figures-that-are-not-in-mlflow",
     "mlflow connection refused": "figures-that-are-not-in-mlflow",
     "loss scale keeps shrinking": "loss-scale-that-collapses",

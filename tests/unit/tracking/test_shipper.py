@@ -145,6 +145,36 @@ def test_killed_midway_and_synced_the_series_are_whole_and_single(folder: Path) 
     assert dict(query(folder, "select key, value from tags"))["events.count"] == '{"first": 2}'
 
 
+class _Delivery:
+    """A process that delivers a share of the journal in each wait, as `shares` says, and then ends."""
+
+    def __init__(self, run_dir: Path, shares: list[float]) -> None:
+        self._run_dir, self._shares = run_dir, shares
+        self._ends = [0, *(at + 1 for at, byte in enumerate((run_dir / JOURNAL).read_bytes()) if byte == ord("\n"))]
+
+    def wait(self, timeout: float) -> int:
+        """0 at the end."""
+        if not self._shares:
+            return 0
+        time.sleep(0.01)
+        offset = self._ends[round(self._shares.pop(0) * (len(self._ends) - 1))]
+        Position("r", offset, "key").save(self._run_dir)
+        raise subprocess.TimeoutExpired("delivery", timeout)
+
+
+def test_a_sync_says_how_far_it_is_whenever_more_was_delivered(folder: Path) -> None:
+    run_dir = folder / "runs" / "r1"
+    with Journal(run_dir / JOURNAL) as journal:
+        for step in range(1, 101):
+            journal.metrics(step, {"train/loss": 1.0})
+    said: list[str] = []
+    process = _Delivery(run_dir, [0.0, 0.0, 0.25, 0.25, 0.5, 0.0, 1.0])
+    assert shipper._wait(process, run_dir, said.append) == 0  # pyright: ignore[reportArgumentType]
+    percent = [line.partition("%")[0] for line in said]
+    assert [round(float(each)) for each in percent] == [0, 25, 50, 0, 100], "another store begins anew"
+    assert [("min left" in line) for line in said] == [False, True, True, False, True]
+
+
 def test_a_dead_server_neither_blocks_the_writer_nor_loses_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = folder / "runs" / "r1"
     with socket.socket() as listener:
