@@ -84,8 +84,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "forwards without gradients record nothing under TE",
-        'elif kind != "delayed" or self.follows or self._records():',
-        "elif True:",
+        'if not delayed or self.follows or self._records():',
+        "if True:",
         _SAME,
     ),
     Mutation(
@@ -105,8 +105,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demoted layer keeps a shadow amax under TE",
-        "            elif self.demoted:\n                observe(",
-        "            elif False:\n                observe(",
+        "        elif self.demoted:\n            observe(",
+        "        elif False:\n            observe(",
         _SAME,
     ),
     Mutation(
@@ -126,7 +126,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "sampled statistics are of the scale in use under TE",
-        'self.fp8_meta[key].scale[column] if kind == "delayed" else None',
+        'self.fp8_meta[key].scale[column] if self.shared.delayed else None',
         "None",
         _SAME,
     ),
@@ -203,8 +203,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a compiled TE layer is refused",
-        "            if torch.compiler.is_compiling():\n",
-        "            if False:\n",
+        "        if torch.compiler.is_compiling():\n            _refuse_compiled(self",
+        "        if False:\n            _refuse_compiled(self",
         "tests/te_cpu/test_te_refusals.py -k compiled_model",
     ),
     Mutation(
@@ -266,7 +266,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint computes first is recorded",
-        "return torch.is_grad_enabled() or (watch.with_gradients and library.checkpointing())",
+        "return torch.is_grad_enabled() or (shared.watch.with_gradients and shared.library.checkpointing())",
         "return torch.is_grad_enabled()",
         "tests/te_cpu/test_te_scenarios.py -k te_checkpoint",
     ),
@@ -280,8 +280,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demotion unfuses",
-        'return kind == "delayed" and watch.active and not self.demoted',
-        'return kind == "delayed" and watch.active',
+        "return self.shared.delayed and self.shared.watch.active and not self.demoted",
+        "return self.shared.delayed and self.shared.watch.active",
         "tests/te_cpu/test_te_fused.py -k demoted",
     ),
     Mutation(
@@ -315,7 +315,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a LayerNorm's bias is not in rows that are filled up",
-        "return whole and (te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % multiple)",
+        "return whole and (te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % self.shared.multiple)",
         "return whole",
         "tests/te_cpu/test_te_fused.py -k both_apart",
     ),
@@ -371,22 +371,22 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "casts of a fused MLP are sampled with its parts apart",
-        "            if self._samples() and (grads or watch.with_gradients or watch.in_backward):\n",
-        "            if False:\n",
+        "        if self._samples() and (grads or watch.with_gradients or watch.in_backward):\n",
+        "        if False:\n",
         "tests/te_cpu/test_te_fused_mlp.py -k sampled",
     ),
     Mutation(
         16,
         "biases are not in rows that are filled up for a fused MLP",
-        "whole = not self.use_bias or not normed.numel() // self.in_features % multiple",
+        "whole = not self.use_bias or not normed.numel() // self.in_features % self.shared.multiple",
         "whole = True",
         "tests/te_cpu/test_te_fused_mlp.py -k all_apart",
     ),
     Mutation(
         17,
         "an evaluation of a fused MLP records nothing of its first layer",
-        "            layers = (*before[1:], self)\n",
-        "            layers = (self,)\n",
+        "        layers = (*before[1:], self)\n",
+        "        layers = (self,)\n",
         "tests/te_cpu/test_te_fused.py -k leaves_no_trace",
     ),
     Mutation(
