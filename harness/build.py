@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -27,7 +27,7 @@ from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import RungVerdict
 from harness.core.files import harness_version
 from harness.core.memory import free_memory
-from harness.core.protocols import Batches, Engine, Stateful
+from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
 from harness.data.batches import Prefetched, TokenBatches, Watch, check_world
 from harness.data.dataset import DatasetBatches, open_dataset
@@ -39,6 +39,7 @@ from harness.engines.torch_engine import TorchEngine
 from harness.guard import Guard
 from harness.models import Task, build_model
 from harness.models.task import training_flops
+from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
@@ -235,7 +236,7 @@ def build_run(
 ) -> Run:
     """Wire every room together. Parameters keep their identity from `model` to the optimizer. task: of `build_task`;
     None: one that was not tried on the data."""
-    loss_scale = build_loss_scale(plan, recipe, worker.device)
+    # What is counted and doubted is of the model as it was built.
     if text := too_high(model, config.train):
         telemetry.event(0, "train.lr_high", text=text)
         telemetry.screen.event(f"train.lr_high: {text}")
@@ -243,41 +244,32 @@ def build_run(
     task = task or Task(model, config.model.target)
     flops = _flops(config, worker, card, model, task, data)
     fp8_weights = plan.fp8_weights(model)
+
+    # From here on the model computes as planned, and an engine owns its update.
+    loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
-    scaled = loss_scale is not None and not engine.owns_loss_scale
-    monitors = build_monitors(
-        replace(
-            monitor_context(recipe, backend, worker.facts, worker.device, loss_scale is not None, leaves_fp16=scaled),
-            guard=config.guard,
-            max_grad_norm=config.train.max_grad_norm,
-            warmup_steps=config.train.warmup_steps,
-            data=data,
-            bad_data=config.data.bad,
-            vocab_size=task.vocab_size,
-            classes=task.classes,
-        )
+
+    # What watches the run, and all that a resume needs of it.
+    own_scale = None if engine.owns_loss_scale else loss_scale
+    context = monitor_context(
+        recipe, backend, worker.facts, worker.device, loss_scale is not None, leaves_fp16=own_scale is not None
     )
-    parts: dict[str, Stateful] = {
-        **engine.parts(),
-        "fp8": backend,
-        "rng": RandomState(),
-        "monitors": MonitorsPart(monitors),
-    }
-    if scaled and loss_scale is not None:
-        parts["loss_scale"] = loss_scale
-    state = TrainState(parts, ledger)
+    monitors = build_monitors(_of_this_run(context, config, data, task))
+    state = TrainState(_parts(engine, backend, monitors, own_scale), ledger)
     if isinstance(data, Prefetched):
         data.tell = lambda text: telemetry.tell(state.step, "data.slow", text)
+    telemetry.layers = len(backend.layers)
+    telemetry.watch(recipe.fallback)
+
+    # How it is saved, stopped, judged and taken back.
+    stop = StopRequest(config.train.max_minutes, launched=worker.launch.launched)
     saver = Saver(
         store,
         Retention(store, config.checkpoint.keep, config.checkpoint.best).prune,
         _staging(config, engine, model, telemetry),
     )
-    telemetry.layers = len(backend.layers)
-    telemetry.watch(recipe.fallback)
-    stop = StopRequest(config.train.max_minutes, launched=worker.launch.launched)
     recovery = Recovery(
         state=state,
         engine=engine,
@@ -318,6 +310,35 @@ def build_run(
         ideal=_ideal(flops, worker, card, plan),
         fp8_weights=fp8_weights,
     )
+
+
+def _of_this_run(context: MonitorContext, config: RunConfig, data: Batches, task: Task) -> MonitorContext:
+    """`context`, of a model, with what monitors may ask of the run as well."""
+    return replace(
+        context,
+        guard=config.guard,
+        max_grad_norm=config.train.max_grad_norm,
+        warmup_steps=config.train.warmup_steps,
+        data=data,
+        bad_data=config.data.bad,
+        vocab_size=task.vocab_size,
+        classes=task.classes,
+    )
+
+
+def _parts(
+    engine: Engine, backend: PrecisionBackend, monitors: Sequence[Monitor], loss_scale: LossScale | None
+) -> dict[str, Stateful]:
+    """The parts of the TrainState. loss_scale: where the engine has none of its own."""
+    parts: dict[str, Stateful] = {
+        **engine.parts(),
+        "fp8": backend,
+        "rng": RandomState(),
+        "monitors": MonitorsPart(monitors),
+    }
+    if loss_scale is not None:
+        parts["loss_scale"] = loss_scale
+    return parts
 
 
 def _flops(config: RunConfig, worker: Worker, card: Card | None, model: nn.Module, task: Task, data: Batches) -> float:

@@ -14,6 +14,9 @@ from harness.tracking.journal import JOURNAL, Position, finished_size, read_rows
 from harness.tracking.shipper import SET_ASIDE, portion, sync
 from harness.tracking.store import choose_for_sync
 
+PATIENCE = 60.0
+"""Seconds without success after which a delivery is given up."""
+
 
 def command(
     run: RunFolder,
@@ -26,7 +29,7 @@ def command(
     choice = choose_for_sync(config.parent, elsewhere)
     # A loop of one's own has no config: the journal names its experiment.
     experiment = load_config(str(config)).tracking.experiment if config.exists() else _experiment(run)
-    done = sync(run, experiment, choice=choice, said=say)
+    done = sync(run, experiment, PATIENCE, choice, say)
     if (aside := run / SET_ASIDE).exists():
         say(f"! lines of the journal that are no rows were set aside in {aside}")
     if done:

@@ -84,7 +84,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "forwards without gradients record nothing under TE",
-        'if not delayed or self.follows or self._records():',
+        "if not delayed or self.follows or self._records():",
         "if True:",
         _SAME,
     ),
@@ -126,7 +126,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "sampled statistics are of the scale in use under TE",
-        'self.fp8_meta[key].scale[column] if self.shared.delayed else None',
+        "self.fp8_meta[key].scale[column] if self.shared.delayed else None",
         "None",
         _SAME,
     ),

@@ -92,7 +92,7 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "sync says the first refusal at once",
-        "            if error and refused is not None:\n",
+        "            if error := errors.readline().strip():\n",
         "            if False:\n",
         "tests/faults/test_delivery.py -k at_once",
     ),
