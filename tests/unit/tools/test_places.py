@@ -34,10 +34,10 @@ def test_a_folder_that_the_address_would_not_lead_to_is_refused(
     (folder := tmp_path / name).mkdir()
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(folder)
-    (problem,) = undeliverable(TrackingConfig())
+    (problem,) = undeliverable(TrackingConfig(), "tracking.mlflow=false")
     assert str(folder) in str(problem)
     assert "MLFLOW_TRACKING_URI" in problem.fix
-    assert undeliverable(TrackingConfig(mlflow=False)) == []
+    assert undeliverable(TrackingConfig(mlflow=False), "tracking.mlflow=false") == []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere?x=1")
     assert misplaced() == ""
 
