@@ -39,11 +39,11 @@ def test_a_run_whose_newest_is_gone_goes_on_from_the_one_before(tmp_path: Path) 
     assert read_marks(run / "checkpoints") == [5, 10]
     for step in (10, 13):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
-    done = train(tmp_path, *RUN, "train.steps=14", "checkpoint.healthy_steps=50")
+    done = train(tmp_path, *RUN, "train.steps=13", "checkpoint.healthy_steps=50")
     assert done.returncode == 0, done.stdout
     assert "resumed at step 5" in done.stdout
     assert read_marks(run / "checkpoints") == [5], "what is gone is no longer good"
-    assert [step for step, _ in metrics(run)] == list(range(1, 15)), "the same bits, and no row twice"
+    assert [step for step, _ in metrics(run)] == list(range(1, 14)), "the same bits, and no row twice"
 
 
 def test_what_the_run_itself_set_aside_is_not_lost(tmp_path: Path) -> None:

