@@ -62,7 +62,7 @@ def folder(at: Path) -> Path:
 
 def odd(at: Path) -> Path:
     """Rows without a text, and rows of other shapes than the first."""
-    extra = ['{"text": ""}', '{"text": null}', '{"other": 1}', '{"text": "a", "meta": "words"}', "", "  "]
+    extra = ['{"text": ""}', '{"text": null}', '{"other": 1}', '{"text": "a", "meta": "words"}']
     return written(at / "odd.jsonl", lines(SMALL[:50]) + "\n".join(extra).encode() + b"\n" + lines(SMALL[50:]))
 
 
@@ -123,6 +123,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "JSONL, large": (lambda at: written(at / "a.jsonl", lines(LARGE)), {}),
     "JSONL, large, tokenized": (lambda at: written(at / "a.jsonl", lines(LARGE[:3000])), {"tokenizer": True}),
     "JSONL, odd rows": (odd, {"bad": "skip"}),
+    "JSONL, empty lines": (lambda at: written(at / "a.jsonl", lines(SMALL).replace(b"\n", b"\n\n  \n")), {}),
     "JSONL, late keys": (late, {}),
     "JSONL by gzip": (lambda at: written(at / "a.jsonl.gz", gzip.compress(lines(LARGE))), {}),
     "folder of JSONL": (lambda at: folder(at / "rows"), {}),
