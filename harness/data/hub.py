@@ -56,7 +56,7 @@ def fetch(
 
     Raises DataError for what is not there, cannot be fetched, has no room or is no text; ConfigError.
     """
-    repository = given.removeprefix(PREFIX)
+    repository = given.removeprefix(PREFIX).removeprefix("//datasets/")
     hub = importlib.import_module("huggingface_hub")
     at = {"repo_id": repository, "repo_type": "dataset", "cache_dir": cache and str(Path(cache).expanduser())}
     folder = Path(_asked(given, hub.snapshot_download, revision=wanted.revision, allow_patterns=[*_DESCRIBED], **at))
@@ -117,7 +117,8 @@ def _described(
             if outside := [str(path) for path in inside if not path.is_relative_to(outline)]:
                 fix = "take another data set, or fetch these yourself"
                 raise DataError(Problem("names files outside of it", where, some(outside, NAMED), fix))
-            splits[str(split)] = [path.relative_to(outline) for path in inside]
+            if inside:
+                splits[str(split)] = [path.relative_to(outline) for path in inside]
     kinds: dict[str, Documents] = {rows.reader.partition(".")[0]: kind for kind, rows in ROWS.items()}
     kind = kinds.get(builder.name)
     if kind is None or not splits:

@@ -216,16 +216,15 @@ def no_such(given: str, path: Path) -> Problem:
     """What to do about a path that leads nowhere: an address, or a name of the hub."""
     where = f"data.path: {given}"
     scheme = given.partition("://")[0] if "://" in given else ""
-    name = given.removeprefix("hf://").removeprefix("datasets/")
     if scheme in ("http", "https", "ftp"):
         file = given.rstrip("/").rpartition("/")[2].partition("?")[0] or "FILE"
         return Problem(
             "is an address, and nothing is fetched", where, fix=f"curl -L -o {file} '{given}'; then data.path={file}"
         )
-    if scheme not in ("", "hf"):
+    if scheme:
         return Problem("is an address, and nothing is fetched", where, fix="copy it to a disk of this machine first")
-    if _HUB.fullmatch(name) and not path.parent.is_dir():
-        fix = f"if it is the name of a data set on the Hugging Face hub: data.path=hf:{name}. Else check the path"
+    if _HUB.fullmatch(given) and not path.parent.is_dir():
+        fix = f"if it is the name of a data set on the Hugging Face hub: data.path=hf:{given}. Else check the path"
         return Problem("no such file or folder", where, fix=fix)
     names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, names, _MOST)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import io
 import logging
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -36,7 +37,10 @@ _COLUMNS, _LONG = 8, 300
 _FIX_COPY = "copy the file again, or write it again"
 _FIX_KEY = "set data.text_key to the one that has the text"
 _FIX_ROW = f"{_FIX_KEY}, or data.bad=skip to pass over such rows"
-_FIX_JSON = "jq -c . FILE > NEW says which line is no JSON; jq -Rc 'fromjson?' FILE > NEW leaves such lines out"
+_FIX_JSON = (
+    "copy it again if it was cut short; jq -c . FILE > NEW says which line is no JSON, jq -Rc 'fromjson?' FILE > NEW "
+    "leaves such lines out"
+)
 _FIX_MEMORY = (
     "write it again with fewer rows in a group and shorter texts, without dictionaries: "
     "pyarrow.parquet.write_table(..., row_group_size=1000, use_dictionary=False)"
@@ -73,7 +77,8 @@ class Rows:
                 left_out.append((file.name, "empty"))
                 continue
             try:
-                first = next(self._documents(str(file), key), None)
+                with closing(self._documents(str(file), key)) as rows:
+                    first = next(rows, None)
                 cut = self._cut(file, size * _GROWS if file.name.lower().endswith(_PACKED) else size)
             except DataError as error:
                 problems += error.problems
@@ -104,7 +109,7 @@ class Rows:
         """Of the reader, for one file."""
         return {}
 
-    def _documents(self, path: str, key: str) -> Iterator[Piece]:
+    def _documents(self, path: str, key: str) -> Generator[Piece, None, None]:
         """Every row. Raises DataError for what the library cannot read, with what it said."""
         row = 0
         what = f"cannot be read as {self.kind}"
@@ -281,8 +286,11 @@ def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
     _zstd_by_arrow()
     # No list of patterns: it would take brackets and stars of a name for one.
     files = lists.DataFilesDict({"train": lists.DataFilesList([path], [()])})
-    with tempfile.TemporaryDirectory() as scratch:
+    scratch = tempfile.mkdtemp()  # it locks a folder of its cache, and writes nothing there
+    try:
         yield opened(cache_dir=scratch, data_files=files, **options)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _batches(reader: Any, column: str | None = None) -> Iterator[Any]:
