@@ -29,6 +29,7 @@ MAX_ROW = 256 << 20
 JSON = ".json"
 OTHER_SPLIT = "a split that is neither train nor validation"
 _ROWS = 256  # of a table
+_INDEX = "__index_level_0__"
 _END = 1 << 62
 _GROWS = 4  # what gzip and zstd make smaller, about
 _PACKED = (".gz", ".zst")
@@ -192,6 +193,14 @@ class Csv(Rows):
         separator = "\t" if ".tsv" in Path(path).suffixes[-2:] else ","
         # A text of digits, or one that says NA, is a text.
         return {"features": _features(key), "sep": separator, "keep_default_na": False, "chunksize": _ROWS}
+
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+        for texts, names in super()._tables(path, key):
+            if _INDEX in names:
+                why = "the library would take the first field for an index, and the second for the first"
+                fix = "put texts with commas into quotes, or name every column in the first line"
+                raise DataError(Problem("has more fields in a row than names", f"data.path: {path}", why, fix))
+            yield texts, names
 
 
 class Parquet(Rows):

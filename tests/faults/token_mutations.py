@@ -264,4 +264,11 @@ TOKENS: tuple[Mutation, ...] = (
         "if False else None",
         "tests/extras/test_tokenized.py -k keeps_its_end",
     ),
+    Mutation(
+        23,
+        "columns of a table are not taken for others",
+        "if _INDEX in names:",
+        "if False:",
+        "tests/unit/data/test_what_people_have.py -k more_fields",
+    ),
 )

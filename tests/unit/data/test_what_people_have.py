@@ -144,6 +144,13 @@ def test_a_broken_table_is_refused(tmp_path: Path, row: str) -> None:
         prepare(config(path), tmp_path / "run")
 
 
+def test_a_table_with_more_fields_than_names_is_refused(tmp_path: Path) -> None:
+    """By itself the library reads the next column in place of the one that was named."""
+    path = written(tmp_path / "table.csv", "text,n\n" + "".join(f"some, words {n},{n}\n" for n in range(50)))
+    with pytest.raises(DataError, match=r"table\.csv: has more fields in a row than names"):
+        prepare(config(path), tmp_path / "run")
+
+
 def webdataset(path: Path, samples: list[dict[str, bytes]]) -> Path:
     with tarfile.open(path, "w") as archive:
         for number, sample in enumerate(samples):
