@@ -53,6 +53,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "triton": ("harness/precision/backends/native_triton*.py",),
     "pyarrow": ("harness/data/*.py", "harness/tracking/*.py"),
     "datasets": ("harness/data/*.py",),
+    "huggingface_hub": ("harness/data/hub.py",),
     "tokenizers": ("harness/data/*.py",),
     "sklearn": ("harness/data/digits.py",),
     "transformers": ("harness/models/huggingface*.py", "harness/integrations/transformers*.py"),

@@ -10,7 +10,7 @@ first step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,6 +26,8 @@ Ratio = Annotated[float, Field(gt=0)]
 
 OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
 """What `train.optimizer` may name without a colon."""
+Documents = Literal["JSONL", "csv", "Parquet", "Arrow", "webdataset", "text"]
+"""Formats of text, of which token ids are made; `data.registry` has who reads them."""
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 
@@ -66,14 +68,35 @@ class TrainConfig(Strict):
         return name
 
 
-class MixtureConfig(Strict):
+class HubConfig(Strict):
+    """What is taken of a data set of the Hugging Face hub, `hf:NAME`."""
+
+    configuration: str | None = Field(
+        default=None, description="of hf:NAME: its configuration (subset); none: its default"
+    )
+    split: str | None = Field(
+        default=None, description="of hf:NAME: the split to train on; none: train, or the only one"
+    )
+    revision: str | None = Field(
+        default=None, description="of hf:NAME: branch, tag or commit; none: its main branch as it is at the first start"
+    )
+
+    @model_validator(mode="after")
+    def _of_the_hub(self) -> Self:
+        given = [f"data.{name}" for name in HubConfig.model_fields if getattr(self, name) is not None]
+        if given and not str(getattr(self, "path", None)).startswith("hf:"):
+            raise ValueError(f"{' and '.join(given)}: only a path hf:NAME has one")
+        return self
+
+
+class MixtureConfig(HubConfig):
     """One source of a mixture."""
 
     path: str = Field(description="as data.path")
     weight: float = Field(gt=0, description="its share of the samples, over the sum of all weights")
 
 
-class DataConfig(Strict):
+class DataConfig(HubConfig):
     """Where data comes from and how it is cut into samples; or a data set of your own."""
 
     target: str | None = Field(
@@ -82,19 +105,23 @@ class DataConfig(Strict):
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
     path: str | None = Field(
         default=None,
-        description="text, JSONL, Parquet, Arrow (save_to_disk), .bin of token ids, what `harness data prepare` made, "
-        "or a folder of one of these; none: Python's standard library source",
+        description="text, JSONL, csv, Parquet, Arrow (save_to_disk), webdataset, .bin of token ids, what `harness "
+        "data prepare` made, or a folder of one of these; hf:NAME: of the Hugging Face hub; none: the source "
+        "of Python's standard library",
     )
     mixture: list[MixtureConfig] = Field(
         default_factory=list, description="several sources with weights, instead of data.path"
     )
-    format: Literal["auto", "tokens", "JSONL", "Parquet", "Arrow", "text"] = Field(
+    cache: str | None = Field(
+        default=None, description="folder where hf:NAME is kept; none: that of huggingface_hub (HF_HUB_CACHE, HF_HOME)"
+    )
+    format: Literal["auto", "tokens", Documents] = Field(
         default="auto", description="what data.path is; auto: looked at"
     )
     tokenizer: str | None = Field(
         default=None, description="tokenizer.json, or a Hugging Face folder with one; none: a token is a byte"
     )
-    text_key: str = Field(default="text", min_length=1, description="key or column of JSONL, Parquet, Arrow")
+    text_key: str = Field(default="text", min_length=1, description="key or column of rows")
     dtype: Literal["uint8", "uint16", "uint32"] = Field(default="uint16", description="of headerless .bin files")
     packing: Literal["none", "documents"] = Field(
         default="none",

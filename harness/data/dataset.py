@@ -90,6 +90,8 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
         if lacks := [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]:
             what = f"its {name} data, a {type(each).__name__}, have no {' and no '.join(lacks)}"
             fix = "return an object that has them, or a pair of such (training, validation)"
+            if type(each).__module__.startswith("datasets."):
+                fix = "load it with streaming=False; rows of text need no target: data.path=hf:NAME, or its files"
             problems.append(Problem(what, where, "samples are asked for by number, in any order", fix))
         elif not len(each):
             problems.append(Problem(f"its {name} data have no sample", where, fix="give some"))

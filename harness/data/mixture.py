@@ -204,7 +204,7 @@ def prepare_mixture(
         own = folder / str(number)
         if lead and not begun:  # what a start that was killed has left may be of other settings
             (own / "corpus.json").unlink(missing_ok=True)
-        single = config.model_copy(update={"path": part.path, "mixture": []})
+        single = config.model_copy(update={**part.model_dump(exclude={"weight"}), "mixture": []})
         try:
             data.append(prepare_in(single, own, 1, lead, reading))
         except DataError as error:

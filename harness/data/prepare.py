@@ -5,7 +5,7 @@ format (`.bin` and `.idx`), and at last `done-<task>.json`. What a task makes de
 the share held out alone: a preparation that was killed goes on with the tasks that are not done, and ends with the
 bytes of one that was not. `dataset.json`, written at the end, has what a run needs to know, with every block's hash.
 
-Workers are processes of this file (`python -m harness.data.prepare OUT`) that are told task numbers line by line.
+One process reads and writes, in the order of the source; tokenizing, which takes the time, is shared among workers.
 """
 
 from __future__ import annotations
@@ -14,35 +14,40 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
-import queue
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, astuple, dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from harness.core.config import Documents
 from harness.core.errors import DataError, MachineError, Problem, some
-from harness.core.files import MAX_LARGE, read_json, read_mapping, with_this_package, write_json
+from harness.core.files import MAX_LARGE, read_json, read_mapping, write_json
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
-from harness.data.registry import DOCUMENTS, PREPARED
-from harness.data.rows import Part, Piece
+from harness.data.documents import DocumentSource, Files, Part, Piece
+from harness.data.hub import Fetched
+from harness.data.registry import DOCUMENTS, PREPARED, ROWS
+from harness.data.rows import skipped as passed_over
 from harness.data.shards import ShardWriter, smallest_dtype
 from harness.data.source import origin_of_files
 from harness.data.text import BadFiles
 from harness.data.tokenizer import Encoder, load_encoder, tokenizer_file
 
 _T = TypeVar("_T")
+Encoded = npt.NDArray[np.int64] | Problem
+"""Ids of a text, int64 [tokens], or why the tokenizer fails on it."""
 FORMAT = 1
 TASK_BYTES = 16 << 20
 """Least bytes of a task's source."""
@@ -51,20 +56,22 @@ _INLINE = 4 << 20
 _BATCH_BYTES, _BATCH_PIECES = 1 << 20, 1024
 _PLAN = "prepare.json"
 _NAMED, _CHANGED = 20, 5
-_TOLD_SECONDS = 0.2
+_AHEAD = 2  # batches of each worker that are read before its next result is taken
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """What is to be made. source: as a run's data.path. kind: of DOCUMENTS. tokenizer: None for bytes. val_fraction:
-    share of the documents held out where the source has no validation files."""
+    share of the documents held out where the source has no validation files. hub: what was fetched from the hub, of
+    which `source` is the folder."""
 
     source: str
-    kind: str
+    kind: Documents
     key: str = "text"
     bad: BadFiles = "auto"
     tokenizer: str | None = None
     val_fraction: float = 0.01
+    hub: Fetched | None = None
 
 
 @dataclass(slots=True)
@@ -97,13 +104,18 @@ def prepare_dataset(
     plan = _plan(wanted)
     tasks = plan["tasks"]
     if most is not None and sum(part[3] for task in tasks for part in task) > most:
-        tokenizer = f" --tokenizer {wanted.tokenizer}" if wanted.tokenizer else ""
-        fix = f"once, for all runs: harness data prepare {wanted.source}{tokenizer} --out DIR; then data.path=DIR"
-        raise DataError(Problem(f"has over {most} bytes of {wanted.kind}", f"data.path: {wanted.source}", fix=fix))
+        raise too_large(wanted.hub.name if wanted.hub else wanted.source, wanted.kind, most, wanted.tokenizer)
     if anew and out.exists() and read_mapping(out / _PLAN, MAX_LARGE) != _as_json(plan):
         shutil.rmtree(out)
     with _alone(out):
         return _begin(out, plan) or _make(out, plan, processes, tell)
+
+
+def too_large(source: str, kind: str, most: int, tokenizer: str | None) -> DataError:
+    """What to say of a source that a run does not make into token ids by itself."""
+    given = f" --tokenizer {tokenizer}" if tokenizer else ""
+    fix = f"once, for all runs: harness data prepare {source}{given} --out DIR; then data.path=DIR"
+    return DataError(Problem(f"has over {most} bytes of {kind}", f"data.path: {source}", fix=fix))
 
 
 @contextlib.contextmanager
@@ -131,18 +143,21 @@ def _make(out: Path, plan: Mapping[str, Any], processes: int, tell: Callable[[Pr
     progress.kept = progress.finished = len(tasks) - len(todo)
     progress.done = sum(sizes) - sum(sizes[number] for number in todo)
     tell(progress)
-    workers = min(processes or len(os.sched_getaffinity(0)), len(todo))
-    if workers <= 1 or sum(sizes[number] for number in todo) <= _INLINE:
-        problems: list[Problem] = []
-        work = _Work(out)
-        for number in todo:
-            problems += work.run(number, lambda count: _advance(progress, count, tell))
-            progress.finished += 1
-            tell(progress)
-    else:
-        problems = _Pool(out, todo, workers, progress).run(tell)
-    if problems:
-        raise DataError(problems[:_NAMED])
+    left = sum(sizes[number] for number in todo)
+    many = plan["tokenizer"] and left > _INLINE
+    problems: list[Problem] = []
+    with _Encoding(plan["tokenizer"], (processes or len(os.sched_getaffinity(0))) if many else 1) as encoding:
+        work = _Work(out, encoding)
+        try:
+            for number in todo:
+                problems += work.run(number, lambda count: _advance(progress, count, tell))
+                progress.finished += 1
+                tell(progress)
+                if problems:
+                    raise DataError(problems[:_NAMED])
+        except BrokenProcessPool as error:
+            why = "perhaps the memory did not suffice: --processes takes fewer"
+            raise MachineError(Problem("a worker died", str(out), why, "the same command goes on")) from error
     return _finish(out, plan)
 
 
@@ -153,9 +168,10 @@ def _advance(progress: Progress, count: int, tell: Callable[[Progress], None]) -
 
 def _plan(wanted: Preparation) -> dict[str, Any]:
     """What prepare.json says: everything that the result depends on."""
-    source = DOCUMENTS[wanted.kind]
+    source, hub = _source(wanted.kind, wanted.hub and wanted.hub.options), wanted.hub
     encoder = load_encoder(wanted.tokenizer)
-    listed = source.parts(Path(wanted.source).expanduser().resolve(), wanted.key, wanted.bad)
+    files: Files | None = ([(Path(path), split) for path, split in hub.files], [*hub.left_out]) if hub else None
+    listed = source.parts(Path(wanted.source).expanduser().resolve(), wanted.key, wanted.bad, files)
     total = sum(part.size for part in listed.parts)
     least = max(TASK_BYTES, -(-total // _TASKS))
     tasks: list[list[Any]] = [[]]
@@ -177,6 +193,10 @@ def _plan(wanted: Preparation) -> dict[str, Any]:
         "left_out": [list(each) for each in listed.left_out],
         "tasks": tasks,
     }
+
+
+def _source(kind: Documents, options: Mapping[str, Any] | None) -> DocumentSource:
+    return ROWS[kind](options) if kind in ROWS else DOCUMENTS[kind]()
 
 
 def _as_json(value: Any) -> Any:
@@ -246,7 +266,7 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     left_out += [{"name": f"{count} rows", "reason": reason} for reason, count in sorted(skipped.items())]
     info: dict[str, Any] = {
         "format": FORMAT,
-        "source": plan["source"],
+        "source": plan["hub"]["name"] if plan["hub"] else plan["source"],
         "kind": plan["kind"],
         "vocabulary": plan["vocabulary"],
         "dtype": smallest_dtype(plan["vocabulary"]["ids"]),
@@ -274,7 +294,8 @@ def _origin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     source, tokenizer = DOCUMENTS[plan["kind"]], plan["tokenizer"]
     suffixes = None if plan["kind"] == "text" else source.suffixes
     known = [tokenizer, plan["vocabulary"]["tokenizer"]] if tokenizer else None
-    made = origin_of_files(Path(plan["source"]), suffixes, plan["kind"] != "Arrow", files, known)
+    whole = plan["kind"] != "Arrow" and not plan["hub"]
+    made = origin_of_files(Path(plan["source"]), suffixes, whole, files, known)
     if changed := [path for path, stamp in files.items() if Stamp.of(path) != stamp]:
         fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
         raise DataError([Problem("changed while it was prepared", f"data.path: {path}", fix=fix) for path in changed])
@@ -290,20 +311,96 @@ def _counts(out: Path, task: int) -> Path:
     return out / f"counts-{task:05d}.npy"
 
 
+def _encode(encoder: Encoder, texts: Sequence[str | bytes]) -> list[Encoded]:
+    """Ids of each text; the tokenizer's problem with one on which it fails."""
+    try:
+        return [*encoder.encode(texts)]
+    except DataError as error:
+        if len(texts) == 1:
+            return [error.problems[0]]
+        return [_encode(encoder, [text])[0] for text in texts]
+
+
+_worker: list[Encoder] = []
+"""Of a worker's process: its own tokenizer."""
+
+
+def _begin_work(tokenizer: str | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its parent's
+    _worker.append(load_encoder(tokenizer))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)  # else it would wait for work for ever
+
+
+def _work(texts: Sequence[str | bytes]) -> list[Encoded]:
+    return _encode(_worker[0], texts)
+
+
+class _Encoding:
+    """Makes ids of batches of pieces, in their order, in this process or in others."""
+
+    def __init__(self, tokenizer: str | None, processes: int) -> None:
+        self.encoder = load_encoder(tokenizer)
+        self._ahead = _AHEAD * processes
+        # Not forked: this process may have threads, and a GPU.
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(processes, context, _begin_work, (tokenizer,)) if processes > 1 else None
+
+    def __enter__(self) -> _Encoding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def of(self, batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, list[Encoded]]]:
+        """Each batch with what was made of its pieces. Raises BrokenProcessPool if a worker dies."""
+        begun: deque[tuple[_Batch, Future[list[Encoded]]]] = deque()
+        for batch in batches:
+            texts = [piece.text for piece, _ in batch.pieces]
+            if self._pool is None:
+                yield batch, _encode(self.encoder, texts)
+                continue
+            begun.append((batch, self._pool.submit(_work, texts)))
+            if len(begun) > self._ahead:
+                first, made = begun.popleft()
+                yield first, made.result()
+        while begun:
+            first, made = begun.popleft()
+            yield first, made.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Pieces with their splits, and the bytes of their texts."""
+
+    pieces: list[tuple[Piece, str]]
+    size: int
+
+
 class _Work:
     """Runs tasks of a plan, one after the other."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path, encoding: _Encoding) -> None:
+        self.out, self.encoding = out, encoding
+        self._inside = False  # a document, at the end of the pieces that were encoded last
         self.plan: dict[str, Any] = read_json(out / _PLAN, MAX_LARGE)
-        self.encoder: Encoder = load_encoder(self.plan["tokenizer"])
+        hub = self.plan["hub"]
+        self.source = _source(self.plan["kind"], hub and hub["options"])
 
     def run(self, task: int, advance: Callable[[int], None]) -> list[Problem]:
         """Make a task's shards and its marker; what is wrong with its documents instead. advance: is told bytes.
 
         Raises OSError, DataError.
         """
-        plan, vocabulary = self.plan, self.encoder.vocabulary
+        plan, vocabulary = self.plan, self.encoding.encoder.vocabulary
+        self._inside = False
         dtype = smallest_dtype(vocabulary.ids)
         shards = {split: ShardWriter(self.out / f"{split}-{task:05d}.bin", dtype, split) for split in ("train", "val")}
         end = np.zeros(0, dtype=np.int64) if vocabulary.separator is None else np.array([vocabulary.separator])
@@ -312,11 +409,12 @@ class _Work:
         problems: list[Problem] = []
         last = ""
         text_bytes = 0
-        for batch, size in self._or_abandon(shards, self._batches(plan["tasks"][task], task, skipped, problems)):
-            made = self._encoded([piece for piece, _ in batch], skipped, problems)
-            text_bytes += size
+        batches = self.encoding.of(self._batches(plan["tasks"][task], task, skipped, problems))
+        for batch, encoded in self._or_abandon(shards, batches):
+            made = self._usable([piece for piece, _ in batch.pieces], encoded, skipped, problems)
+            text_bytes += batch.size
             flat: list[npt.NDArray[Any]] = []
-            for (piece, split), ids in zip(batch, made, strict=True):
+            for (piece, split), ids in zip(batch.pieces, made, strict=True):
                 if ids is None:
                     continue
                 if last and last != split:
@@ -329,7 +427,7 @@ class _Work:
                     shards[split].end_document()
             if flat:
                 counts = add_counts(counts, np.bincount(np.concatenate(flat).astype(np.int64)))
-            advance(size)
+            advance(batch.size)
             if len(problems) >= _NAMED:
                 break
         if problems:
@@ -348,38 +446,25 @@ class _Work:
         advance(sum(part[3] for part in plan["tasks"][task]) - text_bytes)  # the source has more than its texts
         return []
 
-    def _encoded(
-        self, pieces: Sequence[Piece], skipped: Counter[str], problems: list[Problem]
+    def _usable(
+        self, pieces: Sequence[Piece], made: Sequence[Encoded], skipped: Counter[str], problems: list[Problem]
     ) -> list[npt.NDArray[np.int64] | None]:
         """Ids of each piece. None of one on which the tokenizer fails: it is counted, or named, as a bad row is."""
-        try:
-            return [*self.encoder.encode([piece.text for piece in pieces])]
-        except DataError:
-            made = [self._encoded_alone(piece) for piece in pieces]
+        usable: list[npt.NDArray[np.int64] | None] = []
         for piece, ids in zip(pieces, made, strict=True):
-            if not isinstance(ids, DataError):
-                continue
-            (problem,) = ids.problems
-            if self.plan["bad"] == "skip":
-                skipped[f"{problem.where} {problem.what}"] += 1
+            if not isinstance(ids, Problem):
+                usable.append(ids)
             else:
-                fix = f"{problem.fix}; or pass over such rows: data.bad=skip (--bad skip)"
-                problems.append(
-                    Problem(f"{problem.where} {problem.what}", f"data.path: {piece.where}", problem.why, fix)
-                )
-        # What is left of a document still needs its end.
-        empty = np.zeros(0, dtype=np.int64)
-        inside = [False, *(not piece.ends for piece in pieces[:-1])]
-        return [
-            each if not isinstance(each, DataError) else (empty if began and piece.ends else None)
-            for each, began, piece in zip(made, inside, pieces, strict=True)
-        ]
-
-    def _encoded_alone(self, piece: Piece) -> npt.NDArray[np.int64] | DataError:
-        try:
-            return self.encoder.encode([piece.text])[0]
-        except DataError as error:
-            return error
+                what = f"{ids.where} {ids.what}"
+                if self.plan["bad"] == "skip":
+                    skipped[what] += 1
+                else:
+                    fix = f"{ids.fix}; or pass over such rows: data.bad=skip (--bad skip)"
+                    problems.append(Problem(what, f"data.path: {piece.where}", ids.why, fix))
+                # What is left of a document still needs its end.
+                usable.append(np.zeros(0, dtype=np.int64) if self._inside and piece.ends else None)
+            self._inside = not piece.ends
+        return usable
 
     def _or_abandon(self, shards: Mapping[str, ShardWriter], batches: Iterator[_T]) -> Iterator[_T]:
         """`batches`; the shards are given up if reading the source fails."""
@@ -392,16 +477,15 @@ class _Work:
 
     def _batches(
         self, parts: Sequence[Sequence[Any]], task: int, skipped: Counter[str], problems: list[Problem]
-    ) -> Iterator[tuple[list[tuple[Piece, str]], int]]:
-        """Pieces with their splits, some at a time, and their bytes."""
-        source, bad = DOCUMENTS[self.plan["kind"]], self.plan["bad"]
+    ) -> Iterator[_Batch]:
+        """Pieces with their splits, some at a time."""
         batch: list[tuple[Piece, str]] = []
         size = number = 0
         for given in parts:
             part = Part(*given)
-            for piece in source.read(part, self.plan["key"]):
+            for piece in self.source.read(part, self.plan["key"]):
                 if piece.fault:
-                    if bad == "skip" or (bad == "auto" and piece.fault == "empty"):
+                    if passed_over(piece.fault, self.plan["bad"]):
                         skipped[piece.fault] += 1
                         continue
                     fix = "repair it, or pass over such rows and files: data.bad=skip (--bad skip)"
@@ -413,9 +497,10 @@ class _Work:
                 number += 1
                 size += len(piece.text if isinstance(piece.text, bytes) else piece.text.encode())
                 if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
-                    yield batch, size
+                    yield _Batch(batch, size)
                     batch, size = [], 0
-        yield batch, size
+        if batch:
+            yield _Batch(batch, size)
 
 
 def _split(task: int, number: int, share: float) -> str:
@@ -429,93 +514,3 @@ def _split(task: int, number: int, share: float) -> str:
     stratum, place = divmod(number, every)
     chosen = int.from_bytes(hashlib.sha256(f"{task}/{stratum}".encode()).digest()[:8], "little") % (every - 1)
     return "val" if place == 1 + chosen else "train"
-
-
-class _Pool:
-    """Worker processes, each with a thread here that gives it tasks and hears how far it is."""
-
-    def __init__(self, out: Path, todo: Sequence[int], workers: int, progress: Progress) -> None:
-        self._out, self._workers, self._progress = out, workers, progress
-        self._todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for task in todo:
-            self._todo.put(task)
-        self._lock = threading.Lock()
-        self._problems: list[Problem] = []
-        self._dead = ""
-        self._stop = False
-
-    def run(self, tell: Callable[[Progress], None]) -> list[Problem]:
-        """Until every task is done, or one is not to be done. Raises MachineError if a worker dies."""
-        threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(self._workers)]
-        for thread in threads:
-            thread.start()
-        try:
-            while any(thread.is_alive() for thread in threads):
-                time.sleep(_TOLD_SECONDS / 4)
-                tell(self._progress)
-        except BaseException:
-            self._stop = True
-            raise
-        if self._dead:
-            raise MachineError(Problem("a worker died", str(self._out), self._dead, "the same command goes on"))
-        return self._problems
-
-    def _serve(self) -> None:
-        command = [sys.executable, "-m", "harness.data.prepare", str(self._out), str(os.getpid())]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=with_this_package()
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with contextlib.suppress(queue.Empty, BrokenPipeError):
-                while not (self._stop or self._problems or self._dead):
-                    task = self._todo.get_nowait()
-                    process.stdin.write(f"{task}\n")
-                    process.stdin.flush()
-                    if not self._hear(process.stdout):
-                        self._dead = f"with exit code {process.wait()}, at task {task}"
-            if self._stop:
-                process.terminate()
-            process.stdin.close()
-
-    def _hear(self, stream: IO[str]) -> bool:
-        for line in stream:
-            told = json.loads(line)
-            with self._lock:
-                self._progress.done += told.get("bytes", 0)
-                if "problems" in told:
-                    self._problems += [Problem(*each) for each in told["problems"]]
-                    self._progress.finished += not told["problems"]
-                    return True
-        return False
-
-
-def work(out: Path, parent: int) -> None:
-    """A worker: does the tasks that come by number on stdin, until there are no more or its parent is gone."""
-    job = _Work(out)
-    pending = 0
-    told = time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal pending, told
-        pending += count
-        if os.getppid() != parent:
-            raise SystemExit(1)
-        if time.monotonic() - told >= _TOLD_SECONDS:
-            print(json.dumps({"bytes": pending}), flush=True)
-            pending, told = 0, time.monotonic()
-
-    for line in sys.stdin:
-        try:
-            problems = job.run(int(line), advance)
-        except DataError as error:
-            problems = list(error.problems)
-        except OSError as error:
-            problems = [Problem("cannot be read or written", str(error.filename), str(error.strerror))]
-        print(json.dumps({"bytes": pending, "problems": [astuple(each) for each in problems]}), flush=True)
-        pending = 0
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its parent's, and it ends when that is gone
-    work(Path(sys.argv[1]), int(sys.argv[2]))

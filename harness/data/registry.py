@@ -12,21 +12,28 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, cast
 
+from harness.core.config import Documents
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, read_mapping
-from harness.data.columns import ArrowFolder, Parquet
-from harness.data.rows import ARRAY, DocumentSource, JsonLines, PlainText
+from harness.data.documents import PlainText
+from harness.data.rows import JSON, Arrow, Csv, JsonLines, Parquet, Rows, WebDataset
 from harness.data.text import walk
 
-Kind = Literal["tokens", "prepared", "JSONL", "Parquet", "Arrow", "text"]
+Kind = Literal["tokens", "prepared", Documents]
 
 PREPARED = "dataset.json"
 """What `harness data prepare` leaves in its folder, and nothing else does."""
 TOKENS = (".bin",)
-DOCUMENTS: dict[str, DocumentSource] = {
-    source.kind: source for source in (JsonLines(), Parquet(), ArrowFolder(), PlainText())
+ROWS: dict[Documents, type[Rows]] = {
+    "JSONL": JsonLines,
+    "csv": Csv,
+    "Parquet": Parquet,
+    "Arrow": Arrow,
+    "webdataset": WebDataset,
 }
-"""What is made into token ids before it is trained on. To add one is a class in `rows` and its name here."""
+"""What the datasets library reads. To add a format is a class in `rows`, its name here and in `core.config`."""
+DOCUMENTS: dict[Documents, type[Rows] | type[PlainText]] = {**ROWS, "text": PlainText}
+"""What is made into token ids before it is trained on."""
 
 # What lies beside data without being any.
 _COMPANIONS = (".idx", ".md", ".json", ".yaml", ".yml", ".pkl", ".py", ".rst", ".sha256", ".txt.license")
@@ -49,7 +56,7 @@ def look(path: Path) -> Kind:
         suffix = suffix_of(path.name)
         if suffix in TOKENS or (suffix == ".idx" and path.with_suffix(".bin").is_file()):
             return "tokens"
-        kind = _kind_of(suffix) if suffix != ARRAY else "JSONL"
+        kind = _kind_of(suffix) if suffix != JSON else "JSONL"
         if kind == "text" and (told := advice(path, [path])):
             raise DataError(told)
         return kind
@@ -61,7 +68,7 @@ def look(path: Path) -> Kind:
     suffixes = {suffix_of(file.name) for file in files}
     if suffixes == set(TOKENS) and all(file.parent == path for file in files):
         return "tokens"
-    if not files and beside and all(file.suffix.lower() == ARRAY for file in beside):
+    if not files and beside and all(file.suffix.lower() == JSON for file in beside):
         return "JSONL"
     kinds: set[Kind] = {_kind_of(suffix) for suffix in suffixes}
     if len(kinds) == 1 and "text" not in kinds:
@@ -100,7 +107,7 @@ def _one_kind(path: Path, files: Sequence[Path]) -> None:
     rows: dict[str, list[Path]] = {}
     for file in files:
         suffix = suffix_of(file.name)
-        kind = _kind_of(suffix) if suffix not in TABLES else "tables"
+        kind = _kind_of(suffix)
         if kind != "text":
             rows.setdefault(kind, []).append(file)
     named = {kind: [file.relative_to(path).as_posix() for file in found] for kind, found in rows.items()}
@@ -114,7 +121,7 @@ def _one_kind(path: Path, files: Sequence[Path]) -> None:
     ]
     if rows and sizes[0] >= _ROWS * sizes[1]:
         why = "; ".join(f"{kind}: {some(names, _NAMED)}" for kind, names in named.items())
-        reads = [f"data.format={kind}" for kind in rows if kind != "tables"]
+        reads = [f"data.format={kind}" for kind in rows]
         fix = f"{' or '.join([*reads, 'data.format=text'])} (all of it, as it stands), or a folder for each kind"
         raise DataError(Problem("has files of several kinds", f"data.path: {path}", why, fix))
 
@@ -127,12 +134,6 @@ def _size(file: Path) -> int:
 
 
 TARGET = "data.target=my_data:load"
-_TABLE = (
-    "a table of text in commas or tabs, which would be trained on with its quotes and numbers",
-    """python -c "import pyarrow.csv as c, pyarrow.parquet as p; """
-    """p.write_table(c.read_csv('{path}'{tabs}), '{stem}.parquet')"; """
-    "then data.path={stem}.parquet data.text_key=COLUMN. As it is, commas and all: data.format=text",
-)
 _PACKED = "compressed"
 _WEIGHTS = ("weights of a model, not data", "model.target=hf:FOLDER trains the model that lies there")
 _PICTURES = (
@@ -141,10 +142,7 @@ _PICTURES = (
     "folders of pictures",
 )
 _OTHER = f"{TARGET}, with a class in my_data.py that reads it: docs/datasets.md"
-_SOUND = ("sound", _OTHER)
-TABLES = (".csv", ".tsv")
 _KNOWN: dict[tuple[str, ...], tuple[str, str]] = {
-    TABLES: _TABLE,
     (".npy",): (
         "a NumPy array",
         "token ids: python -c \"import numpy; numpy.load('{path}').ravel().astype('<u4').tofile('{stem}.bin')\"; "
@@ -172,17 +170,14 @@ _KNOWN: dict[tuple[str, ...], tuple[str, str]] = {
     (".bz2",): (_PACKED, "bunzip2 -k '{path}'; then data.path={stem}"),
     (".xz",): (_PACKED, "unxz -k '{path}'; then data.path={stem}"),
     (".zip",): ("an archive", "unzip '{path}' -d '{stem}'; then data.path={stem}"),
-    (".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2"): (
-        "an archive (webdataset keeps samples so)",
-        f"mkdir '{{stem}}' && tar -xf '{{path}}' -C '{{stem}}'; then data.path={{stem}}, or for pairs {TARGET}",
+    (".tgz", ".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2"): (
+        "an archive",
+        "mkdir '{stem}' && tar -xf '{path}' -C '{stem}'; then data.path={stem}; samples of webdataset: as a .tar",
     ),
     (".tfrecord", ".tfrecords", ".mds", ".beton", ".lmdb", ".mdb"): ("records of another library", _OTHER),
     (".safetensors", ".gguf", ".ckpt", ".onnx"): _WEIGHTS,
     (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"): _PICTURES,
-    (".wav", ".mp3", ".flac", ".ogg"): _SOUND,
     (".pdf",): ("PDF", "pdftotext '{path}'; then data.path on the text"),
-    (".docx", ".odt", ".epub"): ("a document with markup", "pandoc '{path}' -t plain -o '{stem}.txt'; then data.path"),
-    (".xlsx", ".ods"): ("a spreadsheet", "save it as CSV, and then as Parquet"),
 }
 _ADVICE = {suffix: told for suffixes, told in _KNOWN.items() for suffix in suffixes}
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -194,11 +189,9 @@ def suffix_of(name: str) -> str:
     suffixes = [each.lower() for each in Path(name).suffixes[-2:]]
     packed = len(suffixes) == 2 and suffixes[1] in (".gz", ".zst", ".xz", ".bz2")
     joined = "".join(suffixes)
-    return (
-        joined
-        if packed and (joined in _ADVICE or suffixes[0].startswith(".json") or suffixes[0] == ".ndjson")
-        else (suffixes[-1] if suffixes else "")
-    )
+    if packed and (joined in _ADVICE or _kind_of(joined) != "text"):
+        return joined
+    return suffixes[-1] if suffixes else ""
 
 
 def advice(path: Path, files: Sequence[Path]) -> Problem | None:
@@ -209,8 +202,7 @@ def advice(path: Path, files: Sequence[Path]) -> Problem | None:
     (what, _), _ = Counter(known.values()).most_common(1)[0]
     first, fix = next((file, fix) for file, (kind, fix) in known.items() if kind == what)
     stem = str(first)[: -len(suffix_of(first.name))] if suffix_of(first.name) in _ADVICE else str(first.with_suffix(""))
-    tabs = ", parse_options=c.ParseOptions(delimiter='\\t')" if first.suffix.lower() == ".tsv" else ""
-    told = fix.format(path=first, stem=stem, tabs=tabs)
+    told = fix.format(path=first, stem=stem)
     more = f" ({len(files)} such as {first.relative_to(path)})" if path.is_dir() else ""
     return Problem(f"is not read: {what}{more}", f"data.path: {path}", fix=told)
 
@@ -224,19 +216,16 @@ def no_such(given: str, path: Path) -> Problem:
     """What to do about a path that leads nowhere: an address, or a name of the hub."""
     where = f"data.path: {given}"
     scheme = given.partition("://")[0] if "://" in given else ""
-    name = given.removeprefix("hf://").removeprefix("datasets/")
     if scheme in ("http", "https", "ftp"):
         file = given.rstrip("/").rpartition("/")[2].partition("?")[0] or "FILE"
         return Problem(
             "is an address, and nothing is fetched", where, fix=f"curl -L -o {file} '{given}'; then data.path={file}"
         )
-    if scheme not in ("", "hf"):
+    if scheme:
         return Problem("is an address, and nothing is fetched", where, fix="copy it to a disk of this machine first")
-    if _HUB.fullmatch(name) and not path.parent.is_dir():
-        base = name.rpartition("/")[2]
-        why = "if it is the name of a data set on the Hugging Face hub: nothing is fetched"
-        fix = f"hf download {name} --repo-type dataset --local-dir {base}; then data.path={base}. Else check the path"
-        return Problem("no such file or folder", where, why, fix)
+    if _HUB.fullmatch(given) and not path.parent.is_dir():
+        fix = f"if it is the name of a data set on the Hugging Face hub: data.path=hf:{given}. Else check the path"
+        return Problem("no such file or folder", where, fix=fix)
     names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, names, _MOST)
     return Problem(

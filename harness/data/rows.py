@@ -1,315 +1,369 @@
-"""Documents out of JSONL and text, part by part: what is tokenized, and by several processes at once.
+"""Documents out of rows: JSONL, JSON, csv, Parquet, Arrow, webdataset, as Hugging Face's datasets library reads them.
 
-A part is a range of one file that can be read alone, in bounded memory, and always gives the same documents.
+The library's readers give tables of some rows, file by file, and nothing is copied to its cache. What is added here:
+which column has the text, where a part of a file begins, and what a message says. Rows are counted from 0.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import importlib
+import io
+import logging
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any
 
 from harness.core.errors import DataError, Problem, some
-from harness.core.files import MAX_LARGE, read_bounded
-from harness.data.shards import Split, is_validation, named_splits, text_beside, validation_beside, without_tests
-from harness.data.text import FIX_FILE, BadFiles, no_text, walk
+from harness.core.files import MAX_LARGE
+from harness.data.documents import NAMED, Files, Listed, Part, Piece, files_below, listed, ranges
+from harness.data.shards import is_validation
+from harness.data.text import BadFiles
 
-PIECE = 1 << 20
-"""Bytes of a text that are tokenized at once: longer ones are cut after a line."""
 MAX_ROW = 256 << 20
-"""Bytes of a row of JSONL."""
-ARRAY = ".json"
-_RANGE = 8 << 20
-_GROWS = 4  # what gzip makes smaller, about
-NAMED = 20
-_LOOKED_AT = 1 << 16
+"""Bytes of a line of JSONL."""
+JSON = ".json"
+OTHER_SPLIT = "a split that is neither train nor validation"
+_ROWS = 256  # of a table
+_INDEX = "__index_level_0__"
+_END = 1 << 62
+_GROWS = 4  # what gzip and zstd make smaller, about
+_PACKED = (".gz", ".zst")
+_COLUMNS, _LONG = 8, 300
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A range of a file. begin, end: bytes of text and JSONL, row groups of Parquet, of Arrow nothing. size: about how
-    many bytes it has, for the progress bar and to share the work."""
-
-    path: str
-    begin: int
-    end: int
-    size: int
-    split: Split = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """What a source has to read, in order, and what it leaves out: names and why."""
-
-    parts: tuple[Part, ...]
-    left_out: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """text: a document, or a piece of one. ends: whether the document ends with it. where: how a message names it.
-    fault: why it cannot be used, empty if it can. hint: what to say of the first that cannot."""
-
-    text: str | bytes
-    where: str
-    ends: bool = True
-    fault: str = ""
-    hint: str = ""
-
-
-class DocumentSource(Protocol):
-    """A way to keep documents in files."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """Of its files, lower case; a folder of these alone is taken for this kind."""
-        ...
-
-    def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
-        """Every part below `path`. key: where rows have their text. Raises DataError with all problems."""
-        ...
-
-    def read(self, part: Part, key: str) -> Iterator[Piece]:
-        """The documents of a part. Raises OSError, DataError."""
-        ...
-
-
-def files_below(path: Path, suffixes: Sequence[str]) -> tuple[list[tuple[Path, Split]], list[tuple[str, str]]]:
-    """Files below `path` with their splits, and what is left out: names say which are validation, and which a test;
-    one file alone may have its validation beside it."""
-    if path.is_dir():
-        every = [each for each in walk(path) if each.name.lower().endswith(tuple(suffixes)) and each.is_file()]
-        found, left_out = without_tests([each.relative_to(path).as_posix() for each in every])
-        val = {name for name in found if is_validation(name)}
-        known: Split = "train" if val and len(val) < len(found) else ""
-        return [(path / name, "val" if known and name in val else known) for name in found], left_out
-    beside = validation_beside(path)
-    return ([(path, "train"), (beside, "val")] if beside else [(path, "")]), []
-
-
-def _ranges(path: Path, size: int, split: Split) -> list[Part]:
-    starts = range(0, size, _RANGE)
-    return [Part(str(path), start, min(start + _RANGE, size), min(_RANGE, size - start), split) for start in starts]
-
-
-def _first_line(stream: BinaryIO, begin: int) -> None:
-    """Go to the first line that begins at `begin` or later."""
-    stream.seek(max(0, begin - 1))
-    if begin:
-        _skip_line(stream)
-
-
-def _skip_line(stream: BinaryIO) -> None:
-    while (rest := stream.readline(PIECE)) and not rest.endswith(b"\n"):
-        pass
-
-
-def _cut(stream: BinaryIO, place: int, size: int) -> int:
-    """Where a text of `size` bytes is cut near `place`: after the next line end if one is near, else before the next
-    character."""
-    if place <= 0 or place >= size:
-        return max(0, min(place, size))
-    stream.seek(place - 1)
-    window = stream.read(_LOOKED_AT)
-    found = window.find(b"\n")
-    if found >= 0:
-        return place + found
-    inside = window[1:5]
-    return place + next((number for number, byte in enumerate(inside) if byte & 0xC0 != 0x80), 0)
-
-
-class JsonLines:
-    """A JSON object a line, its text under a key; or, in a file called .json, one array of such objects."""
-
-    kind = "JSONL"
-    suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-
-    def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
-        """Ranges of bytes; of what is compressed, or an array, whole files. The first row of every file must have the
-        key."""
-        parts: list[Part] = []
-        problems: list[Problem] = []
-        files, empty = files_below(path, self.suffixes)
-        if not files:  # beside others a .json describes them
-            files, empty = files_below(path, (ARRAY,))
-        for file, split in files:
-            size = file.stat().st_size
-            if not size:
-                empty.append((file.name, "empty"))
-                continue
-            grows = _GROWS if _is_packed(file) else 1
-            whole = grows > 1 or file.name.lower().endswith(ARRAY)
-            ranges = [Part(str(file), 0, size, grows * size, split)] if whole else _ranges(file, size, split)
-            try:
-                first = next(self.read(ranges[0], key), None)
-            except DataError as error:
-                problems += error.problems
-                continue
-            if first is not None and first.fault and bad != "skip":
-                problems.append(Problem(first.fault, f"data.path: {first.where}", first.hint, _FIX_ROW))
-            parts += ranges
-        return listed(parts, empty, problems, path)
-
-    def read(self, part: Part, key: str) -> Iterator[Piece]:
-        """The rows whose lines begin in the part. Raises DataError for what cannot be decompressed."""
-        if part.path.lower().endswith(ARRAY) and not _is_lines(part.path):
-            yield from _array(part.path, key)
-            return
-        packed = _is_packed(Path(part.path))
-        end = 1 << 62 if packed else part.end
-        try:
-            with gzip.open(part.path) if packed else open(part.path, "rb") as stream:
-                yield from self._lines(cast("BinaryIO", stream), part, end, key)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            problem = Problem("cannot be decompressed", f"data.path: {part.path}", str(error)[:300], FIX_COPY)
-            raise DataError(problem) from error
-
-    def _lines(self, stream: BinaryIO, part: Part, end: int, key: str) -> Iterator[Piece]:
-        _first_line(stream, part.begin)
-        while (place := stream.tell()) < end and (line := stream.readline(MAX_ROW)):
-            where = f"{part.path}, byte {place}"
-            if len(line) == MAX_ROW and not line.endswith(b"\n"):
-                _skip_line(stream)
-                yield Piece("", where, fault=f"is longer than {MAX_ROW} bytes")
-                continue
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield Piece("", where, fault=f"is no JSON: {error}"[:200])
-                continue
-            yield _row(row, key, where)
-
-
-def _is_packed(path: Path) -> bool:
-    return path.name.lower().endswith(".gz")
-
-
-def _is_lines(path: str) -> bool:
-    """Whether a file called .json is JSON lines all the same: its first line is an object."""
-    with open(path, "rb") as stream:
-        try:
-            return isinstance(json.loads(stream.readline(MAX_ROW)), dict) and bool(stream.read(1))
-        except (RecursionError, ValueError):
-            return False
-
-
-def _array(path: str, key: str) -> Iterator[Piece]:
-    """The rows of an array, or the only one of an object. All of it is in memory at once."""
-    try:
-        rows = json.loads(read_bounded(Path(path), MAX_LARGE))
-    except (ValueError, RecursionError) as error:
-        fix = " (an array this large: write it as JSON lines)" if "is larger" in str(error) else ""
-        yield Piece("", path, fault=f"is no JSON: {error}{fix}"[:200])
-        return
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
-        yield _row(row, key, f"{path}, row {number}")
-
-
-class PlainText:
-    """UTF-8 text: a file is a document."""
-
-    kind = "text"
-    suffixes = (".txt",)
-
-    def parts(self, path: Path, key: str, bad: BadFiles) -> Listed:
-        """Ranges of bytes of every file that begins as text does."""
-        files, left_out = self._divided(path)
-        parts: list[Part] = []
-        problems: list[Problem] = []
-        for file, split in files:
-            try:
-                if file.is_symlink() or not file.is_file():
-                    left_out.append((file.name, "a link" if file.is_symlink() else "not a regular file"))
-                    continue
-                size = file.stat().st_size
-                with file.open("rb") as stream:
-                    fault = "empty" if not size else no_text(stream.read(_LOOKED_AT), size <= _LOOKED_AT)
-            except OSError as error:
-                fault = f"cannot be read: {error.strerror}"
-                if bad == "auto":
-                    problems.append(Problem(fault, f"data.path: {file}", fix="data.bad=skip passes over it"))
-                    continue
-                size = 0
-            if fault:
-                left_out.append((file.relative_to(path).as_posix() if path.is_dir() else file.name, fault))
-                if bad == "fail" or not path.is_dir():
-                    problems.append(Problem(f"no text: {fault}", f"data.path: {file}", fix=FIX_FILE))
-                continue
-            parts += _ranges(file, size, split)
-        return listed(parts, left_out, problems, path)
-
-    def _divided(self, path: Path) -> tuple[list[tuple[Path, Split]], list[tuple[str, str]]]:
-        """Files with their splits, and those of a test split."""
-        if not path.is_dir():
-            beside = text_beside(path)
-            return ([(path, "train"), (beside, "val")] if beside else [(path, "")]), []
-        found = {each.relative_to(path).as_posix(): each for each in walk(path)}
-        splits, left_out = named_splits(list(found))
-        return [(found[name], split) for name, split in splits.items()], left_out
-
-    def read(self, part: Part, key: str) -> Iterator[Piece]:
-        """Pieces of about PIECE bytes, cut after a line where lines are short."""
-        with open(part.path, "rb") as stream:
-            size = stream.seek(0, 2)
-            place, end = _cut(stream, part.begin, size), _cut(stream, part.end, size)
-            while place < end:
-                after = min(_cut(stream, place + PIECE, size), end)
-                stream.seek(place)
-                text = stream.read(after - place)
-                yield Piece(text, f"{part.path}, byte {place}", after >= size, no_text(text))
-                place = after
-
-
-TOKENS_FIX = (
+_FIX_COPY = "copy the file again, or write it again"
+_FIX_KEY = "set data.text_key to the one that has the text"
+_FIX_ROW = f"{_FIX_KEY}, or data.bad=skip to pass over such rows"
+_FIX_JSON = (
+    "copy it again if it was cut short; jq -c . FILE > NEW says which line is no JSON, jq -Rc 'fromjson?' FILE > NEW "
+    "leaves such lines out"
+)
+_FIX_MEMORY = (
+    "write it again with fewer rows in a group and shorter texts, without dictionaries: "
+    "pyarrow.parquet.write_table(..., row_group_size=1000, use_dictionary=False)"
+)
+_FIX_IDS = (
     "token ids are read from a .bin: numpy.concatenate(ROWS).astype('<u4').tofile('train.bin'), each row with its "
     "end-of-text id; then data.path=train.bin data.dtype=uint32"
 )
-_KINDS = {list: "list", str: "text", type(None): "null"}
-_KEYS, _LONG = 8, 300
-_FIX_ROW = "set data.text_key to the key that has the text, or data.bad=skip to pass over such rows"
-FIX_COPY = "copy the file again, or write it again"
 
 
-def _row(row: Any, key: str, where: str) -> Piece:
-    """A row of JSON. key: `meta.text` is what lies under text in meta, where the row has no key of that name."""
-    value = row
-    for part in [key] if isinstance(row, dict) and key in row else key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if value is not None:
-        return piece_of(value, key, where)
-    if not isinstance(row, dict):
-        return Piece("", where, fault=f"the row is a {_KINDS.get(type(row), 'number')}, not an object with keys")
-    return Piece("", where, fault=f'"{key}" is missing', hint=f"the row has {some([*row], _KEYS) or 'no keys'}"[:_LONG])
+class Rows:
+    """Files of one format of the library: `reader` is a module of datasets.packaged_modules and its class."""
 
+    kind: str
+    suffixes: tuple[str, ...]
+    reader: str
+    fix = _FIX_COPY
 
-def piece_of(value: Any, key: str, where: str) -> Piece:
-    if not isinstance(value, str):
-        what = "is missing" if value is None else f"is a {type(value).__name__}, not text"
-        ids = isinstance(value, list) and all(isinstance(each, int) for each in value)
-        return Piece("", where, fault=f'"{key}" {what}', hint=TOKENS_FIX if ids else "")
-    if not value.isascii():
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """options: of the reader, as a data set's own description gives them."""
+        self._given = dict(options or {})
+        self._opened: tuple[str, str] | None = None
+        self._rows: Iterator[Piece] = iter(())
+        self._next = 0
+
+    def parts(self, path: Path, key: str, bad: BadFiles, files: Files | None = None) -> Listed:
+        """Ranges of rows. The first row of every file must have a text."""
+        found, left_out = files or self._files(path)
+        parts: list[Part] = []
+        problems: list[Problem] = []
+        for file, split in found:
+            size = file.stat().st_size
+            if not size:
+                left_out.append((file.name, "empty"))
+                continue
+            try:
+                with closing(self._documents(str(file), key)) as rows:
+                    first = next(rows, None)
+                cut = self._cut(file, size * _GROWS if file.name.lower().endswith(_PACKED) else size)
+            except DataError as error:
+                problems += error.problems
+                continue
+            if first is not None and first.fault and not skipped(first.fault, bad):
+                problems.append(Problem(first.fault, f"data.path: {first.where}", first.hint, _FIX_ROW))
+            parts += [Part(str(file), begin, end, count, split) for begin, end, count in cut]
+        return listed(parts, left_out, problems, path)
+
+    def read(self, part: Part, key: str) -> Iterator[Piece]:
+        """The rows of a part. Goes on in the file where the part before ended. Raises DataError."""
+        if self._opened != (part.path, key) or self._next > part.begin:
+            self._opened, self._next = (part.path, key), 0
+            self._rows = self._documents(part.path, key)
+        while self._next < part.end and (piece := next(self._rows, None)):
+            self._next += 1
+            if self._next > part.begin:
+                yield piece
+
+    def _files(self, path: Path) -> Files:
+        return files_below(path, self.suffixes)
+
+    def _cut(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        """(first row, row after the last, bytes) of every part. size: bytes, about, once unpacked."""
+        return [(0, _END, size)]
+
+    def _options(self, path: str, key: str) -> dict[str, Any]:
+        """Of the reader, for one file."""
+        return {}
+
+    def _documents(self, path: str, key: str) -> Generator[Piece, None, None]:
+        """Every row. Raises DataError for what the library cannot read, with what it said."""
+        row = 0
+        what = f"cannot be read as {self.kind}"
         try:
-            value.encode()
-        except UnicodeEncodeError:
-            return Piece("", where, fault=f'"{key}" has half of a surrogate pair')
-    return Piece(value, where, fault="" if value else "empty")
+            for texts, names in self._tables(path, key):
+                for text in texts.to_pylist():
+                    yield _piece(text, key, f"{path}, row {row}", names)
+                    row += 1
+        except DataError:
+            raise
+        except MemoryError as error:
+            why = f"it does not fit into memory: {error}".rstrip(": ")
+            raise DataError(Problem(what, f"data.path: {path}", why, _FIX_MEMORY)) from error
+        except Exception as error:  # of several libraries, on whatever lies in the file
+            where = f"data.path: {path}" + (f", row {row} or later" if row else "")
+            raise DataError(Problem(what, where, f"{error or type(error).__name__}"[:_LONG], self.fix)) from error
+
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+        """Texts of some rows after the other, an Arrow array of large_string, and the names of all columns."""
+        names: list[str] = []
+
+        def only_texts(table: Any, json_field_paths: Sequence[Sequence[str]] = ()) -> Any:
+            names[:] = table.column_names
+            return _texts(table, key, path, json_field_paths)
+
+        with _reader(self.reader, path, **{**self._options(path, key), **self._given}) as reader:
+            # In place of a cast to the columns of the first rows, which not all rows of a file need have.
+            reader._cast_table = only_texts
+            reader.info.features = _features(key)
+            for table in _batches(reader):
+                yield table.column(0), names
 
 
-def listed(parts: list[Part], left_out: list[tuple[str, str]], problems: list[Problem], path: Path) -> Listed:
-    if len(problems) > NAMED:
-        problems = [*problems[:NAMED], Problem(f"{len(problems) - NAMED} more like these", str(path))]
-    if problems:
-        raise DataError(problems)
-    if not parts:
-        why = "; ".join(f"{name} ({reason})" for name, reason in left_out[:NAMED]) or "it has no rows"
-        raise DataError(Problem("has nothing to train on", f"data.path: {path}", why))
-    return Listed(tuple(parts), tuple(left_out))
+class JsonLines(Rows):
+    """A JSON object a line, its text under a key; or, in a file called .json, one array of such objects."""
+
+    kind = "JSONL"
+    suffixes = tuple(f"{name}{packed}" for name in (".jsonl", ".ndjson") for packed in ("", *_PACKED))
+    suffixes += tuple(f"{JSON}{packed}" for packed in _PACKED)
+    reader = "json.json.Json"
+    fix = _FIX_JSON
+
+    def _files(self, path: Path) -> Files:
+        found = super()._files(path)
+        return found if found[0] else files_below(path, (JSON,))  # beside others a .json describes them
+
+    def _options(self, path: str, key: str) -> dict[str, Any]:
+        return {"features": _features(key), "parse_agent_traces": False}
+
+    def _cut(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        """The rows whose lines begin in each range of bytes; what is packed, or a .json, is one part."""
+        name = file.name.lower()
+        if name.endswith(JSON) and size > MAX_LARGE:
+            why = f"over {MAX_LARGE >> 20} MiB, which may all be one array"
+            raise DataError(Problem("is too large", f"data.path: {file}", why, "jq -c '.[]' FILE > NEW.jsonl"))
+        cut = ranges(size)
+        if name.endswith((JSON, *_PACKED)) or len(cut) == 1:
+            return super()._cut(file, size)
+        rows = [0] * len(cut)
+        place = 0
+        with file.open("rb") as stream:
+            for line in iter(partial(stream.readline, MAX_ROW), b""):
+                if len(line) == MAX_ROW:
+                    what = f"has a line of over {MAX_ROW >> 20} MiB"
+                    raise DataError(Problem(what, f"data.path: {file}, byte {place}", fix=self.fix))
+                rows[min(place // cut[0][1], len(cut) - 1)] += not line.isspace()
+                place += len(line)
+        ends = [*accumulate(rows[:-1], initial=0), _END]
+        return [(*rows, end - begin) for rows, (begin, end) in zip(pairwise(ends), cut, strict=True)]
+
+
+class Csv(Rows):
+    """Tables of text, parted by commas or (.tsv) tabs, with names in their first line."""
+
+    kind = "csv"
+    suffixes = tuple(f"{name}{packed}" for name in (".csv", ".tsv") for packed in ("", *_PACKED))
+    reader = "csv.csv.Csv"
+
+    def _options(self, path: str, key: str) -> dict[str, Any]:
+        separator = "\t" if ".tsv" in Path(path).suffixes[-2:] else ","
+        # A text of digits, or one that says NA, is a text.
+        return {"features": _features(key), "sep": separator, "keep_default_na": False, "chunksize": _ROWS}
+
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+        for texts, names in super()._tables(path, key):
+            if _INDEX in names:
+                why = "the library would take the first field for an index, and the second for the first"
+                fix = "put texts with commas into quotes, or name every column in the first line"
+                raise DataError(Problem("has more fields in a row than names", f"data.path: {path}", why, fix))
+            yield texts, names
+
+
+class Parquet(Rows):
+    """A column of Parquet files."""
+
+    kind = "Parquet"
+    suffixes = (".parquet",)
+    reader = "parquet.parquet.Parquet"
+
+    def _options(self, path: str, key: str) -> dict[str, Any]:
+        names = _parquet(path).schema.to_arrow_schema().names
+        column = _column(key, names, path)
+        return {"features": _features(column), "columns": [column], "batch_size": _ROWS}
+
+    def _cut(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        """Its row groups."""
+        found = _parquet(str(file))
+        groups = [found.row_group(number) for number in range(found.num_row_groups)]
+        ends = pairwise(accumulate((group.num_rows for group in groups), initial=0))
+        return [(*rows, group.total_byte_size) for rows, group in zip(ends, groups, strict=True)]
+
+
+class Arrow(Rows):
+    """What `save_to_disk` of the library writes: a folder with state.json, or one of them for each split; or one file,
+    as a stream or not."""
+
+    kind = "Arrow"
+    suffixes = (".arrow", ".feather")
+    reader = "arrow.arrow.Arrow"
+
+    def _files(self, path: Path) -> Files:
+        if path.is_file():
+            return [(path, "")], []
+        try:
+            saved = importlib.import_module("datasets").load_from_disk(str(path), keep_in_memory=False)
+        except Exception as error:
+            fix = "write it again with save_to_disk; of a cache of the library name one file: data.path=FILE.arrow"
+            raise DataError(Problem("is no whole data set", f"data.path: {path}", str(error)[:_LONG], fix)) from error
+        named = saved if isinstance(saved, dict) else {"train": saved}
+        found = {name: [Path(file["filename"]) for file in each.cache_files] for name, each in named.items()}
+        return choose_splits(found, None, f"data.path: {path}", f"data.path={path}/")
+
+    def _options(self, path: str, key: str) -> dict[str, Any]:
+        return {"features": _features(key)}
+
+
+class WebDataset(Rows):
+    """Tar files of samples, whose files of one name but for its ending belong together; the ending is the key."""
+
+    kind = "webdataset"
+    suffixes = (".tar",)
+    reader = "webdataset.webdataset.WebDataset"
+
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+        with _reader(self.reader, path, **self._given) as reader:
+            reader.as_streaming_dataset(split="train")
+            names = [name for name in reader.info.features if not name.startswith("__")]
+            for table in _batches(reader, _column(key, names, path)):
+                yield _texts(table, key, path).column(0), names
+
+
+def choose_splits(files: Mapping[str, list[Path]], wanted: str | None, where: str, way: str) -> Files:
+    """The files of the split to train on, and of the one to validate on if there is one; the others are left out.
+
+    wanted: the split to train on; None: train, or the only one. way: how to name one. Raises DataError if it is none.
+    """
+    val = next((name for name in files if is_validation(name) and name != wanted), None)
+    others = [name for name in files if name != val] or [*files]
+    train = wanted or ("train" if "train" in others or len(others) > 1 else others[0])
+    if train not in files:
+        what = f"has no split {train}, but {some([*files], NAMED)}"
+        raise DataError(Problem(what, where, fix=f"{way}{others[0]}, or another"))
+    val = None if val == train else val
+    left_out = [(name, OTHER_SPLIT) for name in files if name not in (train, val)]
+    if val is None:
+        return [(file, "") for file in files[train]], left_out
+    return [*((file, "train") for file in files[train]), *((file, "val") for file in files[val])], left_out
+
+
+def skipped(fault: str, bad: BadFiles) -> bool:
+    """Whether a row with this fault is passed over, and counted."""
+    return bad == "skip" or (bad == "auto" and fault == "empty")
+
+
+@contextmanager
+def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
+    """The library's reader of one file. It runs nothing that lies in a data set."""
+    module, _, name = reader.rpartition(".")
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what it logs, it also raises
+    lists = importlib.import_module("datasets.data_files")
+    opened = getattr(importlib.import_module(f"datasets.packaged_modules.{module}"), name)
+    _zstd_by_arrow()
+    # No list of patterns: it would take brackets and stars of a name for one.
+    files = lists.DataFilesDict({"train": lists.DataFilesList([path], [()])})
+    scratch = tempfile.mkdtemp()  # it locks a folder of its cache, and writes nothing there
+    try:
+        yield opened(cache_dir=scratch, data_files=files, **options)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _batches(reader: Any, column: str | None = None) -> Iterator[Any]:
+    """Its tables, of few rows each; column: of these alone."""
+    rows = reader.as_streaming_dataset(split="train")
+    rows = rows.select_columns([column]) if column else rows
+    return rows.with_format("arrow").iter(batch_size=_ROWS)
+
+
+def _zstd_by_arrow() -> None:
+    """zstd by Arrow's decoder, which notices a file that was cut short; that of `zstandard` ends there in silence."""
+    arrow = importlib.import_module("pyarrow")
+
+    def opened(stream: Any, mode: str = "rb", **_: Any) -> io.BufferedReader:
+        return io.BufferedReader(arrow.CompressedInputStream(stream, "zstd"), 1 << 20)
+
+    importlib.import_module("fsspec.compression").register_compression("zstd", opened, "zst", force=True)
+
+
+def _features(name: str) -> Any:
+    library = importlib.import_module("datasets")
+    return library.Features({name: library.Value("large_string")})
+
+
+def _parquet(path: str) -> Any:
+    return importlib.import_module("pyarrow.parquet").read_metadata(path)
+
+
+def _column(key: str, names: Sequence[str], path: str) -> str:
+    """The column that `key` is, or lies in. Raises DataError if there is none."""
+    column = key if key in names else key.split(".")[0]
+    if column not in names:
+        why = f"it has {some(names, _COLUMNS)}"
+        raise DataError(Problem(f'has no "{key}"', f"data.path: {path}", why, _FIX_KEY))
+    return column
+
+
+def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = ()) -> Any:
+    """A table of the texts alone, large_string. key: `meta.text` is what lies under text in meta, where there is no
+    column of that name. encoded: what the library wrote as JSON, since its rows have values of several types.
+
+    Raises DataError if what is there is no text.
+    """
+    arrow = importlib.import_module("pyarrow")
+    steps = [key] if key in table.column_names else key.split(".")
+    if any(steps[: len(field)] == [*field] for field in encoded):
+        fix = f"write it again with text in every row: jq -c 'select(.{key} | type == \"string\")' FILE > NEW"
+        raise DataError(Problem(f'"{key}" is text in some rows, and not in others', f"data.path: {path}", fix=fix))
+    missing = arrow.nulls(len(table))
+    column = table.column(steps[0]) if steps[0] in table.column_names else missing
+    for step in steps[1:]:
+        inside = arrow.types.is_struct(column.type) and column.type.get_field_index(step) >= 0
+        column = importlib.import_module("pyarrow.compute").struct_field(column, step) if inside else missing
+    kind = column.type.value_type if arrow.types.is_dictionary(column.type) else column.type
+    texts = ("is_string", "is_large_string", "is_string_view", "is_null")
+    if not any(getattr(arrow.types, each)(kind) for each in texts):
+        is_ids = arrow.types.is_list(kind) and arrow.types.is_integer(kind.value_type)
+        fix = _FIX_IDS if is_ids else _FIX_KEY
+        raise DataError(Problem(f'"{key}" has {column.type}, not text', f"data.path: {path}", fix=fix))
+    return arrow.table({key: column.cast(arrow.large_string())})
+
+
+def _piece(text: str | None, key: str, where: str, names: Sequence[str]) -> Piece:
+    if text is None:
+        hint = f"the row has {some(names, _COLUMNS) or 'no keys'}"[:_LONG]
+        return Piece("", where, fault=f'"{key}" is missing', hint=hint)
+    return Piece(text, where, fault="" if text else "empty")

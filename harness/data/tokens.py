@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.config import DataConfig
+from harness.core.config import DataConfig, Documents
 from harness.core.errors import DataError, Problem
 from harness.core.files import MAX_LARGE, atomic_file, home, read_json, read_mapping
 from harness.data import corpus, registry
 from harness.data.blocks import BLOCK, Damaged, Stamp, read_fully
 from harness.data.corpus import Known, Tokens, Vocabulary, write_corpus
-from harness.data.prepare import Preparation, prepare_dataset
+from harness.data.hub import PREFIX, Fetched, fetch
+from harness.data.prepare import Preparation, prepare_dataset, too_large
 from harness.data.registry import no_such
 from harness.data.shards import Shards, is_validation, read_files, read_shard, validation_beside, without_tests
 from harness.data.source import (
@@ -193,6 +194,9 @@ def prepare_in(
 def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
     """Write corpus.json, after what it describes. Raises OSError, DataError, ConfigError."""
     (folder / RECORD).unlink(missing_ok=True)
+    if config.path and config.path.startswith(PREFIX):
+        _from_hub(config, config.path, folder)
+        return
     path = home(config.path) if config.path else None
     if path and not path.exists() and (whole := path.with_name(f"{path.name}.bin")).is_file():
         path = whole  # as Megatron names its pairs of files
@@ -221,14 +225,38 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
         if origin := read_mapping(path / registry.PREPARED, MAX_LARGE).get("origin"):
             save_origin(folder, origin, PREPARED, path)
     else:
-        wanted = Preparation(
-            str(path), kind, config.text_key, config.bad, config.tokenizer, val_fraction=config.val_fraction
-        )
-        most = _TOKENIZED if config.tokenizer else MAX_BYTES
-        if origin := prepare_dataset(wanted, folder / "tokens", most=most, anew=True).get("origin"):
-            save_origin(folder, origin, TOKENS)
-        info = _open_prepared(folder / "tokens", folder, _hold_out(config), None)
+        info = _tokenized(config, str(path), kind, folder)
     tokenizer = config.tokenizer or (str(path) if kind == "prepared" and (path / "tokenizer.json").is_file() else None)
+    _save(folder, info, tokenizer)
+
+
+def _from_hub(config: DataConfig, given: str, folder: Path) -> None:
+    """As `_make`, of a data set of the hub."""
+    most = _TOKENIZED if config.tokenizer else MAX_BYTES
+
+    def check(size: int, kind: str) -> None:
+        if size > most:
+            raise too_large(given, kind, most, config.tokenizer)
+
+    hub = fetch(given, config, config.cache, check)
+    if config.format not in ("auto", hub.kind):
+        raise DataError(Problem(f"is {hub.kind}", f"data.path: {given}", fix="leave data.format out"))
+    _save(folder, _tokenized(config, hub.folder, hub.kind, folder, hub), config.tokenizer)
+
+
+def _tokenized(
+    config: DataConfig, source: str, kind: Documents, folder: Path, hub: Fetched | None = None
+) -> dict[str, Any]:
+    """Make the token ids of text in `folder`/tokens: what corpus.json says of them."""
+    wanted = Preparation(source, kind, config.text_key, config.bad, config.tokenizer, config.val_fraction, hub)
+    most = _TOKENIZED if config.tokenizer else MAX_BYTES
+    if origin := prepare_dataset(wanted, folder / "tokens", most=most, anew=True).get("origin"):
+        save_origin(folder, origin, TOKENS)
+    return _open_prepared(folder / "tokens", folder, _hold_out(config), None)
+
+
+def _save(folder: Path, info: Mapping[str, Any], tokenizer: str | None) -> None:
+    """Write corpus.json, after a copy of the tokenizer."""
     if tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(tokenizer_file(Path(tokenizer)), folder / "tokenizer.json")

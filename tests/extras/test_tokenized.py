@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from harness.core.errors import ConfigError, DataError, ExitCode
-from harness.data import rows as row_files
+from harness.core.errors import ConfigError, DataError, ExitCode, MachineError
+from harness.data import documents as text_files
+from harness.data import prepare as preparing
 from harness.data.corpus import Tokens
 from harness.data.prepare import Preparation, prepare_dataset
 from harness.data.tokens import TokenData, prepare
@@ -137,12 +139,12 @@ def test_val_jsonl_beside_train_jsonl_is_the_split(tmp_path: Path) -> None:
 def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
     folder = parquet_folder(tmp_path)
     pyarrow.parquet.write_table(pyarrow.table({"content": DOCUMENTS}), folder / "data" / "odd.parquet")
-    with pytest.raises(DataError, match=r'odd\.parquet: has no column "text"\n    why: its columns: content'):
+    with pytest.raises(DataError, match=r'odd\.parquet: has no "text"\n    why: it has content'):
         prepare(config(folder), tmp_path / "run")
     with pytest.raises(DataError) as caught:
         prepare(config(folder, text_key="content"), tmp_path / "run")
     assert len(caught.value.problems) == 3
-    with pytest.raises(DataError, match='column "n" has int64, not text'):
+    with pytest.raises(DataError, match='"n" has int64, not text'):
         prepare(config(folder / "data" / "train-0.parquet", text_key="n"), tmp_path / "run")
 
 
@@ -227,10 +229,9 @@ def test_a_text_that_the_tokenizer_fails_on_is_named_or_passed_over(
     with pytest.raises(DataError) as caught:
         prepare(config(path, tokenizer=str(file)), tmp_path / "run")
     assert len(caught.value.problems) == 2
-    places = [sum(map(len, lines[:number])) for number in (7, 31)]
-    for problem, place in zip(caught.value.problems, places, strict=True):
+    for problem, row in zip(caught.value.problems, (7, 31), strict=True):
         assert "fails on a text" in problem.what
-        assert problem.where.endswith(f"rows.jsonl, byte {place}")
+        assert problem.where.endswith(f"rows.jsonl, row {row}")
         assert SAID[how] in problem.why
         assert "data.bad=skip" in problem.fix
     data = prepare(config(path, tokenizer=str(file), bad="skip"), tmp_path / "other")
@@ -238,11 +239,13 @@ def test_a_text_that_the_tokenizer_fails_on_is_named_or_passed_over(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("batch", [1, 1024])
 def test_a_document_in_pieces_keeps_its_end_where_the_tokenizer_fails_on_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     """A text file is cut into pieces; documents must not run into each other where a piece is passed over."""
-    monkeypatch.setattr(row_files, "PIECE", 1 << 10)
+    monkeypatch.setattr(text_files, "PIECE", 1 << 10)
+    monkeypatch.setattr(preparing, "_BATCH_PIECES", batch)
     file = gives_up(tmp_path / "tokenizer", "unknown")
     documents: list[int] = []
     for ending in ("", "zebra\n" * 10):
@@ -255,3 +258,21 @@ def test_a_document_in_pieces_keeps_its_end_where_the_tokenizer_fails_on_one(
         documents.append(made["documents"])
     assert made["skipped"] == [{"name": "10 rows", "reason": f"data.tokenizer: {file} fails on a text"}]
     assert documents[0] == documents[1]
+
+
+def test_workers_make_what_one_process_makes_and_one_that_dies_is_told(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "_INLINE", 0)
+    monkeypatch.setattr(preparing, "_BATCH_PIECES", 5)
+    wanted = Preparation(str(jsonl(tmp_path)), "JSONL", tokenizer=str(tokenizer))
+    one = prepare_dataset(wanted, tmp_path / "one", processes=1)
+
+    def kill(progress: preparing.Progress) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(MachineError, match="a worker died"):
+        prepare_dataset(wanted, tmp_path / "two", 2, kill)
+    assert prepare_dataset(wanted, tmp_path / "two", 2)["sha256"] == one["sha256"]
+    assert not multiprocessing.active_children()

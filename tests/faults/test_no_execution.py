@@ -28,7 +28,6 @@ ALLOWED = {
     ("harness/precision/shape_probe.py", "json.loads"),
     ("harness/run_folder.py", "json.loads"), ("harness/checkpoint/snapshots.py", "json.loads"),
     ("harness/data/prepare.py", "json.loads"), ("harness/data/prepare.py", "np.load"),
-    ("harness/data/rows.py", "json.loads"),
     ("harness/integrations/transformers.py", "torch.load"),
 }  # fmt: skip
 

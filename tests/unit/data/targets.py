@@ -105,6 +105,13 @@ def stream() -> Any:
     return iter([1, 2, 3])
 
 
+def streaming() -> Any:
+    """As load_dataset(..., streaming=True) gives it."""
+    import datasets
+
+    return datasets.Dataset.from_dict({"inputs": [1.0, 2.0]}).to_iterable_dataset()
+
+
 def nothing() -> Made:
     return pairs(0)
 

@@ -211,6 +211,7 @@ def test_a_generator_of_its_own_is_refused_unless_it_can_be_seeded() -> None:
     ("target", "told"),
     [
         ("stream", "have no __len__ and no __getitem__"),
+        ("streaming", r"have no __len__(.|\n)*streaming=False(.|\n)*data\.path=hf:NAME"),
         ("nothing", "its training data have no sample"),
         ("missing", 'no function "missing"'),
         ("arrays", r"two arrays of one length, \[40, 8\] and \[40\]: inputs and labels\?"),

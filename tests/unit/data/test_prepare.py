@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import harness.data.prepare as module
-import harness.data.rows as rows
 from harness.core.errors import DataError, ExitCode
+from harness.data import documents as module_of_text
 from harness.data.corpus import Tokens
+from harness.data.documents import PlainText
 from harness.data.prepare import Preparation, Progress, prepare_dataset
-from harness.data.rows import JsonLines, PlainText
+from harness.data.rows import JsonLines
+from harness.data.text import BadFiles
 from harness.data.tokens import prepare
 from tests.support.runs import harness
 from tests.unit.data.token_files import config, headerless, some_ids
@@ -51,8 +53,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts, tasks and pieces of some kilobytes."""
-    monkeypatch.setattr(rows, "_RANGE", 1500)
-    monkeypatch.setattr(rows, "PIECE", 400)
+    monkeypatch.setattr(module_of_text, "RANGE", 1500)
+    monkeypatch.setattr(module_of_text, "PIECE", 400)
     monkeypatch.setattr(module, "TASK_BYTES", 4000)
 
 
@@ -62,7 +64,11 @@ def test_rows_are_neither_lost_nor_doubled_where_parts_meet(tmp_path: Path) -> N
     source = jsonl(tmp_path / "a.jsonl", texts)
     parts = JsonLines().parts(source, "text", "auto").parts
     assert len(parts) > 20
-    assert [piece.text for part in parts for piece in JsonLines().read(part, "text")] == texts
+    reader = JsonLines()
+    assert [piece.text for part in parts for piece in reader.read(part, "text")] == texts
+    for number in (17, 3, 9):  # also where they are not asked for in their order
+        one = [piece.text for piece in reader.read(parts[number], "text")]
+        assert one == [piece.text for piece in JsonLines().read(parts[number], "text")] != []
     prepare_dataset(Preparation(str(source), "JSONL"), tmp_path / "out", processes=1)
     assert len(list((tmp_path / "out").glob("train-*.bin"))) > 5
     assert sorted(read(tmp_path / "out", tmp_path / "run")) == sorted(f"{text}\n" for text in texts)
@@ -133,23 +139,32 @@ def test_another_preparation_in_the_folder_is_refused(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
-BAD_ROWS = {
-    "is no JSON": "{text}\n",
-    '"text" is missing': '{"content": "a"}\n',
-    '"text" is a int, not text': '{"text": 3}\n',
-    "half of a surrogate pair": '{"text": "a\\ud800"}\n',
+NO_ROWS = {
+    "JSON parse error(.|\n)*jq -c": "{text}\n",
+    "surrogate pair": '{"text": "a\\ud800"}\n',
+    "is text in some rows, and not in others": '{"text": 3}\n',
 }
 
 
-@pytest.mark.parametrize("fault", BAD_ROWS)
-def test_bad_rows_are_named_or_skipped_and_counted(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("bad", ["auto", "skip"])
+@pytest.mark.parametrize("fault", NO_ROWS)
+def test_what_the_library_cannot_read_is_refused(tmp_path: Path, fault: str, bad: BadFiles) -> None:
+    """A text among numbers above all, which the library would give as JSON, with its quotes."""
     source = jsonl(tmp_path / "a.jsonl", documents(50))
-    size = source.stat().st_size
     with source.open("a") as stream:
-        stream.write(BAD_ROWS[fault] + '{"text": ""}\n')
+        stream.write(NO_ROWS[fault])
+    with pytest.raises(DataError, match=rf"a\.jsonl(.|\n)*{fault}"):
+        prepare_dataset(Preparation(str(source), "JSONL", bad=bad), tmp_path / "out")
+
+
+def test_bad_rows_are_named_or_skipped_and_counted(tmp_path: Path) -> None:
+    fault = '"text" is missing'
+    source = jsonl(tmp_path / "a.jsonl", documents(50))
+    with source.open("a") as stream:
+        stream.write('{"content": "a"}\n{"text": ""}\n')
     with pytest.raises(DataError, match=fault) as caught:
         prepare_dataset(Preparation(str(source), "JSONL"), tmp_path / "out")
-    assert f"a.jsonl, byte {size}" in caught.value.problems[0].where
+    assert "a.jsonl, row 50" in caught.value.problems[0].where
     made = prepare_dataset(Preparation(str(source), "JSONL", bad="skip"), tmp_path / "skipped")
     assert made["documents"] == 50
     assert {skip["name"] for skip in made["skipped"]} == {"1 rows"}
