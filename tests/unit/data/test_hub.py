@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.server
 import json
@@ -241,6 +242,12 @@ def test_more_than_a_run_takes_is_not_fetched(tmp_path: Path, server: Hub, monke
     with pytest.raises(DataError, match=rf"harness data prepare hf:{NAME} --out DIR"):
         taken(tmp_path / "cache", tmp_path / "run")
     assert server.fetched == ["README.md"]
+    monkeypatch.setattr("harness.data.tokens.MAX_BYTES", 1500)  # as much as its files have, unpacked they are more
+    packed = gzip.compress(rows("", LINES * 50))
+    server.commits = {OLD: {"a.jsonl.gz": packed}}
+    assert len(packed) < 1500 < 4 * len(packed)
+    with pytest.raises(DataError, match=rf"harness data prepare hf:{NAME} --revision {OLD} --out DIR"):
+        taken(tmp_path / "other", tmp_path / "run")
 
 
 def test_a_mixture_names_configurations_of_its_own(tmp_path: Path) -> None:
