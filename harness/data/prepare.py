@@ -468,10 +468,10 @@ class _Work:
         return usable
 
     def _or_abandon(self, shards: Mapping[str, ShardWriter], batches: Iterator[_T]) -> Iterator[_T]:
-        """`batches`; the shards are given up if reading the source fails."""
+        """`batches`; the shards are given up if the source cannot be read, a worker dies, or the task is left."""
         try:
             yield from batches
-        except (OSError, DataError):
+        except BaseException:
             for shard in shards.values():
                 shard.abandon()
             raise
