@@ -84,7 +84,9 @@ _CHILD = """
 import json, sys, time
 from pathlib import Path
 from harness.data.prepare import Preparation, prepare_dataset
+from harness.data.rows import JsonLines
 source, out, tokenizer = sys.argv[1:4]
+JsonLines().parts(Path(source), "text", "auto")  # imports the library, which takes some seconds once
 begin = time.process_time()
 prepare_dataset(Preparation(source, "JSONL", tokenizer=tokenizer or None), Path(out), processes=1)
 seconds = time.process_time() - begin

@@ -11,6 +11,7 @@ import dataclasses
 import glob
 import importlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from harness.data.rows import choose_splits
 from harness.data.shards import Split
 
 PREFIX = "hf:"
-_DESCRIBED = ("README.md", ".huggingface.yaml")
+_DESCRIBED = ("README.md", ".huggingface.yaml", ".gitattributes")  # the last is there where no other is
 # Of a reader's options, those that are no way to read: names, and files that are chosen here.
 _NO_OPTIONS = ("name", "version", "data_dir", "data_files", "description", "features", "columns")
 _LONG = 400
@@ -58,6 +59,8 @@ def fetch(
     """
     repository = given.removeprefix(PREFIX).removeprefix("//datasets/")
     hub = importlib.import_module("huggingface_hub")
+    if not sys.stderr.isatty():
+        hub.utils.disable_progress_bars()  # a log has a line for each of their steps
     at = {"repo_id": repository, "repo_type": "dataset", "cache_dir": cache and str(Path(cache).expanduser())}
     folder = Path(_asked(given, hub.snapshot_download, revision=wanted.revision, allow_patterns=[*_DESCRIBED], **at))
     at |= {"revision": folder.name}
@@ -134,8 +137,9 @@ def _described(
 
 
 def _check_room(name: str, needed: int, folder: Path) -> None:
-    """Raises DataError if `needed` bytes do not fit beside `folder`."""
-    free = shutil.disk_usage(folder).free
+    """Raises DataError if `needed` bytes do not fit on the disk of `folder`, which may not be there yet."""
+    disk = next(each for each in (folder, *folder.parents) if each.is_dir())
+    free = shutil.disk_usage(disk).free
     if needed > free:
-        why = f"{needed / 1e9:,.1f} GB are still to be fetched, and {folder} has {free / 1e9:,.1f} GB left"
+        why = f"{needed / 1e9:,.1f} GB are still to be fetched, and the disk of {disk} has {free / 1e9:,.1f} GB left"
         raise DataError(Problem("has no room", f"data.path: {name}", why, "data.cache=FOLDER on a larger disk"))

@@ -37,7 +37,7 @@ from harness.core.files import MAX_LARGE, read_json, read_mapping, write_json
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
 from harness.data.documents import DocumentSource, Files, Part, Piece
-from harness.data.hub import Fetched
+from harness.data.hub import PREFIX, Fetched
 from harness.data.registry import DOCUMENTS, PREPARED, ROWS
 from harness.data.rows import skipped as passed_over
 from harness.data.shards import ShardWriter, smallest_dtype
@@ -113,8 +113,9 @@ def prepare_dataset(
 
 def too_large(source: str, kind: str, most: int, tokenizer: str | None) -> DataError:
     """What to say of a source that a run does not make into token ids by itself."""
-    given = f" --tokenizer {tokenizer}" if tokenizer else ""
-    fix = f"once, for all runs: harness data prepare {source}{given} --out DIR; then data.path=DIR"
+    name, _, commit = source.partition("@") if source.startswith(PREFIX) else (source, "", "")
+    given = (f" --revision {commit}" if commit else "") + (f" --tokenizer {tokenizer}" if tokenizer else "")
+    fix = f"once, for all runs: harness data prepare {name}{given} --out DIR; then data.path=DIR"
     return DataError(Problem(f"has over {most} bytes of {kind}", f"data.path: {source}", fix=fix))
 
 
@@ -467,10 +468,10 @@ class _Work:
         return usable
 
     def _or_abandon(self, shards: Mapping[str, ShardWriter], batches: Iterator[_T]) -> Iterator[_T]:
-        """`batches`; the shards are given up if reading the source fails."""
+        """`batches`; the shards are given up if the source cannot be read, a worker dies, or the task is left."""
         try:
             yield from batches
-        except (OSError, DataError):
+        except BaseException:
             for shard in shards.values():
                 shard.abandon()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.server
 import json
@@ -145,8 +146,11 @@ def lines(data: TokenData, name: str) -> list[str]:
     return sorted(line for line in split(data, name).decode().split("\n") if line)
 
 
-def test_a_name_gives_its_split_at_a_commit_and_nothing_else_is_fetched(tmp_path: Path, server: Hub) -> None:
+def test_a_name_gives_its_split_at_a_commit_and_nothing_else_is_fetched(
+    tmp_path: Path, server: Hub, capfd: pytest.CaptureFixture[str]
+) -> None:
     data = taken(tmp_path / "cache", tmp_path / "run")
+    assert "Fetching" not in capfd.readouterr().err, "a log is spared the bars"
     assert lines(data, "train") == sorted(f"old {line}" for line in EXPECTED)
     assert lines(data, "val") == sorted(f"dev {line}" for line in EXPECTED)
     assert data.info["source"] == f"hf:{NAME}@{OLD}"
@@ -241,6 +245,12 @@ def test_more_than_a_run_takes_is_not_fetched(tmp_path: Path, server: Hub, monke
     with pytest.raises(DataError, match=rf"harness data prepare hf:{NAME} --out DIR"):
         taken(tmp_path / "cache", tmp_path / "run")
     assert server.fetched == ["README.md"]
+    monkeypatch.setattr("harness.data.tokens.MAX_BYTES", 1500)  # as much as its files have, unpacked they are more
+    packed = gzip.compress(rows("", LINES * 50))
+    server.commits = {OLD: {"a.jsonl.gz": packed}}  # without a README
+    assert len(packed) < 1500 < 4 * len(packed)
+    with pytest.raises(DataError, match=rf"harness data prepare hf:{NAME} --revision {OLD} --out DIR"):
+        taken(tmp_path / "other", tmp_path / "run")
 
 
 def test_a_mixture_names_configurations_of_its_own(tmp_path: Path) -> None:
