@@ -56,7 +56,7 @@ def rank_main(folder: Path) -> None:
     for step, weight in ((1, 5.0), (2, float(engine.rank)), (3, 5.0)):
         tensors, meta = mine.state.state_dict()
         tensors["model"]["weight"] = torch.full((3, 3), weight)
-        store.save(step, tensors, {**meta, "step": step, "budgets": budgets})
+        store.save(step, tensors, {**meta, "step": step, "budgets": budgets, "waiting": {}})
     if engine.rank == 1:
         (store.path(3) / "state.json").write_bytes(b"{}")
     told = {}

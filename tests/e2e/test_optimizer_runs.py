@@ -50,7 +50,7 @@ def test_a_rolled_back_run_resumes_bit_for_bit(tmp_path: Path, optimizer: str) -
     assert losses[-1][1] < losses[0][1]
     shutil.rmtree(last)
     (run / "outcome.json").unlink()
-    again = train(tmp_path, *line, "--accept-changed", "checkpoint")
+    again = train(tmp_path, *line)
     assert again.returncode == 0, again.stdout
     assert "resumed at step 12" in again.stdout
     assert events(run, "resume.mismatch") == []
@@ -79,7 +79,7 @@ def test_ranks_stay_equal_and_resume_bit_for_bit(tmp_path: Path, optimizer: str)
     expected = {path.name: load_file(path) for path in last.glob("*.safetensors")}
     shutil.rmtree(last)
     (run / "outcome.json").unlink()
-    again = train_ranks(tmp_path, 2, *line, *compared, "--accept-changed", "checkpoint")
+    again = train_ranks(tmp_path, 2, *line, *compared)
     assert again.returncode == 0, again.stdout
     assert "resumed at step 4" in again.stdout
     assert events(run, "resume.mismatch") == events(run, "ranks.diverged") == []

@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     shutil.rmtree(runs / "s" / "checkpoints" / "step-00000008")
     for name in ("outcome.json", "report.html"):
         (runs / "s" / name).unlink(missing_ok=True)
-    again = run(tmp_path, "--accept-changed", "checkpoint", name="s")
+    again = run(tmp_path, name="s")
     assert again.returncode == ExitCode.DONE, again.stdout
     assert metrics(runs / "s")[-4:] == metrics(runs / "r")[-4:]
     assert [step for step, _ in metrics(runs / "s")][-4:] == [5, 6, 7, 8]

@@ -39,7 +39,7 @@ def test_a_collapsed_scale_proposes_a_halt_that_says_what_to_do(make_facts: Make
     verdict = monitor.observe(make_facts(17, loss_scale=1.0, applied=False))
     assert (verdict.code, verdict.healthy) == ("scaler.collapse", False)
     assert isinstance(verdict.proposal, Halt)
-    assert "train.lr" in verdict.proposal.reason
+    assert "learning rate" in verdict.proposal.reason
 
 
 def test_a_restored_monitor_says_the_same(make_facts: MakeFacts) -> None:
