@@ -277,13 +277,16 @@ def _watched(action: Callable[[], None], seconds: float) -> None:
 
 def _meet(store: dist.Store, launch: Launch) -> None:
     """Leave word of this process in `store`, and read every other rank's, as it comes."""
+    # torchrun's store outlives a start that failed: what ranks of that one left there must not be read again.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    keys = [f"harness/{start}/{rank}" for rank in range(launch.world_size)]
     mine = _this_process()
-    store.set(f"harness/{launch.rank}", json.dumps(astuple(mine)))
+    store.set(keys[launch.rank], json.dumps(astuple(mine)))
     _meeting.peers[launch.rank] = mine
     while None in _meeting.peers:
         for rank, peer in enumerate(_meeting.peers):
-            if peer is None and store.check([f"harness/{rank}"]):
-                _meeting.peers[rank] = _Peer(*json.loads(store.get(f"harness/{rank}")))
+            if peer is None and store.check([keys[rank]]):
+                _meeting.peers[rank] = _Peer(*json.loads(store.get(keys[rank])))
         if None in _meeting.peers:
             time.sleep(max(_LOOK, _LOOK_EACH * launch.world_size))
 

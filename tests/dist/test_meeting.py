@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from harness.core.errors import ExitCode
-from tests.support.runs import ROOT, command, rank_logs, start_ranks, train_ranks
+from tests.support.runs import ROOT, command, environment, rank_logs, start_ranks, train_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.faults(20)]
 
@@ -77,6 +79,7 @@ def lose(folder: Path, stage: str, name: str, victim: int) -> str:
     return told.replace(str(processes[victim].pid), "PID")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_the_host_of_the_rendezvous_that_does_not_come_is_named(tmp_path: Path, name: str) -> None:
     told = lose(tmp_path, "store", name, 0)
@@ -85,14 +88,26 @@ def test_the_host_of_the_rendezvous_that_does_not_come_is_named(tmp_path: Path, 
     assert "engine.timeout_seconds" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, name: str) -> None:
     assert "error: rank 0: waited in vain for rank 1 of 2 ranks; there: rank 0" in lose(tmp_path, "store", name, 1)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("stage", ["group", "build_data", "build_plan", "build_model", "build_run"])
+# The quick ones: while ranks meet, and while they build.
+QUICK = {("group", "SIGKILL", 1), ("build_plan", "SIGKILL", 1)}
+LOSSES = [("group", name, victim) for name in ("SIGKILL", "SIGSTOP") for victim in (0, 1)]
+LOSSES += [(stage, "SIGKILL", 1) for stage in ("build_data", "build_plan", "build_model", "build_run")]
+LOSSES += [(stage, "SIGSTOP", 0) for stage in ("build_data", "build_run")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "victim"),
+    [
+        pytest.param(*loss, id="-".join(map(str, loss)), marks=[] if loss in QUICK else [pytest.mark.slow])
+        for loss in LOSSES
+    ],
+)
 def test_a_rank_that_is_lost_while_the_others_meet_or_build_is_named(
     tmp_path: Path, stage: str, name: str, victim: int
 ) -> None:
@@ -108,3 +123,36 @@ def test_the_same_command_begins_again(tmp_path: Path) -> None:
     lose(tmp_path, "build_run", "SIGKILL", 1)
     done = train_ranks(tmp_path, 2, "--name", "r", "--recipe", "fp32", "train.steps=2")
     assert done.returncode == ExitCode.DONE, done.stdout
+
+
+# The first start ends with one rank killed after the meeting; torchrun's store has what its ranks left there.
+RESTARTED = """
+import os, time
+import torch
+from harness.engines.process_group import join, read_launch
+launch = read_launch()
+join(launch, torch.device("cpu"), 300.0)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if launch.rank == 1:
+        os._exit(7)
+    time.sleep(600)
+print("met again", launch.rank, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_meet_each_other(tmp_path: Path) -> None:
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*torchrun, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)],
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert "exitcode: 7" in done.stderr, "the first start failed"
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["met again 0", "met again 1"]

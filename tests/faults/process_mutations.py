@@ -252,6 +252,13 @@ PROCESS: tuple[Mutation, ...] = (
     ),
     Mutation(
         20,
+        "ranks that torchrun starts again do not read what the first start left",
+        'start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")',
+        'start = "0"',
+        "tests/dist/test_meeting.py -k torchrun_starts_again",
+    ),
+    Mutation(
+        20,
         "what a launcher says is a number of sensible length",
         'return int(text) if re.fullmatch("[0-9]{1,9}", text) else None',
         "return int(text) if text.isdecimal() else None",
