@@ -91,6 +91,6 @@ def test_a_refusing_tracking_server_costs_nothing_and_is_synced_later(tmp_path: 
     assert len(metrics(tmp_path / "runs" / "r")) == 6
     assert not (tmp_path / "mlflow.db").exists()
 
-    later = harness(tmp_path, "sync", "runs/r")
+    later = harness(tmp_path, "sync", "runs/r", "--elsewhere")
     assert later.returncode == 0, later.stdout + later.stderr
     assert series(tmp_path, "train/loss") == metrics(tmp_path / "runs" / "r")
