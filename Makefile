@@ -63,11 +63,11 @@ test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
 proof: $(TEST_READY) ## on a machine with an NVIDIA GPU: what runs, how fast, against what was predicted (15 minutes; ARGS=--rehearse: on a CPU)
 	$(RUN) python -m benchmarks.proof $(ARGS)
 
-test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an hour); writes docs/reliability.md
+test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an hour); writes docs/studies/reliability.md
 	@mkdir -p build && rm -f build/figures.jsonl
 	$(RUN) OMP_NUM_THREADS=1 FAULT_FIGURES="$(abspath build/figures.jsonl)" \
 	    python -m pytest -q --timeout 1200 -n 2 --dist worksteal -m "faults and not gpu" $(ARGS)
-	$(RUN) python tests/faults/reliability_page.py build/figures.jsonl docs/reliability.md
+	$(RUN) python tests/faults/reliability_page.py build/figures.jsonl docs/studies/reliability.md
 
 attack: $(TEST_READY) ## random sequences of faults against small runs (MINUTES=20 SEED=; ARGS='--count 1': a failure again); adds to its ledger
 	$(RUN) OMP_NUM_THREADS=1 python tests/faults/attack.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)

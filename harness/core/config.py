@@ -296,7 +296,7 @@ class GuardConfig(Strict):
 
 
 class FallbackConfig(Strict):
-    """When a layer leaves FP8 and when it returns; see docs/runbook.md, `precision.demote`.
+    """When a layer leaves FP8 and when it returns; see docs/reference/runbook.md, `precision.demote`.
 
     A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
     tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
@@ -313,7 +313,7 @@ class FallbackConfig(Strict):
     long as that product; a layer that was starts over. max_demoted_share always allows one layer. failed_steps: see
     `WholeRunFallback`.
 
-    The limits let healthy runs at learning rates up to 1e-2 pass, and see what docs/fallback.md says.
+    The limits let healthy runs at learning rates up to 1e-2 pass, and see what docs/studies/fallback.md says.
     """
 
     enabled: bool = Field(default=True, description="switch single layers between FP8 and BF16 at run time")

@@ -112,7 +112,7 @@ def _described(
         try:
             builder = library.load_dataset_builder(str(outline), configuration, cache_dir=f"{made}/cache")
         except Exception as error:
-            fix = "data.configuration=NAME picks one; what has files of no format that is read: docs/datasets.md"
+            fix = "data.configuration=NAME picks one; what has files of no format that is read: docs/guide/datasets.md"
             raise DataError(Problem("has no such data", where, str(error).replace(made, "")[:_LONG], fix)) from error
         splits: dict[str, list[Path]] = {}
         for split, paths in (builder.config.data_files or {}).items():
@@ -125,7 +125,7 @@ def _described(
     kinds: dict[str, Documents] = {rows.reader.partition(".")[0]: kind for kind, rows in ROWS.items()}
     kind = kinds.get(builder.name)
     if kind is None or not splits:
-        fix = "data.target, with a function that loads it: docs/datasets.md"
+        fix = "data.target, with a function that loads it: docs/guide/datasets.md"
         raise DataError(Problem(f"is no text: the library reads it as {builder.name}", where, fix=fix))
     defaults = {each.name: each.default for each in dataclasses.fields(builder.config)}
     options = {

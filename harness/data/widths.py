@@ -116,7 +116,7 @@ def _pairs_in_bytes(data: npt.NDArray[np.uint8], path: Path) -> Other | None:
         if _is_upper(lower, upper):
             why = f"its bytes come in pairs, of which one is small, as those of {name} ids"
             fix = "set data.dtype=uint16" if name == "uint16" else _rewritten(path, ">u2")
-            return Other(why, f"{fix}. If they are bytes all the same: docs/data.md, bytes in pairs")
+            return Other(why, f"{fix}. If they are bytes all the same: docs/guide/data.md, bytes in pairs")
     return None
 
 
@@ -190,7 +190,7 @@ def _floats(data: npt.NDArray[np.uint8]) -> Other | None:
     inside = ((exponents >= 113 << 7) & (exponents < 143 << 7)).mean()
     if inside > 0.98 and np.histogram(lower, _BINS, (0, 1 << 16))[0].min() > len(lower) / 64:
         why = "every second number is as the upper half of a float32 is, and the others are anything"
-        fix = "token ids are whole numbers; for anything else: data.target (docs/datasets.md)"
+        fix = "token ids are whole numbers; for anything else: data.target (docs/guide/datasets.md)"
         return Other(why, fix, "token ids")
     return None
 

@@ -136,7 +136,7 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
             raise ConfigError(Problem(what, f"engine.{key}", why, "leave it out to estimate the engine for torch"))
     if config.train.optimizer not in _ON_PAPER:
         what, why = "its update is not estimated", "it does not run on fake tensors"
-        fix = f"one of {', '.join(_ON_PAPER)}; docs/training.md has what each keeps for a parameter"
+        fix = f"one of {', '.join(_ON_PAPER)}; docs/guide/training.md has what each keeps for a parameter"
         raise ConfigError(Problem(what, f"train.optimizer {config.train.optimizer!r}", why, fix))
     notes = _notes(config, recipe, ranks)
 

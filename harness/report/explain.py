@@ -5,7 +5,7 @@ folder: the journal's events, outcome.json, checkpoints/good.json, flight/.
 
 The texts are in `codes.toml`. An entry is a code (`loss.spike`), several with one explanation (`run.resumed,
 run.started_from`), or a symptom, known by its slug (`loss-that-plateaus`). `python -m harness.report.explain` prints
-docs/runbook.md, the same texts as a page.
+docs/reference/runbook.md, the same texts as a page.
 """
 
 from __future__ import annotations
@@ -450,7 +450,7 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
 
 
 def runbook() -> str:
-    """docs/runbook.md, in Markdown."""
+    """docs/reference/runbook.md, in Markdown."""
     known = catalogue()
     table = ["| code | healthy | what happens |", "|---|---|---|"]
     table += [f"| [`{code}`](#{code.replace('.', '')}) | {healthy} | {what} |" for code, healthy, what in known.ranking]

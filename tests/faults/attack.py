@@ -5,7 +5,7 @@
     python tests/faults/attack.py --open                          all failures of the ledger again, as they were
 
 Every sequence is drawn from its seed alone (attack_plans), carried out and judged (attack_run). One line for each goes
-into the ledger, whose sums are in docs/reliability.md. Exit code 1 if something was found that is not known.
+into the ledger, whose sums are in docs/studies/reliability.md. Exit code 1 if something was found that is not known.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
     words.add_argument("--open", action="store_true", help="again what the ledger has as found or known, as it was")
     words.add_argument("--ledger", type=Path, default=LEDGER)
     words.add_argument("--no-ledger", action="store_true")
-    words.add_argument("--no-page", action="store_true", help="leave docs/reliability.md as it is")
+    words.add_argument("--no-page", action="store_true", help="leave docs/studies/reliability.md as it is")
     words.add_argument("--work", type=Path, help="folder for what the sequences leave, kept where one fails")
     given = words.parse_args()
     work = given.work or Path(tempfile.mkdtemp(prefix="attack-"))
@@ -91,7 +91,7 @@ def main() -> int:
                 break
     print(f"{sum(sums.values())} sequences: {', '.join(f'{n} {name}' for name, n in sums.items())}")
     if not (given.no_ledger or given.no_page):
-        page = [str(HERE / "reliability_page.py"), str(ROOT / "docs" / "reliability.md")]
+        page = [str(HERE / "reliability_page.py"), str(ROOT / "docs" / "studies" / "reliability.md")]
         subprocess.run([sys.executable, *page], check=True)
     return 1 if sums["finding"] else 0
 

@@ -1,7 +1,7 @@
-"""docs/reliability.md from what the fault tests wrote down: `make test-faults`.
+"""docs/studies/reliability.md from what the fault tests wrote down: `make test-faults`.
 
-    python tests/faults/reliability_page.py FIGURES.jsonl docs/reliability.md
-    python tests/faults/reliability_page.py docs/reliability.md         only the sums of the attack's ledger
+    python tests/faults/reliability_page.py FIGURES.jsonl docs/studies/reliability.md
+    python tests/faults/reliability_page.py docs/studies/reliability.md         only the sums of the attack's ledger
 
 Exit code 1, and the page untouched, if a test failed or a row of the matrix has none.
 """

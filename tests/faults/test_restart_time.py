@@ -1,4 +1,4 @@
-"""From kill -9 to the next step of a 25M-parameter run: it comes; how soon is measured (docs/reliability.md)."""
+"""From kill -9 to the next step of a 25M-parameter run: it comes; how soon is measured (docs/studies/reliability.md)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from harness.core.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "benchmarks.md")
+PAGES = (README, ROOT / "docs" / "studies" / "benchmarks.md")
 by_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 
 

@@ -1,4 +1,4 @@
-"""Every code that a run can say is explained, docs/runbook.md is made from that, and the code that it shows works."""
+"""Every code that a run can say is explained, docs/reference/runbook.md is made from that, and the code that it shows works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.precision.recipe import Recipe
 from harness.report.explain import Catalogue, Entry, catalogue, runbook
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+RUNBOOK = (ROOT / "docs" / "reference" / "runbook.md").read_text()
 CODE = re.compile(r"[a-z0-9]+\.[a-z]+(?:_[a-z]+)*")
 FIELDS = ("What", "Where", "Why", "What to do")
 SYMPTOM_FIELDS = ("How to recognise it", "How to find the cause", "What to change")
@@ -68,7 +68,7 @@ def test_the_codes_are_found() -> None:
 
 
 def test_the_page_is_made_from_the_entries() -> None:
-    assert runbook() == RUNBOOK, "write it anew: python -m harness.report.explain > docs/runbook.md"
+    assert runbook() == RUNBOOK, "write it anew: python -m harness.report.explain > docs/reference/runbook.md"
 
 
 def test_what_nothing_says_is_not_explained() -> None:

@@ -43,7 +43,7 @@ def test_a_step_over_bf16s_is_the_records(record: str, row: str) -> None:
     ratio, seconds, plain = timed["fp8"]["ratio"], timed["fp8"]["seconds"], timed["16 bit"]["seconds"]
     spread = f"{ratio['median']:.3f}", f"({ratio['min']:.3f} to {ratio['max']:.3f})"
     times = f"{1e3 * seconds['median']:.1f} ms over {1e3 * plain['median']:.1f} ms"
-    text = page("hopper.md").replace("**", "")
+    text = page("studies/hopper.md").replace("**", "")
     assert f"{spread[0]} {spread[1]}, {times}" in text
 
 
@@ -51,9 +51,9 @@ def test_what_the_estimate_said_beside_a_card_is_the_records() -> None:
     found = figures("proof_h100_saves", "estimated")["rows"]["native"]
     fp8, plain, ratio = found["fp8"], found["16 bit"], found["ratio"]
     said = f"{fp8['predicted_ms']:.1f} ms for {fp8['measured_ms']:.1f}"
-    assert f"{said} in FP8, {plain['predicted_ms']:.1f} for {plain['measured_ms']:.1f} in bf16" in page("estimate.md")
-    assert f"{ratio['predicted']:.2f} of bf16's step for {ratio['measured']:.2f}" in page("estimate.md")
-    for place in ("hopper.md", "benchmarks.md", "estimate.md"):
+    assert f"{said} in FP8, {plain['predicted_ms']:.1f} for {plain['measured_ms']:.1f} in bf16" in page("guide/estimate.md")
+    assert f"{ratio['predicted']:.2f} of bf16's step for {ratio['measured']:.2f}" in page("guide/estimate.md")
+    for place in ("studies/hopper.md", "studies/benchmarks.md", "guide/estimate.md"):
         assert f"{fp8['measured_ms']:.1f}" in page(place)
         assert f"{fp8['predicted_ms']:.1f}" in page(place)
         assert "86.8" not in page(place)
@@ -76,7 +76,7 @@ def test_the_mfu_of_the_steps_is_by_the_harnesss_own_count() -> None:
         fp8 = flops / timed["fp8"]["seconds"]["median"] / card.fp8
         return f"{plain:.0%} of the bf16 peak in bf16 and {fp8:.0%} of the FP8 peak in FP8"
 
-    text = page("training.md")
+    text = page("guide/training.md")
     assert shares("proof_h100_torch213", "native") in text
     assert shares("proof_h100_torch213_after", "native_compiled") in text
     assert "torch 2.13" in text

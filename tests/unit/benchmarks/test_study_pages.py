@@ -22,8 +22,8 @@ from harness.monitors.evidence import FallbackConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
-FALLBACK = " ".join((ROOT / "docs" / "fallback.md").read_text().split())
-COST = (ROOT / "docs" / "fp8_cost.md").read_text()
+FALLBACK = " ".join((ROOT / "docs" / "studies" / "fallback.md").read_text().split())
+COST = (ROOT / "docs" / "studies" / "fp8_cost.md").read_text()
 COST_STAGES = {"1.4M": "screen", "3M": "quickstart", "10M": "confirm"}
 CONTROLS = ("bf16", "ulp_1", "ulp_2", "ulp_3")
 """Variants of the cost study without FP8."""

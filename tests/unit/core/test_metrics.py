@@ -54,5 +54,5 @@ def test_what_was_not_sampled_is_left_out() -> None:
 
 
 def test_the_page_is_what_is_declared() -> None:
-    path = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
-    assert path.read_text() == page(), "python -m harness.core.metrics > docs/metrics.md"
+    path = Path(__file__).resolve().parents[3] / "docs" / "reference" / "metrics.md"
+    assert path.read_text() == page(), "python -m harness.core.metrics > docs/reference/metrics.md"

@@ -230,7 +230,7 @@ def test_bytes_are_not_taken_for_wider_ids(tmp_path: Path, corpus: str, count: i
 
 
 def test_bytes_in_pairs_are_taken_with_an_index(tmp_path: Path) -> None:
-    """What docs/data.md says of bytes that look like wider ids and are none."""
+    """What docs/guide/data.md says of bytes that look like wider ids and are none."""
     path = tmp_path / "train.bin"
     path.write_bytes(("to be, or not to be\n" * 2000).encode("utf-16-le"))
     with pytest.raises(DataError, match=r"bytes in pairs"):

@@ -254,7 +254,7 @@ def written(path: Path, content: bytes | str = b"\0") -> Path:
 REFUSED = {
     "a.npy": "tofile", "a.npz": "TensorDataset", "a.pt": "weights_only=True", "a.h5": "h5py",
     "a.txt.gz": "gunzip -k", "a.txt.zst": "zstd -d", "a.tar.gz": "tar -xf",
-    "a.zip": "unzip", "a.pkl": "runs code", "a.safetensors": "model.target=hf:FOLDER", "a.png": "docs/datasets.md",
+    "a.zip": "unzip", "a.pkl": "runs code", "a.safetensors": "model.target=hf:FOLDER", "a.png": "docs/guide/datasets.md",
     "a.tfrecord": "data.target", "a.pdf": "pdftotext",
 }  # fmt: skip
 
@@ -309,7 +309,7 @@ def test_the_lines_for_a_data_target_work(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_pictures_of_the_docs_train_as_they_say(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "datasets.md").read_text().split("## Pictures in folders")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "guide" / "datasets.md").read_text().split("## Pictures in folders")[1].split("\n## ")[0]
     code, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_data.py").write_text(code)
     for number in range(60):

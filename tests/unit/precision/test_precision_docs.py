@@ -1,4 +1,4 @@
-"""docs/precision.md cannot rot: its table of recipe keys is the schema's, its recipe validates, its loop runs."""
+"""docs/guide/precision.md cannot rot: its table of recipe keys is the schema's, its recipe validates, its loop runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from harness.core.schema import validate
 from harness.precision.recipe import Recipe
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "precision.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "precision.md"
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null"}
 LIMITS = {"ge": "at least", "gt": "over", "le": "at most", "lt": "under"}
 
