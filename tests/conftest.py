@@ -1,4 +1,4 @@
-"""What fault tests measured and how they ended, kept for docs/studies/reliability.md when FAULT_FIGURES names a file."""
+"""Figures and outcomes of fault tests, kept for docs/studies/reliability.md when FAULT_FIGURES names a file."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def role_row(names: Sequence[str], now: _Figures, low: _Figures, high: _Figures)
 
 
 def page() -> str:
-    """docs/reference/metrics.md: every metric that a run writes. `python -m harness.core.metrics > docs/reference/metrics.md`."""
+    """The page of every metric that a run writes: `python -m harness.core.metrics > docs/reference/metrics.md`."""
     lines = [
         "# Metrics",
         "",
@@ -197,7 +197,8 @@ _NOTES = (
     "`<slot>` is `<layer>.<role>`, role one of input, weight, grad_output; numbers in it are padded with zeros.",
     "Shares and decibels of a slot are of the values of all ranks together.",
     "What was not measured in a step is left out of its row. Up to `tracking.fp8_series` slots all have series of",
-    "their own, in a larger model those that are picked ([telemetry.md](../guide/telemetry.md)). The last step has a row too.",
+    "their own, in a larger model those that are picked ([telemetry.md](../guide/telemetry.md)).",
+    "The last step has a row too.",
     "`p10`, `p50` and `p90` over layers are of the step itself, `min` and `max` of every step since the row before.",
 )
 

@@ -138,8 +138,8 @@ _PACKED = "compressed"
 _WEIGHTS = ("weights of a model, not data", "model.target=hf:FOLDER trains the model that lies there")
 _PICTURES = (
     "pictures",
-    f"{TARGET}, with a class in my_data.py whose sample number i is (picture, label): docs/guide/datasets.md has one for "
-    "folders of pictures",
+    f"{TARGET}, with a class in my_data.py whose sample number i is (picture, label): docs/guide/datasets.md has one "
+    "for folders of pictures",
 )
 _OTHER = f"{TARGET}, with a class in my_data.py that reads it: docs/guide/datasets.md"
 _KNOWN: dict[tuple[str, ...], tuple[str, str]] = {

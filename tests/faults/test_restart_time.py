@@ -1,4 +1,4 @@
-"""From kill -9 to the next step of a 25M-parameter run: it comes; how soon is measured (docs/studies/reliability.md)."""
+"""From kill -9 to the next step of a 25M-parameter run: how long that takes is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every code that a run can say is explained, docs/reference/runbook.md is made from that, and the code that it shows works."""
+"""Every event code is explained, docs/reference/runbook.md is made from that, and the code on that page works."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """FP8 by Transformer Engine: te.Linear on shared Parameters, one outer autocast, FP8 state of our own.
 
 `fp8.scaling` chooses TE's recipe: delayed (DelayedScaling), current (Float8CurrentScaling), block (Float8BlockScaling).
-It ran on an H100 (docs/studies/hopper.md, tests/gpu); TE's own Python runs under it on the CPU (tests/te_cpu). What it leans on
-was read in the Python sources of TE 2.20.2 (quantization.py, module/{base,linear,layernorm_mlp}.py,
+It ran on an H100 (docs/studies/hopper.md, tests/gpu); TE's own Python runs under it on the CPU (tests/te_cpu). What it
+leans on was read in the Python sources of TE 2.20.2 (quantization.py, module/{base,linear,layernorm_mlp}.py,
 distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
 
 - Entering an autocast with `enabled=False` inside an enabled one runs that module in BF16 and touches no FP8 state,

@@ -254,7 +254,8 @@ def written(path: Path, content: bytes | str = b"\0") -> Path:
 REFUSED = {
     "a.npy": "tofile", "a.npz": "TensorDataset", "a.pt": "weights_only=True", "a.h5": "h5py",
     "a.txt.gz": "gunzip -k", "a.txt.zst": "zstd -d", "a.tar.gz": "tar -xf",
-    "a.zip": "unzip", "a.pkl": "runs code", "a.safetensors": "model.target=hf:FOLDER", "a.png": "docs/guide/datasets.md",
+    "a.zip": "unzip", "a.pkl": "runs code", "a.safetensors": "model.target=hf:FOLDER",
+    "a.png": "docs/guide/datasets.md",
     "a.tfrecord": "data.target", "a.pdf": "pdftotext",
 }  # fmt: skip
 
