@@ -7,7 +7,8 @@ Under torch.compile GEMMs, weights and the FP8 state are in operators that the c
 amax and transpose, where our kernel casts. Where it does not, the compiler makes kernels of them, and fuses them with
 their neighbours; it transposes slowly: on an H100 with torch 2.13 a step took 1.05 of bf16's time so, 0.81 with our
 kernel (docs/studies/hopper.md). A graph finds its layer by its handle (`precision.operators`); what such an operator
-reads and writes of the FP8 state is not known to the compiler. An amax reaches its slot through the GEMM that follows it, so that
+reads and writes of the FP8 state is not known to the compiler. An amax reaches its slot through the GEMM that follows
+it, so that
 none can be dropped, and recomputed activations record the same one again.
 
 Layers of a block in which one is demoted, and all layers in a sampled window, go another way, through one operator that
