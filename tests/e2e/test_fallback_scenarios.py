@@ -59,7 +59,7 @@ def run(work: Path, scenario: Scenario, kind: str) -> Path:
 
 @pytest.mark.parametrize(
     "scenario",
-    [SCENARIOS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SCENARIOS[1:])],
+    [SCENARIOS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in SCENARIOS[1:])],
     ids=[scenario.target for scenario in SCENARIOS],
 )
 def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(work: Path, scenario: Scenario) -> None:
@@ -144,7 +144,7 @@ def test_the_growth_goes_on_where_a_checkpoint_was_written() -> None:
     assert seen == [2.0, 4.0, 8.0, 8.0, 16.0], "a validation does not count"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @by_target
 def test_the_published_study_holds(tmp_path: Path, scenario: Scenario) -> None:
     out = tmp_path / "out.json"

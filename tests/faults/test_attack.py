@@ -89,7 +89,7 @@ def test_a_family_fires(tmp_path: Path, family: str, faults: int) -> None:
     assert line["faults"] == faults
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_huge_recipe_is_refused_for_its_size(tmp_path: Path) -> None:
     drawn = {seed: draw(seed, ["changed"], "python") for seed in range(300)}
     seed = next(seed for seed, each in drawn.items() if [one.change for one in each.episodes[1:]] == ["huge recipe"])

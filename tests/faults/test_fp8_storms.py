@@ -189,7 +189,7 @@ def test_a_layer_in_a_storm_leaves_fp8_within_two_windows(tmp_path: Path, storm:
     assert all(math.isfinite(loss) for _, loss in metrics(folder))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("storm", STORMS)
 def test_without_the_fallback_the_layer_stays_in_the_storm(tmp_path: Path, storm: str) -> None:
     off = {"fallback": {"enabled": False}, "fp8": {"stats_every": 1}}
@@ -207,7 +207,7 @@ def test_one_jump_is_clipped_once_and_then_followed(tmp_path: Path) -> None:
     assert events(folder, "precision.switched") == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cause_that_comes_and_goes_moves_the_layer_ever_more_rarely(tmp_path: Path) -> None:
     dwell, steps = 8, 150
     model = {

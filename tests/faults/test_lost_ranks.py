@@ -66,9 +66,15 @@ def test_a_killed_rank_ends_the_other_and_is_named(tmp_path: Path, figure: Calla
            f"{alone:.1f} s, {everything:.1f} s", 1, "5 s")  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param("deepspeed", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("torchrun", "SIGSTOP", marks=pytest.mark.slow),
+        pytest.param("torchrun", "SIGKILL", marks=pytest.mark.nightly),
+        pytest.param("deepspeed", "SIGSTOP", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path, kind: str, name: str, figure: Callable[..., None]) -> None:
     most = {"SIGKILL": 5, "SIGSTOP": TIMEOUT + 5}[name]
     times = [lose(tmp_path, kind, rank, name, 12 + 30 * rank) for rank in (0, 1)]

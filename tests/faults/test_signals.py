@@ -150,7 +150,7 @@ def test_a_signal_during_the_imports_is_a_clear_end(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_at_any_stage_of_the_start_leaves_a_run_that_starts(tmp_path: Path) -> None:
     for stage in STAGES:
         stopped_while_starting(tmp_path, stage)
@@ -239,9 +239,8 @@ def signalled(folder: Path, kind: str, ranks: int, target: str, name: str, step:
     return seconds
 
 
-@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
 def test_signals_to_the_launcher_or_one_rank_stop_all(
     tmp_path: Path, kind: str, ranks: int, figure: Callable[..., None]

@@ -28,7 +28,7 @@ def test_the_kernel_without_the_sums_differs_in_them_alone(tmp_path: Path) -> No
     assert (made["without"][2][6:] == 0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_kinds_of_casts_train_with_and_without(tmp_path: Path) -> None:
     out = tmp_path / "centred.json"
     threads = torch.get_num_threads()

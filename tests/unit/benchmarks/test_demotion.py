@@ -96,7 +96,7 @@ def test_a_line_of_the_table_has_the_differences_and_both_steps() -> None:
         assert figure in line
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_layer_leaves_fp8_and_that_saves_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, drawn = tmp_path / "demotion.json", tmp_path / "demotion.png"
     main(["--seeds", "0", "--out", str(out), "--picture", str(drawn)])

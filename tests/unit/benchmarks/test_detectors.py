@@ -33,7 +33,7 @@ def test_there_are_eight_runs_of_two_hundred_steps() -> None:
     assert all(len(trace.loss) == len(trace.norm) == 200 for trace in traces)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_clean_run_has_a_skip_an_alarm_or_a_harder_clip(found: dict[str, Any]) -> None:
     assert [row["said"] for row in found["clean"]] == [[]] * 8
     assert [row["clipped_harder"] for row in found["clean"]] == [0] * 8
@@ -43,25 +43,25 @@ def test_no_clean_run_has_a_skip_an_alarm_or_a_harder_clip(found: dict[str, Any]
 
 @pytest.mark.parametrize("kind", ["loss", "norm"])
 @pytest.mark.parametrize("factor", [10.0, 100.0])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_99_of_100_spikes_are_skipped_in_their_own_step(found: dict[str, Any], kind: str, factor: float) -> None:
     (row,) = (row for row in found["recall"] if (row["kind"], row["factor"]) == (kind, factor))
     assert row["injected"] == 8 * 167
     assert row["noticed"] >= 0.99 * row["injected"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_nan_is_told_and_changes_nothing_after_it(found: dict[str, Any]) -> None:
     expected = {"injected": 8 * 167, "told": 8 * 167, "extra_skips_or_words": 0, "differing_limits": 0}
     assert found["after_nan"] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resumed_run_is_armed_at_once(found: dict[str, Any]) -> None:
     assert found["resume"] == {"resumed": 8 * 167, "steps_without_limits": 0, "differing_verdicts": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_synthetic_clean_runs_have_no_skip_and_no_alarm(found: dict[str, Any]) -> None:
     assert [(row["skips"], row["alarms"]) for row in found["false_skips"]] == [(0, 0)] * 3
     assert all(row["n"] >= 4_000 for row in found["false_skips"])

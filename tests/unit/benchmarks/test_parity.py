@@ -112,7 +112,7 @@ def test_differences_are_relative_to_bf16_of_the_same_seed(capsys: pytest.Captur
     assert printed[2].split() == ["0", "2.0000", "2.0200", "+1.000%", "1.9800", "-1.000%", "2.0000", "+0.000%", "0"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, "bf16_ulp", 1)
     folder.mkdir(parents=True)

@@ -132,7 +132,7 @@ def on_paper(card: str, row: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_card_is_called_on_paper(tmp_path: Path) -> None:
     found = on_paper("H100", "machine", tmp_path)
     card = found["figures"]["card"]
@@ -144,8 +144,8 @@ def test_what_a_card_is_called_on_paper(tmp_path: Path) -> None:
     ("card", "kinds"),
     [
         ("H100", {"bf16", "fp16", "fp8", "fp8_precise", "fp8_gradient"}),
-        pytest.param("A100-80GB", {"bf16", "fp16"}, marks=pytest.mark.slow),
-        pytest.param("T4", {"fp16"}, marks=pytest.mark.slow),
+        pytest.param("A100-80GB", {"bf16", "fp16"}, marks=pytest.mark.nightly),
+        pytest.param("T4", {"fp16"}, marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.slow
@@ -156,22 +156,25 @@ def test_gemms_on_paper(card: str, kinds: set[str], tmp_path: Path) -> None:
     assert found["size"] == 8192
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("card", "kernel"), [("H100", "FLASH_ATTENTION"), ("T4", "EFFICIENT_ATTENTION")])
 def test_attention_on_paper(card: str, kernel: str, tmp_path: Path) -> None:
     assert on_paper(card, "attention", tmp_path)["figures"]["kernel"] == kernel
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", ["bandwidth", "launch"])
 def test_the_rest_of_the_card_on_paper(row: str, tmp_path: Path) -> None:
     assert on_paper("H100", row, tmp_path)["summary"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("card", "row", "width"),
-    [("H100", "native", 4096), ("L4", "native", 2048), ("T4", "watching", 1024)],
+    [
+        pytest.param("H100", "native", 4096, marks=pytest.mark.slow),
+        pytest.param("L4", "native", 2048, marks=pytest.mark.nightly),
+        pytest.param("T4", "watching", 1024, marks=pytest.mark.nightly),
+    ],
 )
 def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None:
     """The largest size whose states fit the card, through the trainer's own path."""
@@ -193,7 +196,7 @@ def test_no_step_waits_on_paper_and_the_detector_is_put_back(tmp_path: Path) -> 
     assert not found["failed"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saves_on_paper(tmp_path: Path) -> None:
     assert on_paper("H100", "saves", tmp_path)["figures"]["saves"] >= 2
 

@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-WAYS = ["carriers", pytest.param("compiler's casts", marks=pytest.mark.slow), "own casts"]
+WAYS = ["carriers", pytest.param("compiler's casts", marks=pytest.mark.nightly), "own casts"]
 
 
 @pytest.fixture(autouse=True, params=WAYS)

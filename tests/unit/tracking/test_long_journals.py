@@ -204,7 +204,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tracking]]:
     web.server_close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_a_million_rows_take_bounded_memory_and_minutes(tmp_path: Path, server: type[Tracking]) -> None:
     few, many = write(tmp_path / "few", 10), write(tmp_path / "many", MANY)
