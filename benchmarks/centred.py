@@ -40,7 +40,7 @@ from benchmarks.results_file import write_results
 from harness.monitors.evidence import Evidence
 from harness.monitors.growth import Floats
 from harness.precision import scaling
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.recipe import load_recipe
 from harness.run import Run
@@ -52,16 +52,16 @@ WARM_UP = 20
 Row = dict[str, Any]
 
 
-def kernel_without(folder: Path) -> slot_buffers.Kernel:
+def kernel_without(folder: Path) -> native_kernel.Kernel:
     """The fused kernel without the sums of centred_db, from the same source by the same compiler."""
-    source = slot_buffers._SOURCE.read_text()
+    source = native_kernel._SOURCE.read_text()
     if source.count(SUMS_LINE) != 1:
-        raise SystemExit(f"{slot_buffers._SOURCE} has not the line that this benchmark takes out:\n{SUMS_LINE}")
+        raise SystemExit(f"{native_kernel._SOURCE} has not the line that this benchmark takes out:\n{SUMS_LINE}")
     changed = folder / "without.cpp"
     changed.write_text(source.replace(SUMS_LINE, ""))
-    with mock.patch.object(slot_buffers, "_SOURCE", changed):
+    with mock.patch.object(native_kernel, "_SOURCE", changed):
         compiler = shutil.which("g++") or "c++"
-        return slot_buffers._bind(ctypes.CDLL(str(slot_buffers._build(compiler))))
+        return native_kernel._bind(ctypes.CDLL(str(native_kernel._build(compiler))))
 
 
 def no_sums(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor:

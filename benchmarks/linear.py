@@ -28,7 +28,7 @@ from torch import nn
 from harness.capability.probe import probe
 from harness.core.files import write_json
 from harness.core.protocols import PrecisionBackend
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan
 from harness.precision.recipe import TIERS, Recipe, Rung
@@ -166,7 +166,7 @@ def machine() -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "kernel": slot_buffers.load()[1],
+        "kernel": native_kernel.load()[1],
     }
 
 

@@ -25,7 +25,7 @@ from harness.core.errors import (
     Problem,
 )
 from harness.core.facts import ROLES, Outcome, StepFacts
-from harness.core.metrics import row, slot_row
+from harness.core.metrics import row
 from harness.core.schema import validate
 from harness.core.secrets import scrub_all, scrubbed
 from harness.core.state import RunLedger
@@ -226,7 +226,7 @@ class Telemetry:
             self.slots.file.flush()
 
     def record(self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None) -> None:
-        """One step, in order: its row, what was said of it, and the line on the screen.
+        """Write down one step, in order: its row, the events about it, and its line on the screen.
 
         In a loop without a guard: `telemetry.record(precision.facts())` after every step, which waits for its figures.
         Raises MisuseError after `close`.
@@ -241,10 +241,12 @@ class Telemetry:
         else:
             self.count(facts.step, facts.applied_steps, ledger)
         self._last = (ledger.attempt, facts.step)
+
+        # One row: the figures of the step, and those FP8 figures that have series.
         kept = self.slots.take(self.attempt, facts)
-        told = facts if kept.slots is None else replace(facts, slots=kept.slots)
-        self.metrics(facts.step, row(told, ledger, kept.with_slots, kept.picked) | kept.figures)
-        self._tell_slots(facts.step, kept)
+        self.journal.metrics(facts.step, row(facts, ledger) | kept.figures)
+        self._tell_slots(kept)
+
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
         skipped = facts.step - facts.applied_steps
@@ -254,10 +256,11 @@ class Telemetry:
         """What the outcome says of the run's steps: a resume may have none left to record."""
         self._counts = {"applied": applied, "skipped": step - applied, "rollbacks": len(ledger.returned_to)}
 
-    def _tell_slots(self, step: int, kept: Kept) -> None:
-        for told in kept.events:
-            fields = dict(told)
-            (self.tell if "text" in fields else self.event)(step, fields.pop("code"), **fields)
+    def _tell_slots(self, kept: Kept) -> None:
+        """Events about slots, those with a text on the screen too, and the tags that name the worst slots."""
+        for event in kept.events:
+            write = self.tell if "text" in event else self.event
+            write(kept.step, **event)
         if kept.worst:
             self.note("tags", tags=kept.worst)
 
@@ -303,7 +306,7 @@ class Telemetry:
         except OSError as error:
             self.screen.event(f"plan.json could not be written again, without the precision as it ran: {error}")
         if outcome.status != "stopped":  # which goes on, as if it had never been stopped
-            self._last_slots(outcome.step)
+            self._last_slots()
         tags = {"precision.effective": plan["effective"], "outcome": outcome.status}
         self.note("run", tags=tags, params={}, data={})
         self.flush()
@@ -315,13 +318,12 @@ class Telemetry:
             self.note("artifact", path=name)
         self.note("end", status=outcome.status)
 
-    def _last_slots(self, step: int) -> None:
+    def _last_slots(self) -> None:
         """FP8 figures of a last step that is no multiple of tracking.fp8_every: a short run has some too."""
         kept = self.slots.rest(self.attempt)
-        slots = kept.slots
-        if slots is not None:
-            self.metrics(kept.step, slot_row(slots, kept.picked) | kept.figures)
-            self._tell_slots(kept.step, kept)
+        if kept is not None:
+            self.journal.metrics(kept.step, kept.figures)
+            self._tell_slots(kept)
 
     def _parquet(self, step: int) -> None:
         """The table of all FP8 figures; without pyarrow, or a disk that takes it, the run ends as well as without."""

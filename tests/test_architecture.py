@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -218,6 +219,25 @@ def test_no_import_cycles() -> None:
 @pytest.mark.parametrize("module", [*TORCH_FREE, *(f"harness.{file}" for file, _ in COMMANDS.values())])
 def test_torch_free(module: str) -> None:
     assert not torch_loaded_by(module, ROOT)
+
+
+def test_the_functions_from_a_tensor_to_its_chart_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("## From a tensor to its chart\n")[1].split("\n## ")[0]
+    assert [line[:2] for line in section.splitlines() if line[:1].isdigit()] == [f"{number}." for number in range(1, 9)]
+    files: dict[str, Path] = {}  # a file is named with its folder first, and then by its name alone
+    missing: list[str] = []
+    for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", section):
+        file = files.setdefault(Path(path).name, ROOT / "harness" / path)
+        body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            found = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part]
+            if not found:
+                missing.append(f"{path}:{name}")
+                break
+            body = found[0].body
+    assert missing == []
+    assert len(files) == 9
 
 
 def tree(root: Path, files: Mapping[str, str]) -> Path:

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +106,8 @@ _PerSlot = npt.NDArray[np.float32]
 class SlotStats:
     """Per-slot FP8 statistics of one step; all arrays are float32 [slots] in the order of `names`.
 
-    Every metric that is an array is a row of what `PrecisionBackend.end_window` returns, in this order.
+    The arrays are, in this order, the rows of what `PrecisionBackend.end_window` returns. An array that is not given
+    was not measured, and is NaN.
     """
 
     names: tuple[str, ...]
@@ -141,10 +142,25 @@ class SlotStats:
     scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
 
     def __post_init__(self) -> None:
-        """What was not given was not measured."""
         for name in ("even_db", "centred_db"):
             if len(getattr(self, name)) != len(self.names):
                 object.__setattr__(self, name, np.full(len(self.names), np.nan, dtype=np.float32))
+
+    def stacked(self) -> _PerSlot:
+        """float32 [figures, slots] in the order of SLOT_ROWS."""
+        return np.stack([np.asarray(getattr(self, name), dtype=np.float32) for name in SLOT_ROWS])
+
+
+def declared_metrics(facts: type) -> dict[str, tuple[type, Metric]]:
+    """Type and metric of every field of a class of facts that is annotated with one."""
+    hints = get_type_hints(facts, include_extras=True)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+SLOT_ROWS: dict[str, Metric] = {
+    name: metric for name, (kind, metric) in declared_metrics(SlotStats).items() if kind is not int
+}
+"""The figures of a slot by their field in SlotStats, in the order of the rows of `PrecisionBackend.end_window`."""
 
 
 IGNORED = -100

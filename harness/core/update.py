@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.collectives import RankComparison, max_over_ranks, mean_over_ranks
-from harness.core.facts import Limits, SlotStats, StepFacts, StepTerms
+from harness.core.facts import SLOT_ROWS, Limits, SlotStats, StepFacts, StepTerms
 from harness.core.health import by_device_and_dtype, grad_health, l2_norm
-from harness.core.metrics import REDUCED, SCALARS, SLOT_ROWS, read
+from harness.core.metrics import REDUCED, SCALARS, read
 from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
 
 
@@ -203,11 +203,17 @@ def update(
     over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)  # NaN is over every limit
     local = _pack_local(own, gradients.device)
     flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()
-    reduced = gradients.max_(torch.cat([flags, local, backend.amax()]))
-    skip, overflow = reduced[0].clone(), reduced[1].clone()
-    figures |= _unpack_reduced(reduced[2 : 2 + len(REDUCED)])
+
+    # The one MAX over ranks: flags, this rank's figures, and the window's amax of every slot.
+    amax = backend.amax()
+    reduced = gradients.max_(torch.cat([flags, local, amax]))
+    flags, local, amax = reduced.split([len(flags), len(local), len(amax)])
+    skip, overflow = flags[0].clone(), flags[1].clone()
+    figures |= _unpack_reduced(local)
+
+    # Weights first, then the scales: both stay as they are in a skipped step.
     figures |= gradients.apply(skip, overflow, norm, limits.clip)
-    slots = backend.end_window(reduced[2 + len(REDUCED) :], 1.0 - figures["applied"], gradients.mean)
+    slots = backend.end_window(amax, 1.0 - figures["applied"], gradients.mean)
     figures["scrubbed"] = backend.scrubbed()
     return figures, slots
 
@@ -371,13 +377,14 @@ class InFlight:
     def facts(self) -> StepFacts:
         """The step's facts; waits until it is over."""
         packed = self.arrived()
-        scalars, rows = packed[: len(SCALARS)].tolist(), packed[len(SCALARS) :]
-        values = read(scalars)
-        scrubbed = values.pop("scrubbed")
         count = len(SLOT_ROWS) * len(self.slot_names)
+        scalars, of_slots, differs = packed.split([len(SCALARS), count, len(self.compared)])
+        values = read(scalars.tolist())
+        scrubbed = values.pop("scrubbed")
         slots = None
         if self.slot_names:
-            slots = SlotStats(self.slot_names, *rows[:count].reshape(len(SLOT_ROWS), -1).numpy(), scrubbed=scrubbed)
+            rows = dict(zip(SLOT_ROWS, of_slots.reshape(len(SLOT_ROWS), -1).numpy(), strict=True))
+            slots = SlotStats(self.slot_names, **rows, scrubbed=scrubbed)
         return StepFacts(
             step=self.step,
             window=self.window,
@@ -389,7 +396,7 @@ class InFlight:
             limits=self.limits,
             ideal_seconds=self.ideal_seconds,
             slots=slots,
-            diverged=tuple(name for name, one in zip(self.compared, rows[count:].tolist(), strict=True) if one),
+            diverged=tuple(name for name, one in zip(self.compared, differs.tolist(), strict=True) if one),
             **values,
         )
 

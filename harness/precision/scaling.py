@@ -1,4 +1,6 @@
-"""Delayed scaling: Transformer Engine's rule for amax history, scale and the FP8 cast, and a model's state under it.
+"""Delayed scaling: Transformer Engine's rule for amax history, scale and the FP8 cast, as pure functions.
+
+The state of a whole model under it is `backends.slot_buffers.ScalingState`.
 
 A slot is one quantised tensor. Its state is a column of `history` [L, slots] (row 0 is staging: the running amax of
 the current window; the newest finished amax is row L-1) and an entry of `scale` [slots], both float32. A tensor x is
@@ -20,7 +22,6 @@ import torch
 from torch import Tensor
 
 from harness.core.facts import ROLES
-from harness.precision.recipe import Fp8Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,69 +105,6 @@ def roll(
         history, dropped = scrub(history)
     history, scale = update(history, scale, fp8_max, margin, algo)
     return history, scale.clamp_min(SMALLEST_SCALE), dropped
-
-
-class ScalingState:
-    """History and scale of many slots from one optimizer step to the next, one backend's worth of both.
-
-    history: float32 [L, slots], row 0 staging: casts raise it to their amax. scale: float32 [slots]. Both are only
-    written in place. In the window: peak and saturation float32 [slots], the largest amax and the largest
-    amax * scale / fp8_max under the scale in use; scrubbed, float32 0-d, how many infinite amaxes were dropped.
-    fp8_max: float32 [slots].
-    """
-
-    def __init__(self, config: Fp8Config, fp8_max: Tensor) -> None:
-        self.config, self.fp8_max = config, fp8_max
-        self.history = fp8_max.new_zeros(config.amax_history_len, len(fp8_max))
-        self.scale = torch.ones_like(fp8_max)
-        self.peak, self.saturation = torch.zeros_like(fp8_max), torch.zeros_like(fp8_max)
-        self.scrubbed = fp8_max.new_zeros(())
-        self._entry = (self.history, self.scale)
-
-    def begin_window(self) -> None:
-        """Drop what was staged since the last window, and remember what a skipped step must restore."""
-        for tensor in (self.peak, self.saturation, self.scrubbed):
-            tensor.zero_()
-        self.history[0].zero_()
-        self._entry = (self.history.clone(), self.scale.clone())
-
-    def staged(self) -> Tensor:
-        """The amaxes since the last roll, float32 [slots]; a copy."""
-        return self.history[0].clone()
-
-    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Under `roll: micro_batch` this micro-batch's amaxes set the scales of the next. reduce: MAX over ranks."""
-        if self.config.roll == "micro_batch":
-            self._roll(reduce(self.history[0].clone()))
-
-    def end_window(self, amax: Tensor, skip: Tensor) -> None:
-        """Roll `amax`, `staged` reduced over ranks, in unless micro-batches did.
-
-        skip: 0-d, positive for a skipped step: history and scale become bit-equal to what they were before the window.
-        """
-        if self.config.roll == "step":
-            self._roll(amax)
-        skipped = skip > 0
-        history, scale = self._entry
-        self.history.copy_(torch.where(skipped, history, self.history))
-        self.scale.copy_(torch.where(skipped, scale, self.scale))
-        self.history[0].zero_()
-
-    def known(self) -> Tensor:
-        """Of the window that ended, float32 [3, slots]: peak amax, the scale in use when it began, saturation."""
-        return torch.stack([self.peak, self._entry[1], self.saturation])
-
-    def _roll(self, amax: Tensor) -> None:
-        torch.maximum(self.peak, amax, out=self.peak)
-        torch.maximum(self.saturation, amax * self.scale / self.fp8_max, out=self.saturation)
-        self.history[0] = amax
-        config = self.config
-        history, scale, dropped = roll(
-            self.history, self.scale, self.fp8_max, config.margin, config.amax_compute_algo, config.scrub_inf
-        )
-        self.history.copy_(history)
-        self.scale.copy_(scale)
-        self.scrubbed += dropped
 
 
 def amax(x: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import typer
 from harness.core.config import TrackingConfig, load_config
 from harness.core.screen import say
 from harness.report import RunFolder
-from harness.tracking.journal import JOURNAL, Position, finished_size, read_rows, require_run
-from harness.tracking.shipper import SET_ASIDE, portion, sync
+from harness.tracking.journal import JOURNAL, SET_ASIDE, Position, finished_size, read_rows, require_run
+from harness.tracking.shipper import portion, sync
 from harness.tracking.store import choose_for_sync
 
 PATIENCE = 60.0

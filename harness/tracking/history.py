@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import clipped, shown
-from harness.core.facts import ROLES
+from harness.core.facts import ROLES, SLOT_ROWS
 from harness.core.files import MAX_LARGE, read_mapping
-from harness.core.metrics import SLOT_ROWS
 from harness.tracking.figures import Figures, MetricsRow, Points, SeriesOf
 from harness.tracking.journal import JOURNAL, read_rows, require_run
 from harness.tracking.slot_file import SlotSteps, rewritten

@@ -13,7 +13,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,11 @@ def _elapsed() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+JOURNAL = "journal.jsonl"
+POSITION = "shipper.json"
+SET_ASIDE = "journal.damaged"
+CHUNK = 256 * 1024
+"""Bytes of a journal that are delivered at once."""
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _SPELLED = (b'NaN"', b'Infinity"')
 TAIL = 64 * 1024
@@ -145,6 +150,43 @@ def _is_count(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and least <= value < 1 << 63
 
 
+def rows_after(
+    journal: Path, offset: int, end: int | None = None
+) -> tuple[list[tuple[dict[str, Any], int]], int, list[bytes]]:
+    """Finished rows from byte `offset` on, about CHUNK bytes of them or those up to `end`, for delivery.
+
+    Returns (rows, each with the offset behind it; the offset behind all lines read; lines that are no rows).
+    """
+    if not journal.exists():
+        return [], offset, []
+    with journal.open("rb") as file:
+        file.seek(offset)
+        data = file.read(CHUNK if end is None else end - offset)
+        if end is None and len(data) == CHUNK:
+            data += file.readline()
+    rows: list[tuple[dict[str, Any], int]] = []
+    strange: list[bytes] = []
+    for line in data.split(b"\n")[:-1]:
+        offset += len(line) + 1
+        row = decode(line)
+        if row is not None and "time" in row:
+            rows.append((row, offset))
+        else:
+            strange.append(line)
+    return rows, offset, strange
+
+
+def set_aside(run_dir: Path, lines: Sequence[bytes]) -> int:
+    """Keep lines that are no rows in the file SET_ASIDE, each once however often they are given; how many it has."""
+    path = run_dir / SET_ASIDE
+    earlier = path.read_bytes().splitlines() if path.exists() else []
+    there = set(earlier)
+    new = [line for line in lines if line not in there]
+    with path.open("ab") as file:
+        file.writelines(line + b"\n" for line in new)
+    return len(earlier) + len(new)
+
+
 def finished_size(path: Path) -> int:
     """Bytes of a journal up to its last newline: what follows is a row that was never finished."""
     with path.open("rb") as file:
@@ -182,10 +224,6 @@ def _restored(value: Any) -> Any:
     if isinstance(value, list):
         return [_restored(item) for item in value]
     return value
-
-
-JOURNAL = "journal.jsonl"
-POSITION = "shipper.json"
 
 
 @dataclass

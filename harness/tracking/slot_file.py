@@ -3,7 +3,7 @@
 `fp8_telemetry.bin` is written while the run trains: one frame a step, by one `os.write` on an O_APPEND descriptor, so
 that a kill -9 loses no finished step. A frame is a header (magic, bytes of the payload, attempt, step) and a zlib
 payload with its checksum: the slots' names as JSON where they are new, else float32 [figures, slots] in the order of
-`core.metrics.SLOT_ROWS`, byte planes apart, which compresses better. Steps that a rollback threw away and steps that a
+`core.facts.SLOT_ROWS`, byte planes apart, which compresses better. Steps that a rollback threw away and steps that a
 resume repeated stand in the file too; readers pass over them.
 """
 
@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.facts import SlotStats
+from harness.core.facts import SLOT_ROWS, SlotStats
 from harness.core.files import atomic_file, parse_json
-from harness.core.metrics import SLOT_ROWS
 
 SLOT_FILE = "fp8_telemetry.bin"
 PARQUET = "fp8_telemetry.parquet"
@@ -42,11 +41,6 @@ _MAX_PAYLOAD = 256 << 20
 _ROWS_AT_ONCE = 1 << 20
 _ALWAYS_MEASURED = ("amax", "scale", "saturation")
 Floats = npt.NDArray[np.float32]
-
-
-def stacked(slots: SlotStats) -> Floats:
-    """float32 [figures, slots] in the order of FIGURES."""
-    return np.stack([np.asarray(getattr(slots, name), dtype=np.float32) for name in FIGURES])
 
 
 class SlotFile:
@@ -71,8 +65,7 @@ class SlotFile:
             if slots.names is not self._names and slots.names != self._names:
                 self._append(_NAMES, attempt, step, json.dumps(slots.names).encode())
             self._names = slots.names
-            values = stacked(slots)
-            planes = values.view(np.uint8).reshape(len(FIGURES), -1, 4).transpose(0, 2, 1)
+            planes = slots.stacked().view(np.uint8).reshape(len(FIGURES), -1, 4).transpose(0, 2, 1)
             self._append(_STATS, attempt, step, planes.tobytes())
         except OSError as error:
             self.lost += 1

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.native_gemm import Carrier, Operand, has_fp8_units, operands_as_they_are, plain_operand
-from harness.precision.backends.slot_buffers import SlotBuffers, keep_freed_memory
+from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.blocks import Block, Blocks
 from harness.precision.layers import pickled_as_linear, swap_linears, twin
 from harness.precision.operators import define, layer_of, register
@@ -294,6 +294,19 @@ _ops: Any = torch.ops.hopper_harness
 linear_operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.fp8_linear
 
 
+# The largest block, in bytes, that glibc still takes from its heap once it has seen one freed.
+_LARGEST_IN_HEAP = 32 * 2**20 - 2**13
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed memory for the next step, in the whole process; harmless without glibc.
+
+    glibc returns freed memory to the system, and each page costs a page fault when it is allocated again: 5% of a step
+    here. How much glibc keeps grows with the largest block that was ever freed (M_MMAP_THRESHOLD in mallopt(3)).
+    """
+    torch.empty(_LARGEST_IN_HEAP, dtype=torch.uint8, device="cpu")
+
+
 class NativeBackend:
     """Delayed scaling for the Linear layers that the plan names, in one SlotBuffers.
 
@@ -305,7 +318,7 @@ class NativeBackend:
     ) -> None:
         self.layers = plan.fp8_layers()
         if device.type == "cpu":
-            keep_freed_memory()
+            _keep_freed_memory()
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         on_units = has_fp8_units(device) if fp8_units is None else fp8_units
@@ -365,7 +378,7 @@ class NativeBackend:
         return self.slot_buffers.staged()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update scales unless skipped; float32 [8, slots] statistics (rows: core.metrics.SLOT_ROWS)."""
+        """Update scales unless skipped; float32 [8, slots] statistics (rows: figures of `facts.SlotStats`)."""
         self.slot_buffers.end_window(amax, skip)
         return self.slot_buffers.stats(
             mean(self.slot_buffers.sums) if self.slot_buffers.sampling else self.slot_buffers.sums

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from harness.core.errors import MachineError, Problem
 from harness.core.protocols import TensorDict
-from harness.precision import scaling
+from harness.precision.backends.slot_buffers import ScalingState
 from harness.precision.recipe import Fp8Config
 
 WRITTEN_FOR = "2.20"
@@ -235,7 +235,7 @@ class Scales(Protocol):
         ...
 
 
-class DelayedScales(scaling.ScalingState):
+class DelayedScales(ScalingState):
     """TE's casts stage their amaxes in row 0 of one history for the whole model; it rolls here, as the recipe says.
 
     Each layer's `amax_history` [L, 3 or 2] and `scale` [3 or 2] in `fp8_meta` become views of `history` and `scale`,
@@ -267,7 +267,7 @@ class DelayedScales(scaling.ScalingState):
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
         """Roll unless micro-batches did; after a skipped step history and scale are as before the window."""
         self.end_window(torch.zeros_like(self.scale).index_copy_(0, self._columns, amax), skip)
-        return self.known()[:, self._columns]
+        return self.window_stats()[:, self._columns]
 
     def tensors(self) -> TensorDict:
         """Copies; the same layout as the native backend's."""

@@ -26,8 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
 from harness.capability.probe import MachineFacts  # noqa: E402
 from harness.core.errors import MachineError, Problem  # noqa: E402
-from harness.core.facts import RungVerdict, SlotStats, StepFacts  # noqa: E402
-from harness.core.metrics import SLOT_ROWS  # noqa: E402
+from harness.core.facts import SLOT_ROWS, RungVerdict, SlotStats, StepFacts  # noqa: E402
 from harness.core.protocols import Tensors  # noqa: E402
 from harness.core.update import InFlight  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402

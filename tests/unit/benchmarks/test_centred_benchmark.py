@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import centred
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 
 
 def test_the_kernel_without_the_sums_differs_in_them_alone(tmp_path: Path) -> None:
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     x = torch.randn(300, 48, generator=torch.Generator().manual_seed(0)) + 20
     made = {}

@@ -122,7 +122,7 @@ def journal(folder: Path, skipped: int | None = None, steps: int = 5) -> Path:
     rows: list[dict[str, Any]] = [{"kind": "run", "params": {"train.seed": 3}}]
     for step in range(1, steps + 1):
         facts = gate.feed(math.nan if step == skipped else 2.0 / step, 0.1 * step)[0]
-        rows.append({"kind": "metrics", "step": step, "attempt": 1, "metrics": row(facts, RunLedger(), False)})
+        rows.append({"kind": "metrics", "step": step, "attempt": 1, "metrics": row(facts, RunLedger())})
     (folder / "journal.jsonl").write_bytes(b"".join(encode(row) for row in rows))
     return folder
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.precision import scaling
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 
 FORMATS = ("e4m3", "e5m2")
 FLT_MAX = torch.finfo(torch.float32).max
@@ -55,7 +55,7 @@ def test_any_float32_at_any_scale_matches_the_oracle(values: list[float], scale:
     x = torch.tensor(values, dtype=torch.float32)
     expected = torch.from_numpy(quantize(x.numpy(), scale, fmt)).to(torch.bfloat16)
     assert same_bits(scaling.quantize(x, scale, fmt), expected)
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     amax = torch.zeros(1)
     assert same_bits(kernel(x, scale, fmt, amax.data_ptr(), None), expected)
@@ -86,7 +86,7 @@ def test_saturates_and_keeps_nan() -> None:
 
 
 def test_the_fused_kernel_is_in_use_here_and_agrees() -> None:
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(3, 5001, generator=generator) * torch.logspace(-6, 6, 5001)
@@ -100,7 +100,7 @@ def test_the_fused_kernel_is_in_use_here_and_agrees() -> None:
 
 
 def test_kernel_statistics_match_the_reference() -> None:
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 30
     x[:5] = torch.tensor([0.0, math.nan, math.inf, 1e-9, -0.0])

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    from harness.tracking.mlflow import CheckpointModels
+    from harness.tracking.mlflow_models import CheckpointModels
     from harness.tracking.retry import Retry
 
 pytestmark = pytest.mark.filterwarnings("ignore")

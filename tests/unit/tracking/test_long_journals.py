@@ -36,16 +36,6 @@ from harness.tracking import shipper
 from harness.tracking.journal import JOURNAL, Journal
 from harness.tracking.slot_file import SlotSteps
 
-class Counts:
-    # Takes the place of MLflow, which is not imported.
-    def __init__(self):
-        self.rows = 0
-    def deliver(self, rows):
-        self.rows += len(rows)
-        yield len(rows)
-    def rest(self):
-        pass
-
 def inspected(folder, rows):
     inspect(folder, Screen(file=open(folder / "told.txt", "w")))
 
@@ -54,10 +44,22 @@ def resumed(folder, rows):
         assert journal.standing_attempt == 1
 
 def followed(folder, rows):
-    follower, counts = shipper._Follower(folder, "e", None, 0, 60.0), Counts()
-    follower._connect = lambda position: counts
+    from harness.tracking.mlflow import Sink
+
+    class Counts(Sink):
+        # Without a store: what it would send is counted.
+        def __init__(self, position):
+            self._run_dir, self._position, self.rows = folder, position, 0
+        def deliver(self, rows):
+            self.rows += len(rows)
+            yield len(rows)
+        def rest(self):
+            pass
+
+    follower, made = shipper._Follower(folder, "e", None, 0, 60.0), []
+    follower._connect = lambda position: made.append(Counts(position)) or made[-1]
     assert follower.run() == 0
-    assert counts.rows == rows + 1
+    assert made[-1].rows == rows + 1
 
 def slots(folder, rows):
     found = SlotSteps(folder / "fp8_telemetry.bin", before=(1, rows + 1))

@@ -18,7 +18,7 @@ import pytest
 
 from harness.core.errors import ConfigError
 from harness.tracking import shipper
-from harness.tracking.journal import JOURNAL, POSITION, Journal, Position, delivered, read_rows, tracking_uri
+from harness.tracking.journal import JOURNAL, POSITION, SET_ASIDE, Journal, Position, delivered, read_rows, tracking_uri
 from harness.tracking.store import choose_for_sync
 
 REPO = Path(__file__).resolve().parents[3]
@@ -344,6 +344,6 @@ def test_lines_that_are_no_rows_are_set_aside_and_the_rest_goes_on(folder: Path)
     assert delivered(run_dir)
     assert [(step, value) for _, step, _, _, value in series_in_store(folder)] == [(10, 10.0), (11, 11.0)]
     assert query(folder, "select status from runs") == [("FINISHED",)]
-    assert (run_dir / shipper.SET_ASIDE).read_bytes().splitlines() == [lines[number] for number in damage]
+    assert (run_dir / SET_ASIDE).read_bytes().splitlines() == [lines[number] for number in damage]
     assert "10 lines of the journal are no rows" in (run_dir / "shipper.log").read_text()
     assert dict(query(folder, "select key, value from tags"))["rows.set_aside"] == "10"

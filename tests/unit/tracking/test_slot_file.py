@@ -11,7 +11,7 @@ import pandas
 import pytest
 
 from harness.core.facts import SlotStats
-from harness.tracking.slot_file import COLUMNS, FIGURES, PARQUET, SLOT_FILE, SlotFile, SlotSteps, stacked, write_parquet
+from harness.tracking.slot_file import COLUMNS, FIGURES, PARQUET, SLOT_FILE, SlotFile, SlotSteps, write_parquet
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -47,7 +47,7 @@ def test_every_figure_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert list(found) == list(range(1, 31))
     for step, values in found.items():
-        assert values.tobytes() == stacked(stats(step)).tobytes()
+        assert values.tobytes() == stats(step).stacked().tobytes()
 
 
 def test_a_kill_in_mid_frame_costs_that_frame_alone(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_a_resume_repeats_steps_and_a_rollback_replaces_them(tmp_path: Path) -> 
     write(tmp_path, range(5, 8), attempt=2)
     found = read(tmp_path)
     assert list(found) == [1, 2, 3, 4, 5, 6, 7], "steps 8 to 14 were thrown away"
-    assert found[4].tobytes() == stacked(stats(4)).tobytes()
-    assert found[6].tobytes() == stacked(stats(6, attempt=2)).tobytes()
+    assert found[4].tobytes() == stats(4).stacked().tobytes()
+    assert found[6].tobytes() == stats(6, attempt=2).stacked().tobytes()
 
 
 def test_a_damaged_frame_is_passed_over(tmp_path: Path) -> None:
