@@ -65,6 +65,10 @@ ENGINES: dict[str, type[TorchEngine] | type[DeepSpeedEngine]] = {
 """By their names in `engine.name`; what an engine needs and can do is declared in its class."""
 
 
+RunData = TokenBatches | Prefetched | DatasetBatches
+"""What `build_data` gives; all of them are `core.protocols.Batches`."""
+
+
 def choose_engine(name: str, launcher: str, launch: Launch) -> str:
     """The key in ENGINES for `engine.name`; auto: DeepSpeed under its own launcher, else torch's engines by ranks.
 
@@ -91,6 +95,11 @@ class Worker:
     device: torch.device
     facts: MachineFacts
     group: ProcessGroup
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0, the only one that writes the run's files and speaks on the screen."""
+        return self.group.rank == 0
 
 
 def join_worker(config: RunConfig, launcher: str) -> Worker:
@@ -170,9 +179,7 @@ def build_plan(
     return plan, built[0]
 
 
-def build_data(
-    config: RunConfig, folder: Path, worker: Worker, read_only: bool = False
-) -> TokenBatches | Prefetched | DatasetBatches:
+def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool = False) -> RunData:
     """The run's data. A data set of the user's own is opened by every rank, and must be the same for all; of tokens
     rank 0 describes and checks them, the others open what it described.
 

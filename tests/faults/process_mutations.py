@@ -211,7 +211,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         1,
         "a run that starts from another's checkpoint remembers it",
-        "                write_source(folder, source)\n",
+        "                write_source(start.folder, start.source)\n",
         "                pass\n",
         "tests/e2e/test_hostile.py -k first_save",
     ),

@@ -211,8 +211,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "a change that does not load is not written",
-        "if not resuming:\n                    write_config(folder, config)",
-        "if True:\n                    write_config(folder, config)",
+        "if not start.resuming:\n            if start.source:",
+        "if True:\n            if start.source:",
         "tests/e2e/test_resume.py -k cannot_be_accepted",
     ),
     Mutation(

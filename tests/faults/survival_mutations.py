@@ -43,8 +43,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         4,
         "a run whose checkpoints are gone does not start over",
-        "            _check_not_lost(worker, folder)\n",
-        "            pass\n",
+        "    _check_not_lost(worker, start.folder)\n",
+        "",
         "tests/faults/test_deleted_checkpoints.py -k refused",
     ),
     Mutation(
@@ -127,8 +127,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         3,
         "a last save elsewhere is taken back",
-        "back += filter(None, [bring_back(open_store(folder, worker), spare)])",
-        "pass",
+        "step = bring_back(open_store(start.folder, worker), fallback)",
+        "step = None",
         "tests/faults/test_full_disk.py -k elsewhere",
     ),
     Mutation(
@@ -232,8 +232,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "an outcome counts with its checkpoint",
-        "if is_finished(folder, config.train.steps) and _end_is_saved(folder):",
-        "if is_finished(folder, config.train.steps):",
+        'return (folder / "checkpoints" / last).is_dir()',
+        "return True",
         "tests/faults/test_deleted_checkpoints.py -k outcome",
     ),
     Mutation(
