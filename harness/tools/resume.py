@@ -190,7 +190,7 @@ def _check_not_lost(worker: Worker, folder: Path) -> None:
 
 
 def _lost_checkpoint(folder: Path) -> int:
-    """Step of the newest checkpoint that was saved by the journal; 0 if there is none.
+    """Step of the newest checkpoint that the journal reports as saved; 0 if there is none.
 
     Also 0 while any checkpoint is there, even one that was set aside as damaged.
     """

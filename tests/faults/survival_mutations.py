@@ -106,14 +106,14 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         3,
         "75 only for what was saved",
-        "        if not kept.safe:\n            return _lost(run, reason)\n        run",
-        "        run",
+        "    if not kept.safe:\n        return _unsaved(run, reason)\n    run",
+        "    run",
         "tests/faults/test_full_disk.py -k names_the_steps",
     ),
     Mutation(
         3,
         "a run whose end is not saved is not done",
-        "return _lost(run, _with_note(_reason(run), kept) if kept.asked else reason, val_loss)",
+        "return _unsaved(run, reason, val_loss)",
         "pass",
         "tests/faults/test_full_disk.py -k not_done",
     ),
