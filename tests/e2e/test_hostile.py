@@ -158,7 +158,7 @@ def test_a_kill_before_the_first_save_keeps_the_checkpoint_to_start_from(tmp_pat
     (tmp_path / "killer.py").write_text(
         f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from harness.tools import train\n"
-        "train._restore = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train.load_state = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from harness.cli import train_main\n"
         "train_main()\n"
     )

@@ -190,7 +190,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "DeepSpeed refuses what it cannot save",
-        "problems += [] if engine.any_optimizer else refused_by(worker.engine, config.train)",
+        "problems += refused_by(worker.engine, config.train)",
         "pass",
         "tests/e2e/test_optimizer_runs.py -k deepspeed",
     ),
@@ -211,8 +211,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "a change that does not load is not written",
-        "if not resuming:\n                    write_config(folder, config)",
-        "if True:\n                    write_config(folder, config)",
+        "if not start.resuming:\n            if start.source:",
+        "if True:\n            if start.source:",
         "tests/e2e/test_resume.py -k cannot_be_accepted",
     ),
     Mutation(
