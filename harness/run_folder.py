@@ -58,7 +58,7 @@ _OTHER_DATA = (
     "checkpoints: --name NEW --resume RUN/checkpoints/step-N"
 )
 _OTHER_OPTIMIZER = "the state in its checkpoints is of another kind"
-_CUT_SHORT = "config.yaml does not have it: the file was cut short, or an older version wrote it"
+_CUT_SHORT = "config.yaml does not have it: the file was cut short"
 _OF_THE_CUT = ("data.context", "data.val_samples", "data.bad")
 
 
@@ -307,7 +307,7 @@ def check_bound(step: int, saved: Any, now: Mapping[str, Any], accepted: Collect
         what, fix = "what it is bound to cannot be read", "resume with the version that wrote it"
         raise CheckpointError(Problem(what, f"checkpoint of step {step}", str(error)[:400], fix)) from error
     why = "its weights come from what was; config.yaml or data/ may have been replaced since"
-    fix = "put the run's own files back, or give the new run another --name and --resume this checkpoint"
+    fix = "restore the run's own files, or give the new run another --name and --resume this checkpoint"
     problems = [
         Problem(f"changed {change.values}", change.key, why, _or_accept(fix, change.key))
         for change in _changes(old, now["config"])

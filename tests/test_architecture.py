@@ -6,10 +6,13 @@ The rooms are described in docs/architecture.md; a change of the tables below is
 from __future__ import annotations
 
 import ast
+import builtins
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -313,3 +316,63 @@ def test_an_indirect_torch_import_is_found(tmp_path: Path) -> None:
     assert not torch_loaded_by("harness.c", root)
     with pytest.raises(ImportError, match="no_such_module"):
         torch_loaded_by("harness.no_such_module", root)
+
+
+# Of other libraries: docstrings and comments name them, and no code does.
+FOREIGN = (
+    *("_extra_state", "clip_grad_norm_", "clip_gradients", "custom_op", "is_bf16_supported", "is_first_microbatch"),
+    *("load_state", "resume_from_checkpoint", "save_state", "training_step", "Fabric", "WORLD", "zstandard"),
+)
+
+
+def words_of(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
+    """The words of a file's code, and its docstrings and comments, each with its line."""
+    source = path.read_text(encoding="utf-8")
+    told = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    docstrings = {line for line, _ in told}
+    words = set(path.with_suffix("").parts)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            told.append((token.start[0], token.string))
+        elif token.type != tokenize.STRING or token.start[0] not in docstrings:
+            words |= set(re.findall(r"\w+", token.string))
+    return words, told
+
+
+def dead_references(root: Path) -> list[str]:
+    """Names `in backticks` in docstrings and comments that no code of the package has any more."""
+    words = {*dir(builtins), *FOREIGN}
+    told: list[tuple[str, int, str]] = []
+    for path in sources(root):
+        known, texts = words_of(path)
+        words |= known
+        told += [(path.relative_to(root).as_posix(), line, text) for line, text in texts]
+    for table in (root / "harness").rglob("*.toml"):  # codes of events
+        words |= set(re.findall(r"\w+", table.read_text(encoding="utf-8")))
+    faults: list[str] = []
+    for file, line, text in told:
+        for found in re.finditer(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text):
+            names = {name for name in found[1].split(".") if not name.isdecimal()}
+            at = line + text.count("\n", 0, found.start())
+            faults += [f"{file}:{at}: {found[0]}: no code has {name}" for name in sorted(names - words)]
+    return faults
+
+
+def test_what_docstrings_and_comments_name_is_there() -> None:
+    assert dead_references(ROOT) == []
+
+
+def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
+    room = tmp_path / "harness" / "core"
+    room.mkdir(parents=True)
+    lines = ["def kept() -> None:", '    """As `kept`, `len`.', "", '    Not `a.gone()`."""', "    # `lost`"]
+    (room / "a.py").write_text("\n".join(lines) + "\n")
+    faults = dead_references(tmp_path)
+    assert faults == [
+        "harness/core/a.py:4: `a.gone()`: no code has gone",
+        "harness/core/a.py:5: `lost`: no code has lost",
+    ]

@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -246,6 +246,20 @@ def cache_dir() -> Path:
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="hopper-harness-"))
+
+
+def cached(name: str, build: Callable[[Path], None]) -> Path:
+    """The file `name` in `cache_dir()`. If it is not there, `build` makes it at the path that it is given, whose folder
+    is deleted afterwards. It becomes `name` in one step: several processes may build at the same time.
+    """
+    folder = cache_dir()
+    target = folder / name
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / name
+            build(made)
+            made.replace(target)
+    return target
 
 
 def step_name(step: int) -> str:

@@ -30,6 +30,16 @@ def all_memory() -> int:
     return sum(min(known.get(name, 0), known.get(name, 0) if most is None else most) for name, most in limits.items())
 
 
+def size_text(count: int) -> str:
+    """Bytes as people read them: `1.5 GiB`."""
+    size = count / 2**20
+    for unit in ("MiB", "GiB", "TiB"):
+        if size < 1024:
+            return f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} PiB"
+
+
 def _meminfo() -> dict[str, int]:
     """Bytes by name; empty where there is no such file."""
     try:

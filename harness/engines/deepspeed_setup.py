@@ -30,6 +30,7 @@ from typing import Any, Literal
 from harness.core.config import flat, merge
 from harness.core.errors import ConfigError, HarnessError, MachineError, Problem
 from harness.core.files import read_json, resource_dir
+from harness.core.processes import command_of
 
 Precision = Literal["fp8", "bf16", "fp16", "fp32"]
 _MAX_BYTES = 256 * 1024
@@ -394,7 +395,7 @@ def _at_work(lock: Path) -> str:
         for link in links:
             with suppress(OSError):  # gone, or another user's
                 if (rank := places.get(os.readlink(link))) is not None:
-                    words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    words = command_of(int(process.name))
                     found.append((rank, f"process {process.name} ({words[:_SHOWN].strip()})"))
     return min(found, default=(0, ""))[1]
 

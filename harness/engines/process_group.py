@@ -25,6 +25,7 @@ from torch import Tensor
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks, world_rank, world_size
 from harness.core.errors import ConfigError, LostRankError, MachineError, Problem, clipped, some
+from harness.core.processes import state_of
 
 # The kernel closes a dying process's connections before it shows the process as gone.
 _SHOWS_WITHIN = 1.0
@@ -114,17 +115,9 @@ def _lost(states: Mapping[str, str] = _STATES) -> list[str]:
     here = _this_process().machine
     found: list[str] = []
     for rank, peer in enumerate(_meeting.peers):
-        if peer is not None and peer.machine == here != _ELSEWHERE and (state := states.get(_state(peer.pid))):
+        if peer is not None and peer.machine == here != _ELSEWHERE and (state := states.get(state_of(peer.pid))):
             found.append(f"rank {rank} (process {peer.pid}, {state})")
     return found
-
-
-def _state(pid: int) -> str:
-    """The letter that the kernel has for a process, empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 _LOOPBACK = "127.0.0.1"

@@ -13,13 +13,12 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tempfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from harness.core.errors import MachineError, MisuseError, Problem
-from harness.core.files import cache_dir
+from harness.core.files import cached
 
 _SOURCE = Path(__file__).with_name("paper_device.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
@@ -54,13 +53,9 @@ def _build() -> Path:
     version = runpy.run_path(str(root / "version.py"))
     facts = (_FLAGS, _EXPORTS, compiler, str(root), version["__version__"], version["git_version"])
     key = hashlib.sha256(_SOURCE.read_bytes() + repr(facts).encode()).hexdigest()
-    folder = cache_dir()
-    target = folder / f"paper_device-{key[:16]}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        made = Path(work) / "paper.so"
-        exports = Path(work) / "exports"
+
+    def build(made: Path) -> None:
+        exports = made.with_name("exports")
         exports.write_text(_EXPORTS, encoding="ascii")
         link = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", f"-Wl,--version-script={exports}", "-lc10", "-ltorch_cpu"]
         command = [compiler, *_FLAGS, f"-I{root}/include", str(_SOURCE), "-o", str(made), *link]
@@ -71,8 +66,8 @@ def _build() -> Path:
             what = "the CUDA device on paper did not build"
             fix = f"g++ with C++20 is needed (11 or newer); torch is {version['__version__']}"
             raise MachineError(Problem(what, _WHERE, said[-400:], fix)) from error
-        made.replace(target)  # atomic: several processes may build at the same time
-    return target
+
+    return cached(f"paper_device-{key[:16]}.so", build)
 
 
 def _torch_folder() -> Path:

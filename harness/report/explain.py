@@ -104,7 +104,7 @@ class Catalogue:
             for kind in ("codes", "events", "symptoms")
             for title, fields in raw[kind].items()
         ]
-        return cls(tuple(entries), tuple(tuple(row) for row in raw["ranking"]), raw["page"], raw.get("said", {}))
+        return cls(tuple(entries), tuple(tuple(row) for row in raw["ranking"]), raw["page"], raw["said"])
 
     def find(self, name: str) -> Entry:
         """The entry of a code or a symptom. Raises ConfigError with the near match."""
@@ -181,10 +181,10 @@ class Streak:
 def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     """Events in order, with neighbours of one code and attempt joined."""
     joined: list[Streak] = []
-    for (code, attempt), group in groupby(events, lambda event: (str(event["code"]), int(event.get("attempt", 1)))):
+    for (code, attempt), group in groupby(events, lambda event: (str(event["code"]), int(event["attempt"]))):
         each = list(group)
         first, last = each[0], each[-1]
-        steps = int(first.get("step", 0)), int(last.get("step", 0))
+        steps = int(first["step"]), int(last["step"])
         joined.append(Streak(code, *steps, len(each), told(first), told(last), attempt, _windows(each)))
     return joined
 
@@ -226,8 +226,8 @@ def told(event: Mapping[str, Any]) -> str:
 
 def cause(history: RunHistory) -> str | None:
     """The code to read first: the worst of the last attempt with an alert, so that healed ones do not hide it."""
-    for attempt in sorted({int(event.get("attempt", 1)) for event in history.events}, reverse=True):
-        codes = [event["code"] for event in history.events if event.get("attempt", 1) == attempt]
+    for attempt in sorted({int(event["attempt"]) for event in history.events}, reverse=True):
+        codes = [event["code"] for event in history.events if event["attempt"] == attempt]
         if alerts := catalogue().ranked(codes):
             return alerts[0]
     return None

@@ -8,6 +8,7 @@ from harness.capability.cards import GIB, Tier, check_usable, tier_of
 from harness.capability.probe import MachineFacts, probe
 from harness.core.errors import ExitCode
 from harness.core.files import shipped
+from harness.core.memory import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,15 +60,18 @@ def _machine(console: Console, facts: MachineFacts) -> None:
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     rows = [("python", facts.python), ("torch", _torch_text(facts))]
     rows += [
-        (f"gpu {index}", f"{device.name}, sm_{device.capability[0]}{device.capability[1]}, {_gib(device.memory_bytes)}")
+        (
+            f"gpu {index}",
+            f"{device.name}, sm_{device.capability[0]}{device.capability[1]}, {size_text(device.memory_bytes)}",
+        )
         for index, device in enumerate(facts.devices)
     ] or [("gpu", _no_gpu_text(facts))]
     bf16 = ", ".join(facts.cpu_bf16_isa) or "no bf16 instructions: bf16 is slow here"
     rows.append(("cpu", f"{facts.cpu_cores} cores, {bf16}"))
-    disk = _gib(facts.disk_free_bytes) + " free here"
+    disk = size_text(facts.disk_free_bytes) + " free here"
     if facts.disk_free_bytes < _LOW_DISK_GIB * GIB:
         disk += ": little, keep room for three checkpoints (12 bytes per parameter each)"
-    rows += [("memory", _gib(facts.memory_bytes)), ("disk", disk)]
+    rows += [("memory", size_text(facts.memory_bytes)), ("disk", disk)]
     for name, library in facts.libraries.items():
         rows.append((name, f"{library.version or ''} ok".strip() if library.ok else f"no: {library.reason}"))
     missing = _deepspeed_needs(facts)
@@ -132,7 +136,3 @@ def _next_command(facts: MachineFacts, tier: Tier) -> str:
         return f"deepspeed {command}"
     cards = len(facts.devices) if tier is not Tier.CPU else 1
     return f"torchrun --standalone --nproc_per_node {cards} -- {command}" if cards > 1 else f"python {command}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

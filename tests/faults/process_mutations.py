@@ -148,7 +148,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "a rank names the one that it lost",
-        "(state := states.get(_state(peer.pid)))",
+        "(state := states.get(state_of(peer.pid)))",
         '(state := "")',
         "tests/faults/test_lost_ranks.py -k killed_rank",
     ),

@@ -70,8 +70,8 @@ RESUME: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
-        "the manifest is sealed",
-        "if raw != sealed:",
+        "the manifest has its own hash",
+        "if raw != expected:",
         "if False:",
         "tests/faults/test_bit_flips.py -k every_flipped",
     ),

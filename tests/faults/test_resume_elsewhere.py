@@ -163,7 +163,7 @@ def test_the_same_command_goes_on_where_another_rung_is_the_best(
 
 
 def reseal(folder: Path, **changed: Any) -> None:
-    """Give the manifest other contents, correctly sealed, as another version of the harness would."""
+    """Give the manifest other contents, with their true hash, as another version of the harness would."""
     content = {key: value for key, value in read_manifest(folder).items() if key != "sha256"} | changed
     digest = hashlib.sha256(dump_json(content)).hexdigest()
     (folder / MANIFEST).write_bytes(dump_json({**content, "sha256": digest}))

@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.core.files import cache_dir
+from harness.core.files import cached
 from harness.precision import scaling
 
 _SOURCE = Path(__file__).with_name("native_kernel.cpp")
@@ -77,19 +76,16 @@ def _bind(library: ctypes.CDLL) -> Kernel:
 
 def _build(compiler: str) -> Path:
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, compiler, _cpu(), torch.__version__)).encode())
-    folder = cache_dir()
-    target = folder / f"native_kernel-{key.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        objects, library = Path(work) / "kernel.o", Path(work) / "kernel.so"
+
+    def build(library: Path) -> None:
+        objects = library.with_name("kernel.o")
         # Link against the OpenMP that torch already loaded: a second runtime would fight it for the cores.
         openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [str(openmp[0])] if openmp else ["-fopenmp"]
         _compile([compiler, *_FLAGS, "-fopenmp", "-c", str(_SOURCE), "-o", str(objects)])
         _compile([compiler, "-shared", str(objects), *link, "-o", str(library)])
-        library.replace(target)  # atomic: ranks may build at the same time
-    return target
+
+    return cached(f"native_kernel-{key.hexdigest()[:16]}.so", build)
 
 
 def _compile(command: list[str]) -> None:

@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TEXT = '''
 ranking = [["b.two", "no", "bad"], ["a.one", "yes", "fine"]]
 page = {}
+said = {}
 [codes."a.one, a.other"]
 What = """
 the first thing. More of it."""
