@@ -34,7 +34,8 @@ from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
 from harness.core.schema import call_target
 from harness.core.state import random_numbers_apart
-from harness.data.batches import check_world, sample_numbers, validation_rows
+from harness.data.batches import check_world, validation_rows
+from harness.data.order import sample_numbers
 from harness.data.samples import Form, OddSampleError, first_form
 
 RECORD = "target.json"

@@ -23,15 +23,8 @@ from harness.core.errors import DataError, Problem
 from harness.core.facts import Window
 from harness.core.files import write_json
 from harness.core.protocols import Batch
-from harness.data.batches import (
-    Rows,
-    TokenBatches,
-    as_batch,
-    check_world,
-    keyed_places,
-    ordered_samples,
-    validation_rows,
-)
+from harness.data.batches import Rows, TokenBatches, as_batch, check_world, validation_rows
+from harness.data.order import keyed_places, ordered_samples
 from harness.data.tokens import TokenData, prepare_in
 
 CYCLE = 1024

@@ -16,8 +16,8 @@ from harness.core.facts import BAD_LABEL, IGNORED, NON_FINITE_INPUT, UNREADABLE,
 from harness.core.health import Flawed, check_batch, harmless, name_faults, one_sample
 from harness.core.protocols import Batch, Batches
 from harness.core.state import seed_everything
-from harness.data.batches import sample_numbers
 from harness.data.dataset import DatasetBatches, open_dataset
+from harness.data.order import sample_numbers
 from harness.monitors.data import DataMonitor
 from tests.unit.data import targets
 

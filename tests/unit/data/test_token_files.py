@@ -16,7 +16,8 @@ import pytest
 from harness.core.errors import DataError
 from harness.data.batches import TokenBatches
 from harness.data.corpus import Tokens, padded
-from harness.data.shards import is_validation, read_shard, validation_beside, write_index
+from harness.data.shards import read_shard, write_index
+from harness.data.splits import is_validation, validation_beside
 from harness.data.tokens import TokenData, prepare
 from tests.unit.data.token_files import Ids, config, headed, headerless, megatron, some_ids
 
