@@ -370,7 +370,7 @@ def relocate(folder: Path, info: Mapping[str, Any], source: Path | None) -> dict
 def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
     """Compare the files with their description; `info`, with new times where only these changed.
 
-    Raises DataError naming each file that is gone or differs, and whether its ids are larger than the vocabulary now.
+    Raises DataError naming each file that is gone or differs, with the blocks that differ.
     """
     problems: list[Problem] = []
     files: list[dict[str, Any]] = []
@@ -380,12 +380,11 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
             stamp = Stamp.of(path)
             same = asdict(stamp) == {key: file[key] for key in ("size", "mtime_ns", "inode")}
             if stamp.size != file["size"]:
-                raise Damaged(f"it has {stamp.size} bytes, and had {file['size']}{_larger(path, file, info)}")
+                raise Damaged(f"it has {stamp.size} bytes, and had {file['size']}")
             digests = bytes.fromhex(file["blocks"])
             if wrong := differing(path, digests, sampled=same):
                 blocks = len(digests) // DIGEST
-                why = f"{len(wrong)} of {blocks} blocks of {BLOCK} bytes differ: {some(wrong, _NAMED)}"
-                raise Damaged(f"{why}{_larger(path, file, info)}")
+                raise Damaged(f"{len(wrong)} of {blocks} blocks of {BLOCK} bytes differ: {some(wrong, _NAMED)}")
         except (OSError, ValueError, Damaged) as error:
             problems.append(_changed(path, error))
             continue
@@ -393,16 +392,6 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
     if problems:
         raise DataError(problems)
     return {**info, "files": files}
-
-
-def _larger(path: Path, file: Mapping[str, Any], info: Mapping[str, Any]) -> str:
-    """What to add of a file that changed, if it has ids now that the run's vocabulary does not have."""
-    try:
-        largest = _look(Shard(path, file["dtype"], file["offset"], 0), 1 << 62).largest
-    except (OSError, ValueError, Damaged):
-        return ""
-    vocab = info["vocab"]
-    return f"; its largest id is {largest} now, and the run's vocabulary is {vocab}" if largest >= vocab else ""
 
 
 def open_corpus(

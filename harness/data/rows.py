@@ -22,7 +22,6 @@ from typing import Any
 
 from harness.core.config import Documents
 from harness.core.errors import DataError, Problem, some
-from harness.core.files import MAX_LARGE
 from harness.data.documents import (
     NAMED,
     DocumentSource,
@@ -183,12 +182,8 @@ class JsonLines(Rows):
 
     def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
         """The rows whose lines begin in each range of bytes. What is packed, or called .json, is one part."""
-        name = file.name.lower()
-        if name.endswith(JSON) and size > MAX_LARGE:
-            why = f"over {MAX_LARGE >> 20} MiB, which may all be one array"
-            raise DataError(Problem("is too large", f"data.path: {file}", why, "jq -c '.[]' FILE > NEW.jsonl"))
         found = ranges(size)
-        if name.endswith((JSON, *_PACKED)) or len(found) == 1:
+        if file.name.lower().endswith((JSON, *_PACKED)) or len(found) == 1:
             return super()._divide(file, size)
 
         _, length = found[0]
