@@ -19,18 +19,15 @@ from harness.data.splits import (
     Split,
     is_validation,
     splits_of_text,
-    text_beside,
-    validation_beside,
+    with_validation,
     without_tests,
 )
-from harness.data.text import FIX_FILE, BadFiles, no_text, walk
+from harness.data.text import FIX_FILE, NAMED, BadFiles, first_of, no_text, walk
 
 PIECE = 1 << 20
 """Bytes of a text that are tokenized at once: longer ones are cut after a line."""
 RANGE = 8 << 20
 """Bytes of a file in one part."""
-NAMED = 20
-"""Problems that a message names."""
 Files = tuple[Sequence[tuple[Path, Split]], LeftOut]
 """Files with their splits, and what is left out."""
 
@@ -129,8 +126,7 @@ class PlainText:
 
     def _files(self, path: Path) -> Files:
         if not path.is_dir():
-            beside = text_beside(path)
-            return ([(path, "train"), (beside, "val")] if beside else [(path, "")]), []
+            return with_validation(path, is_text=True), []
         found = {each.relative_to(path).as_posix(): each for each in walk(path)}
         splits, left_out = splits_of_text(list(found))
         return [(found[name], split) for name, split in splits.items()], left_out
@@ -172,9 +168,7 @@ def is_skipped(fault: str, bad: BadFiles) -> bool:
 def files_below(path: Path, suffixes: Sequence[str]) -> Files:
     """Files of these endings with their splits, which their names say; of one file, its validation beside it."""
     if not path.is_dir():
-        beside = validation_beside(path)
-        return ([(path, "train"), (beside, "val")] if beside else [(path, "")]), []
-
+        return with_validation(path), []
     files = [file for file in walk(path) if file.name.lower().endswith(tuple(suffixes)) and file.is_file()]
     names, left_out = without_tests([file.relative_to(path).as_posix() for file in files])
     validation = {name for name in names if is_validation(name)}
@@ -190,10 +184,8 @@ def ranges(size: int) -> list[tuple[int, int]]:
 
 def listed(parts: Sequence[Part], left_out: LeftOut, problems: Sequence[Problem], path: Path, fix: str = "") -> Listed:
     """What a source has to read. Raises DataError if there are problems; or if nothing is left, with `fix`."""
-    if len(problems) > NAMED:
-        problems = [*problems[:NAMED], Problem(f"{len(problems) - NAMED} more like these", str(path))]
     if problems:
-        raise DataError(problems)
+        raise DataError(first_of(problems, str(path)))
     if not parts:
         why = "; ".join(f"{name} ({reason})" for name, reason in left_out[:NAMED]) or "it has no rows"
         raise DataError(Problem("has nothing to train on", f"data.path: {path}", why, fix))

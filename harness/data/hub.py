@@ -22,9 +22,9 @@ from typing import Any
 
 from harness.core.config import Documents, HubConfig
 from harness.core.errors import DataError, Problem, some
-from harness.data.documents import NAMED
 from harness.data.rows import ROWS, choose_splits
 from harness.data.splits import Split
+from harness.data.text import NAMED
 
 PREFIX = "hf:"
 

@@ -9,6 +9,7 @@ To add a format: a class here with the library's reader (`Rows`), its line in `R
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import logging
@@ -22,8 +23,8 @@ from typing import Any
 
 from harness.core.config import Documents
 from harness.core.errors import DataError, Problem, some
+from harness.core.files import MAX_LARGE
 from harness.data.documents import (
-    NAMED,
     DocumentSource,
     Files,
     Listed,
@@ -36,7 +37,7 @@ from harness.data.documents import (
     ranges,
 )
 from harness.data.splits import Split, is_validation
-from harness.data.text import BadFiles
+from harness.data.text import NAMED, BadFiles
 
 JSON = ".json"
 """Lines or one array of objects; in a folder a .json often describes other files, so it is data only if alone."""
@@ -182,6 +183,9 @@ class JsonLines(Rows):
 
     def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
         """The rows whose lines begin in each range of bytes. What is packed, or called .json, is one part."""
+        if size > MAX_LARGE and _is_array(file):
+            why = f"the library reads an array whole, and this one has over {MAX_LARGE >> 20} MiB"
+            raise DataError(Problem("is too large", f"data.path: {file}", why, "jq -c '.[]' FILE > NEW.jsonl"))
         found = ranges(size)
         if file.name.lower().endswith((JSON, *_PACKED)) or len(found) == 1:
             return super()._divide(file, size)
@@ -199,6 +203,11 @@ class JsonLines(Rows):
         for (first, after), (begin, end) in zip(pairwise(first_rows), found, strict=True):
             parts.append((first, after, end - begin))
         return parts
+
+
+def _is_array(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(4).removeprefix(codecs.BOM_UTF8).startswith(b"[")
 
 
 class Csv(Rows):

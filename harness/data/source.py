@@ -17,7 +17,7 @@ from harness.core.config import DataConfig
 from harness.core.errors import ConfigError, some
 from harness.core.files import MAX_LARGE, file_sha256, read_json, write_json
 from harness.data.blocks import Stamp
-from harness.data.splits import text_beside, validation_beside
+from harness.data.splits import with_validation
 from harness.data.text import Document, walk
 from harness.data.tokenizer import tokenizer_file
 
@@ -48,8 +48,7 @@ def files_of(source: Path, suffixes: Sequence[str] | None) -> dict[str, Path]:
         if suffixes is not None:
             found = (each for each in found if each.name.lower().endswith(tuple(suffixes)))
         return {_name(each, source): each for each in found}
-    beside = validation_beside(source) if suffixes else text_beside(source)
-    return {_name(each, source.parent): each for each in (source, beside) if each is not None}
+    return {_name(file, source.parent): file for file, _ in with_validation(source, is_text=suffixes is None)}
 
 
 def stamps(files: Mapping[str, Path]) -> dict[str, Stamp]:

@@ -87,6 +87,7 @@ def validation_beside(path: Path) -> Path | None:
     return None
 
 
-def text_beside(path: Path) -> Path | None:
-    """The validation file of a single file of text, if that one is called train; None if there is none."""
-    return validation_beside(path) if _TRAINING.search(path.name) else None
+def with_validation(path: Path, is_text: bool = False) -> list[tuple[Path, Split]]:
+    """A single file and the validation beside it, with their splits. Text has one only if it is called train."""
+    beside = None if is_text and said_by(path.name) != "train" else validation_beside(path)
+    return [(path, "train"), (beside, "val")] if beside else [(path, "")]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.core.errors import DataError, Problem, some
-from harness.data.splits import splits_of_text, text_beside
+from harness.data.splits import splits_of_text, with_validation
 
 MAX_BYTES = 1 << 30
 """Most bytes of text a run takes by itself: all of it is held in memory once, while it is copied into the run."""
@@ -29,11 +29,13 @@ FIX_FILE = (
     "what is no text (pictures, arrays, tables of numbers) goes through data.target: docs/datasets.md"
 )
 
+NAMED = 20
+"""Files or problems that a message names."""
+
 BadFiles = Literal["auto", "skip", "fail"]
 """What to do about files of a folder that are no text."""
 
 _CHUNK = 1 << 20
-_NAMED = 20
 _INSIDE = "link within the folder"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte-order marks; UTF-8 cannot begin with either
 
@@ -84,8 +86,8 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
         raise DataError(_unreadable(path, error)) from error
     if folder:
         return _read_files(str(path), root, walk(root), bad)
-    beside = text_beside(root)
-    text = _read_files(str(path), root.parent, [root, *([beside] if beside else [])], "fail" if beside else "auto")
+    files = [file for file, _ in with_validation(root, is_text=True)]
+    text = _read_files(str(path), root.parent, files, "auto" if len(files) == 1 else "fail")
     return Text(text.source, text.documents)
 
 
@@ -117,13 +119,17 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
 
     if not documents and not problems:
         problems.append(_nothing_left(source, skipped))
-    if len(problems) > _NAMED:
-        problems = [*problems[:_NAMED], Problem(f"{len(problems) - _NAMED} more like these", source)]
     if problems:
-        raise DataError(problems)
+        raise DataError(first_of(problems, source))
     documents.sort(key=lambda document: document.name)
     skipped.sort(key=lambda skip: skip.name)
     return Text(source, tuple(documents), tuple(skipped))
+
+
+def first_of(problems: Sequence[Problem], source: str) -> list[Problem]:
+    """NAMED of the problems, and how many more there are: a message fits on one screen."""
+    more = len(problems) - NAMED
+    return [*problems[:NAMED], *([Problem(f"{more} more like these", source)] if more > 0 else [])]
 
 
 def walk(root: Path) -> Iterator[Path]:
@@ -202,7 +208,7 @@ def _nothing_left(source: str, skipped: Sequence[Skipped]) -> Problem:
     if len(skipped) == 1:
         why = str(skipped[0])
     elif skipped:
-        why = f"skipped {some(skipped, _NAMED)}"
+        why = f"skipped {some(skipped, NAMED)}"
     return Problem("has no text to train on", _where(source), why, FIX_FILE)
 
 

@@ -45,7 +45,7 @@ from harness.data.source import (
     save_record,
     stamps,
 )
-from harness.data.splits import LeftOut, is_validation, validation_beside, without_tests
+from harness.data.splits import LeftOut, is_validation, with_validation, without_tests
 from harness.data.text import MAX_BYTES, divide, read_text, standard_library
 from harness.data.tokenizer import load_encoder, tokenizer_file
 
@@ -264,8 +264,8 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
         train, val, left_out = _shards_of(path)
     else:
         path = path.with_suffix(".bin") if path.suffix.lower() == ".idx" else path
-        beside = validation_beside(path)
-        train, val = [path], [beside] if beside else []
+        first, *val = [file for file, _ in with_validation(path)]
+        train = [first]
     if not train:
         raise DataError(Problem("has no training files", f"data.path: {path}", fix="name one without val in its name"))
 
@@ -331,7 +331,7 @@ def _prepared(path: Path, folder: Path, held_out: Callable[[int], int], tokenize
         was = "with another one" if vocabulary.tokenizer else "without one, as bytes"
         fix = "leave data.tokenizer out, or prepare the source again with it"
         raise DataError(Problem("was prepared with another tokenizer", where, f"it was made {was}", fix))
-    if missing := [file for each in files.values() for file in each if not file.is_file()]:
+    if missing := [file for file in (*files["train"], *files["val"]) if not file.is_file()]:
         raise DataError([Problem("is missing", f"data.path: {file}", fix=_PREPARE_FIX) for file in missing])
 
     shards = read_shards(files["train"], files["val"], "uint16", left_out)

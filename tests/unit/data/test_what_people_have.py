@@ -78,6 +78,17 @@ def test_json_as_it_is_found_has_the_same_rows(tmp_path: Path, name: str) -> Non
     assert texts(folder, tmp_path / "two") == EXPECTED
 
 
+def test_a_large_array_is_refused_and_large_json_lines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.data.rows.MAX_LARGE", 1000)
+    for name in ("array.json", "lines.json"):
+        (tmp_path / name).write_bytes(JSON[name])
+    assert texts(tmp_path / "lines.json", tmp_path / "one") == EXPECTED
+    with pytest.raises(DataError, match=r"array\.json: is too large(.|\n)*jq -c '\.\[\]'"):
+        prepare(config(tmp_path / "array.json"), tmp_path / "two")
+
+
 def test_a_key_may_lie_within_another(tmp_path: Path) -> None:
     path = tmp_path / "nested.jsonl"
     path.write_text("\n".join(json.dumps({"meta": {"text": line}, "a.b": line}) for line in LINES))
