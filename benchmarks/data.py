@@ -30,9 +30,10 @@ import numpy as np
 import torch
 
 from harness.core.config import DataConfig
-from harness.data.batches import Prefetched, TokenBatches, Watch
+from harness.data.batches import TokenBatches
 from harness.data.blocks import BLOCK, CACHED
 from harness.data.corpus import Tokens
+from harness.data.prefetch import Prefetched, Watch
 from harness.data.text import standard_library
 from harness.data.tokens import prepare
 from harness.models.gpt import build

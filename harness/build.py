@@ -33,9 +33,10 @@ from harness.core.files import harness_version
 from harness.core.memory import free_memory
 from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
-from harness.data.batches import Prefetched, TokenBatches, Watch, check_world
+from harness.data.batches import TokenBatches, check_world
 from harness.data.dataset import DatasetBatches, open_dataset
 from harness.data.mixture import Mixture, prepare_mixture
+from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch

@@ -27,7 +27,7 @@ Ratio = Annotated[float, Field(gt=0)]
 OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
 """What `train.optimizer` may name without a colon."""
 Documents = Literal["JSONL", "csv", "Parquet", "Arrow", "webdataset", "text"]
-"""Formats of text, of which token ids are made; `data.registry` has who reads them."""
+"""Formats of text, of which token ids are made; `data.rows.FORMATS` has their readers."""
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 

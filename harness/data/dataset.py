@@ -1,16 +1,15 @@
 """A data set of the user's own as a source: `data.target: "pkg.mod:fn"`, any object with `__len__` and `__getitem__`.
 
-A sample is a dict of tensors, arrays and numbers, a pair (x, y), which become `inputs` and `targets`, or one tensor,
-`inputs`. Which samples a window holds is a pure function of the seed and the window, as of text (`data/batches.py`), so
-the data set is asked by number, in any order and more than once.
+What a sample may be, `samples` says. Which samples a window holds is a pure function of the seed and the window, as of
+text (`order`). So the data set is asked for samples by number, in any order and more than once.
 
 Random augmentation: every `__getitem__` runs with torch's, numpy's and Python's generators seeded by (train.seed, the
-sample, its epoch), and an object with `set_seed(seed)` is told that seed, too. So a sample is the same whenever it is
-read: after a resume, on other ranks, by the monitor that names bad ones, by `harness replay`. One that is not, because
-it draws from a generator of its own, is refused before the first step.
+sample, its epoch); an object with `set_seed(seed)` gets that seed, too. So a sample is the same whenever it is read:
+after a resume, on other ranks, by the monitor that names bad samples, by `harness replay`. A data set that draws from
+a generator of its own is refused before the first step.
 
-What `__getitem__` raises, and samples unlike the first one, do not end a run: zeros take the sample's place, no update
-is made of its window, and the sample is named (`data.unreadable`).
+An exception in `__getitem__`, or a sample unlike the first one, does not end a run: zeros take the sample's place, no
+update is made from its window, and the sample is named (`data.unreadable`).
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
 from harness.core.schema import call_target
 from harness.core.state import random_numbers_apart
-from harness.data.batches import check_world, sample_numbers, validation_rows
+from harness.data.batches import check_world, validation_rows
+from harness.data.order import sample_numbers
 from harness.data.samples import Form, OddSampleError, first_form
 
 RECORD = "target.json"
-"""In the run's folder `data`: the fingerprint of its data set."""
+"""In the run's folder `data`: the fingerprint of its data set, by which a resume finds that it is another one."""
 PROBED = 8
 """Samples of each split whose hashes are the fingerprint, evenly spread."""
 _SPLIT_KEY = 0x5EED_0F_5A3B
@@ -46,11 +46,14 @@ _VALIDATION_EPOCH = 2**32 - 1  # no training sample has it
 
 
 class Samples(Protocol):
-    """What `data.target` returns, or two of it.
+    """What `data.target` returns, or a pair of these: training and validation.
 
-    It may have `collate(samples) -> batch` (the default stacks, and pads texts), `set_seed(seed)`, `validation`
-    (another such object), `pad_id` (what texts are padded with, else 0) and `unit` (of the loss that the model returns,
-    such as "nats per token").
+    It may also have
+    - `collate(samples) -> batch`; the default stacks samples and pads texts,
+    - `set_seed(seed)`, called before each sample,
+    - `validation`: another such object,
+    - `pad_id`: what texts are padded with, else 0,
+    - `unit`: of the loss that the model returns, such as "nats per token".
     """
 
     def __len__(self) -> int: ...
@@ -60,7 +63,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Part of a data set: all of it, or the samples that `places` gives for 0 to size - 1."""
+    """A part of a data set: samples 0 to size - 1, which are `places(0)` to `places(size - 1)` of the data set."""
 
     samples: Samples
     size: int
@@ -86,7 +89,10 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
             Problem(f"it returned two arrays of one length, {arrays}: inputs and labels?", where, why, fix)
         )
     problems: list[Problem] = []
-    for name, each in [("training", train), *([] if val is None else [("validation", val)])]:
+    given_splits = [("training", train)]
+    if val is not None:
+        given_splits.append(("validation", val))
+    for name, each in given_splits:
         if lacks := [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]:
             what = f"its {name} data, a {type(each).__name__}, have no {' and no '.join(lacks)}"
             fix = "return an object that has them, or a pair of such (training, validation)"
@@ -129,9 +135,9 @@ def _inputs_and_labels(first: Any, second: Any) -> str:
 
 
 class DatasetBatches:
-    """Batches of a data set; holds no state but the form of a sample.
+    """Batches of a data set. The only state is the form of a sample.
 
-    Every sample is read in the calling thread, since random numbers are the process's: see `read`.
+    Every sample is read in the calling thread, since random number generators belong to the process: see `read`.
     """
 
     tokens_per_sample = 1  # speed counts samples: texts may have any length
@@ -208,7 +214,7 @@ class DatasetBatches:
         return Flawed(batch, faults) if faults else batch
 
     def _alone(self, split: Split, places: npt.NDArray[np.int64], samples: Sequence[Any]) -> list[Fault]:
-        """Which samples make no batch by themselves."""
+        """Which samples make no batch, each tried by itself."""
         faults: list[Fault] = []
         for row, (place, sample) in enumerate(zip(places.tolist(), samples, strict=True)):
             try:
@@ -219,8 +225,8 @@ class DatasetBatches:
 
 
 def read(split: Split, place: int, seed: int, epoch: int) -> object:
-    """What the data set gives for the sample at `place` of `split`, under random numbers that are a function of
-    (seed, sample, epoch) alone. The process's generators stay at that seed: see `random_numbers_apart`.
+    """What the data set gives for the sample at `place` of `split`, with random numbers that depend only on
+    (seed, sample, epoch). The process's generators are left at that seed: see `random_numbers_apart`.
     """
     number = split.places(place)
     digest = hashlib.blake2b(f"{seed} {number} {epoch}".encode(), digest_size=4).digest()
@@ -246,32 +252,33 @@ def _say(error: Exception) -> str:
 def _probe(train: Split, val: Split, seed: int, name: str, bad: str) -> tuple[Form, dict[str, str], list[str]]:
     """(form of a sample, hashes of evenly spread samples, what is wrong with some of them), each read twice.
 
-    Raises DataError if no training sample can be read, or one cannot under bad="fail"; ConfigError if samples are
-    others when they are read again.
+    Raises DataError if no training sample can be read, or with bad="fail" if one cannot; ConfigError if samples differ
+    when they are read again.
     """
     with random_numbers_apart():
         form = _first_form(train, seed, name)
-        looked = [
-            (f"{word} {place}", split, place, epoch)
-            for word, split, epoch in (("train", train, 0), ("val", val, _VALIDATION_EPOCH))
-            for place in sorted({int(place) for place in np.linspace(0, split.size - 1, PROBED)})
-        ]
+        probed: list[tuple[str, Split, int, int]] = []
+        for word, split, epoch in (("train", train, 0), ("val", val, _VALIDATION_EPOCH)):
+            probed += [(word, split, place, epoch) for place in _spread(split.size)]
+
         hashes, faults = dict[str, str](), list[str]()
-        for label, split, place, epoch in looked:
-            hashes[label], fault = _looked_at(form, split, place, seed, epoch)
-            faults += [f"sample {place} of {label.split()[0]}: {fault}"] if fault else []
-        others = [
-            label
-            for label, split, place, epoch in reversed(looked)
-            if _looked_at(form, split, place, seed, epoch)[0] != hashes[label]
-        ]
+        for word, split, place, epoch in probed:
+            hashes[f"{word} {place}"], fault = _look_at(form, split, place, seed, epoch)
+            if fault:
+                faults.append(f"sample {place} of {word}: {fault}")
+
+        # Again, in another order: a generator that goes on from sample to sample gives others now.
+        others: list[str] = []
+        for word, split, place, epoch in reversed(probed):
+            if _look_at(form, split, place, seed, epoch)[0] != hashes[f"{word} {place}"]:
+                others.append(f"{word} {place}")
     if others:
         why = "a resume, other ranks and the search for bad samples read them again, and must see the same"
         fix = (
             "draw random numbers from torch, numpy.random or random themselves, which are seeded for every sample, or "
             "give the data set a set_seed(seed), which is called before each"
         )
-        what = f"samples are others when they are read again: {some(others[::-1], 3)}"
+        what = f"samples differ when they are read again: {some(others[::-1], 3)}"
         raise ConfigError(Problem(what, name, why, fix))
     if faults and bad == "fail":
         raise DataError([Problem(fault, name, fix="repair it, or set data.bad=skip") for fault in faults])
@@ -282,7 +289,7 @@ def _first_form(train: Split, seed: int, name: str) -> Form:
     """The form of the first of some training samples that can be read."""
     collate = getattr(train.samples, "collate", None)
     problems: list[Problem] = []
-    for place in sorted({int(place) for place in np.linspace(0, train.size - 1, PROBED)}):
+    for place in _spread(train.size):
         try:
             given = read(train, place, seed, 0)
             return first_form(given, collate, int(getattr(train.samples, "pad_id", 0)))
@@ -291,8 +298,13 @@ def _first_form(train: Split, seed: int, name: str) -> Form:
     raise DataError(problems)
 
 
-def _looked_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tuple[str, str]:
-    """A sample's hash, or what kind of error it gives in place of one; and what is wrong with it, empty if nothing."""
+def _spread(size: int) -> list[int]:
+    """PROBED places from 0 to size - 1, evenly spread."""
+    return sorted({int(place) for place in np.linspace(0, size - 1, PROBED)})
+
+
+def _look_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tuple[str, str]:
+    """(a sample's hash, or the kind of error it gives; what is wrong with it, empty if nothing)."""
     try:
         return _hash(form.batch([form.taken(read(split, place, seed, epoch))])), ""
     except Exception as error:
@@ -308,9 +320,9 @@ def _hash(sample: Batch) -> str:
 
 
 def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> DatasetBatches:
-    """The data set of a run, whose fingerprint is kept in the run's folder, by the first that opens it.
+    """The data set of a run. The first that opens it writes its fingerprint into the run's folder.
 
-    read_only: nothing is written. Raises as DatasetBatches, and DataError if it is not the one that the run began with,
+    read_only: write nothing. Raises as DatasetBatches, and DataError if it is not the data set that the run began with,
     or that rank 0 has.
     """
     train = config.train

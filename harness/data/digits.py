@@ -29,7 +29,7 @@ class Digits:
 
 
 def load() -> Digits:
-    """All 1,797; the harness holds a part of them out. Raises ConfigError where scikit-learn is not installed."""
+    """All 1,797 digits; the harness holds a part of them out. Raises ConfigError where scikit-learn is missing."""
     try:
         found: Any = importlib.import_module("sklearn.datasets").load_digits()
     except ImportError as error:

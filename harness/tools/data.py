@@ -9,9 +9,10 @@ import typer
 
 from harness.core.config import Documents, HubConfig
 from harness.core.errors import ConfigError, DataError, ExitCode, Problem
+from harness.data.detect import look, no_such
 from harness.data.hub import PREFIX, fetch
 from harness.data.prepare import Preparation, Progress, prepare_dataset
-from harness.data.registry import DOCUMENTS, look, no_such
+from harness.data.rows import FORMATS
 
 
 def command(
@@ -47,7 +48,7 @@ def command(
     if not path.exists():
         raise DataError(no_such(source, path))
     kind = hub.kind if hub else look(path) if format == "auto" else format
-    if kind not in DOCUMENTS:
+    if kind not in FORMATS:
         fix = f"use it as it is: data.path={source}"
         raise ConfigError(Problem(f"has token ids already ({kind})", source, fix=fix))
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn

@@ -176,7 +176,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "the snapshot is verified at every start",
-        "if digest.hexdigest() != sha256:",
+        'if own.hexdigest() != info[split]["sha256"]:',
         "if False:",
         "tests/unit/data/test_tokens.py -k flipped",
     ),

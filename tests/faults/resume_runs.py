@@ -11,7 +11,7 @@ import numpy.typing as npt
 from resume_models import CONTEXT, NAME
 from safetensors.numpy import load_file
 
-from harness.data.batches import sample_numbers
+from harness.data.order import sample_numbers
 from harness.data.text import Document, split_documents
 from harness.tracking.journal import read_rows
 

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from harness.core.errors import ExitCode
-from harness.data.batches import Prefetched, TokenBatches, Watch
+from harness.data.batches import TokenBatches
 from harness.data.blocks import BLOCK, SAMPLED
+from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import prepare
 from tests.support.runs import ROOT, environment, events, metrics, train
 from tests.unit.data.token_files import config, headerless, some_ids
@@ -94,7 +95,8 @@ def test_a_resume_refuses_larger_ids_and_another_vocabulary(tmp_path: Path) -> N
     headerless(tmp_path / "train.bin", some_ids(9000, 90))
     refused = run(tmp_path)
     assert refused.returncode == ExitCode.USAGE
-    assert "its largest id is 89 now, and the run's vocabulary is 64" in refused.stdout
+    assert "train.bin: is not what this run began with" in refused.stdout
+    assert "blocks of 262144 bytes differ: 0" in refused.stdout
     start = ["--resume", str(tmp_path / "runs" / "r" / "checkpoints" / "step-00000004")]
     other = run(tmp_path, *start, name="new")
     assert other.returncode == ExitCode.USAGE
@@ -160,14 +162,14 @@ def test_a_read_that_hangs_is_named(tmp_path: Path) -> None:
         told.append(text)
         release.set()
 
-    source.tell, source.first_told = tell, 0.2
+    source.tell, source.first_report = tell, 0.2
     plain = TokenBatches(data, 0, 16, 8, 4, 8)
     for index in range(6):
         made = source.micro_batches(source.window(index), 0, 1)
         wanted = plain.micro_batches(plain.window(index), 0, 1)
         assert all((one["inputs"] == other["inputs"]).all() for one, other in zip(made, wanted, strict=True))
     assert told, "the fault fired"
-    assert "window 3 is waited for" in told[0]
+    assert "window 3 has been waited for" in told[0]
     assert str(tmp_path / "train.bin") in told[0]
 
 

@@ -16,8 +16,8 @@ from harness.core.facts import BAD_LABEL, IGNORED, NON_FINITE_INPUT, UNREADABLE,
 from harness.core.health import Flawed, check_batch, harmless, name_faults, one_sample
 from harness.core.protocols import Batch, Batches
 from harness.core.state import seed_everything
-from harness.data.batches import sample_numbers
 from harness.data.dataset import DatasetBatches, open_dataset
+from harness.data.order import sample_numbers
 from harness.monitors.data import DataMonitor
 from tests.unit.data import targets
 
@@ -199,7 +199,7 @@ def test_reading_leaves_the_process_its_random_numbers() -> None:
 
 
 def test_a_generator_of_its_own_is_refused_unless_it_can_be_seeded() -> None:
-    with pytest.raises(ConfigError, match="samples are others when they are read again: train 0") as caught:
+    with pytest.raises(ConfigError, match="samples differ when they are read again: train 0") as caught:
         source("seeded", args={"tell": False})
     assert "set_seed(seed)" in str(caught.value)
     data = source("seeded", args={"tell": True})

@@ -183,7 +183,7 @@ def test_a_configuration_and_a_split_are_chosen(tmp_path: Path, server: Hub) -> 
         ({"split": "nope"}, "has no split nope, but train, validation, extra"),
         ({"split": "train[:1%]"}, "has no split train"),
         ({"revision": "nope"}, "cannot be fetched"),
-        ({"revision": PICTURES}, "is no text: the library reads it as imagefolder"),
+        ({"revision": PICTURES}, "has no rows of text: the library reads it as imagefolder"),
         ({"configuration": "outside"}, "outside of it"),
         ({"format": "Parquet"}, "is JSONL"),
     ],

@@ -11,7 +11,8 @@ import torch
 from harness.core.errors import DataError, Problem
 from harness.core.facts import Window
 from harness.core.protocols import Batch
-from harness.data.batches import Prefetched, TokenBatches, Watch
+from harness.data.batches import TokenBatches
+from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import prepare
 from tests.unit.data.token_files import config, headerless, some_ids
 

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from harness.core.config import DataConfig
 from harness.core.errors import DataError
+from harness.data.corpus import entropy
+from harness.data.snapshot import TokenFile
 from harness.data.text import Document, split_documents
-from harness.data.tokens import TokenFile, prepare, unigram_entropy
+from harness.data.tokens import prepare
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 
@@ -62,9 +64,9 @@ def test_the_snapshot_is_the_text(tmp_path: Path) -> None:
 
 
 def test_entropy_of_known_distributions() -> None:
-    assert unigram_entropy(np.array([7, 0, 0])) == 0
-    assert unigram_entropy(np.full(256, 3)) == pytest.approx(8)
-    assert unigram_entropy(np.array([2, 1, 1])) == pytest.approx(1.5)
+    assert entropy(np.array([7, 0, 0])) == 0
+    assert entropy(np.full(256, 3)) == pytest.approx(8 * math.log(2))
+    assert entropy(np.array([2, 1, 1])) == pytest.approx(1.5 * math.log(2))
 
 
 def test_the_embedded_corpus_is_split_near_the_fraction(tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ from PIL import Image
 
 from harness.core.errors import DataError, ExitCode
 from harness.data.corpus import Tokens
-from harness.data.registry import look
-from harness.data.tokens import TokenData, TokenFile, prepare
+from harness.data.detect import look
+from harness.data.prepare import Preparation, prepare_dataset
+from harness.data.snapshot import TokenFile
+from harness.data.tokens import TokenData, prepare
 from tests.support.runs import ROOT, harness, train
 from tests.unit.data.token_files import config, headerless, some_ids
 
@@ -74,6 +76,17 @@ def test_json_as_it_is_found_has_the_same_rows(tmp_path: Path, name: str) -> Non
     (tmp_path / name).replace(folder / name)
     (folder / "README.md").write_text("about")
     assert texts(folder, tmp_path / "two") == EXPECTED
+
+
+def test_a_large_array_is_refused_and_large_json_lines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.data.rows.MAX_LARGE", 1000)
+    for name in ("array.json", "lines.json"):
+        (tmp_path / name).write_bytes(JSON[name])
+    assert texts(tmp_path / "lines.json", tmp_path / "one") == EXPECTED
+    with pytest.raises(DataError, match=r"array\.json: is too large(.|\n)*jq -c '\.\[\]'"):
+        prepare(config(tmp_path / "array.json"), tmp_path / "two")
 
 
 def test_a_key_may_lie_within_another(tmp_path: Path) -> None:
@@ -251,26 +264,39 @@ def written(path: Path, content: bytes | str = b"\0") -> Path:
     return path
 
 
-REFUSED = {
-    "a.npy": "tofile", "a.npz": "TensorDataset", "a.pt": "weights_only=True", "a.h5": "h5py",
-    "a.txt.gz": "gunzip -k", "a.txt.zst": "zstd -d", "a.tar.gz": "tar -xf",
-    "a.zip": "unzip", "a.pkl": "runs code", "a.safetensors": "model.target=hf:FOLDER",
-    "a.png": "docs/guide/datasets.md",
-    "a.tfrecord": "data.target", "a.pdf": "pdftotext",
-}  # fmt: skip
+PACKED = {
+    "a.npy": ("tofile", "a.bin"),
+    "a.txt.gz": ("gunzip -k", "a.txt"),
+    "a.txt.zst": ("zstd -d", "a.txt"),
+    "a.tar.gz": ("tar -xf", "a"),
+    "a.zip": ("unzip", "a"),
+}
+NO_TEXT = ["a.npz", "a.pt", "a.h5", "a.pkl", "a.safetensors", "a.png", "a.tfrecord", "a.pdf"]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_read_says_how_to_get_it_in(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", PACKED)
+def test_what_must_be_unpacked_says_how(tmp_path: Path, name: str) -> None:
     path = written(tmp_path / "folder" / "in" / name, b"a,b\n1,2\n")
-    # A pickle beside other files is nanoGPT's meta.pkl, and no data.
-    for each in (path, *([] if name == "a.pkl" else [path.parent.parent])):
+    command, made = PACKED[name]
+    for each in (path, path.parent.parent):
         with pytest.raises(DataError) as caught:
             look(each)
         assert "is not read" in str(caught.value)
-        assert REFUSED[name] in str(caught.value)
+        assert command in str(caught.value)
+        assert re.search(rf"data\.path={path.parent / made}( |$)", caught.value.problems[0].fix)
         with pytest.raises(DataError):
             prepare(config(each), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_what_is_no_text_is_refused_with_the_way_in(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / "folder" / "in" / name, b"\x89\0\1\2" * 30)
+    message = rf"{name}(.|\n)*NUL bytes(.|\n)*data\.target: docs/datasets\.md"
+    for each in (path, path.parent.parent):
+        with pytest.raises(DataError, match=message):
+            prepare(config(each), tmp_path / "run")
+        with pytest.raises(DataError, match=message):
+            prepare_dataset(Preparation(str(each), "text"), tmp_path / "out")
 
 
 def fix(path: Path) -> str:
@@ -300,10 +326,9 @@ def test_the_lines_for_a_data_target_work(tmp_path: Path, kind: str) -> None:
         np.savez(path, x=x.numpy(), y=y.numpy())
     else:
         torch.save((x, y), path)
-    lines = re.search(r"def load\(\): (.*?)(, if it|$)", fix(path))
-    assert lines is not None
-    (tmp_path / "my_data.py").write_text(f"import numpy\nimport torch\n\n\ndef load(): {lines[1]}\n\n\n"
-                                         "def build(**_): return torch.nn.Linear(16, 3)\n")  # fmt: skip
+    page = (ROOT / "docs" / "guide" / "datasets.md").read_text().split("## Arrays and tensors")[1].split("\n## ")[0]
+    (code,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"pairs.{kind}" in each]
+    (tmp_path / "my_data.py").write_text(f"{code}\n\ndef build(**_): return torch.nn.Linear(16, 3)\n")
     done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null", "data.target=my_data:load",
                  "model.target=my_data:build", "train.steps=2")  # fmt: skip
     assert done.returncode == 0, done.stdout

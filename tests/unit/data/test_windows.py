@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data import batches
-from harness.data.batches import sample_numbers
+from harness.data import order
+from harness.data.order import sample_numbers
 
 
 def epoch(seed: int, number: int, n: int) -> list[int]:
@@ -74,9 +74,9 @@ def test_the_order_does_not_depend_on_what_was_asked_for_before() -> None:
 
 def test_the_network_runs_once_for_many_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    whole = batches._permute
+    whole = order._permute
     counted = lambda places, *rest: (passes.append(len(places)), whole(places, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(batches, "_permute", counted)
+    monkeypatch.setattr(order, "_permute", counted)
     for index in range(64):
         sample_numbers(991, index, 8, 5000)
     assert len(passes) == 1
