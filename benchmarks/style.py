@@ -22,7 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 LONGEST = 20
 
 
@@ -63,7 +70,11 @@ def docstring_lines(tree: ast.AST) -> set[int]:
     """Lines of texts that stand alone: docstrings of modules, classes, functions and attributes."""
     found: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return found
 
@@ -81,7 +92,9 @@ def measure(source: str) -> Measured:
             code.update(range(token.start[0], token.end[0] + 1))
     code -= texts
     lines = source.splitlines()
-    measured = Measured(files=1, characters=[len(lines[number - 1].strip()) for number in sorted(code)])
+    measured = Measured(
+        files=1, characters=[len(lines[number - 1].strip()) for number in sorted(code)]
+    )
     measured.comments = len(comments - code)
     for node in ast.walk(tree):
         measured.comprehensions += isinstance(node, COMPREHENSIONS)
@@ -119,7 +132,9 @@ def prose(markdown: str) -> str:
 def sentences(markdown: str) -> list[str]:
     """Sentences of the paragraphs and list items of a page; cells of tables and headings are none."""
     found: list[str] = []
-    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\|)|\n(?=#)", prose(markdown)):
+    for paragraph in re.split(
+        r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\|)|\n(?=#)", prose(markdown)
+    ):
         if paragraph.lstrip().startswith(("|", "#")):
             continue
         joined = " ".join(paragraph.split())
@@ -133,7 +148,9 @@ def pages(root: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT, help="the tree to measure (default: this one)")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=ROOT, help="the tree to measure (default: this one)"
+    )
     root = parser.parse_args(arguments).folder
 
     print(f"{'':22} {'files':>5} {'lines':>7} {'chars':>6} {'compreh.':>8} {'condit.':>8} {'comm. %':>8} "
@@ -151,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         total += words
         print(f"{words:7,}  {name}")
         longest += [(len(sentence.split()), name, sentence) for sentence in sentences(text)]
-    print(f"{total:7,}  in all; {sum(count > 40 for count, *_ in longest)} sentences of over 40 words")
+    print(
+        f"{total:7,}  in all; {sum(count > 40 for count, *_ in longest)} sentences of over 40 words"
+    )
 
     print(f"\nthe {LONGEST} longest sentences")
     for count, name, sentence in sorted(longest, reverse=True)[:LONGEST]:

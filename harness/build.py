@@ -50,7 +50,12 @@ from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
 from harness.precision.compiling import check_compile, compile_blocks
-from harness.precision.convert import autocast_dtype, build_backend, check_half_weights, monitor_context
+from harness.precision.convert import (
+    autocast_dtype,
+    build_backend,
+    check_half_weights,
+    monitor_context,
+)
 from harness.precision.loss_scale import LossScale, build_loss_scale
 from harness.precision.plan import Plan, agree_on_rung, make_plan, take_rung
 from harness.precision.recipe import Recipe, Rung
@@ -88,11 +93,18 @@ def choose_engine(name: str, launcher: str, launch: Launch) -> str:
         return "ddp" if launch.world_size > 1 else "single"
     where = f"engine.name={name}"
     if name == "single" and launch.world_size > 1:
-        what, fix = f"{launch.world_size} ranks were started", "set engine.name to auto, or start one process"
+        what, fix = (
+            f"{launch.world_size} ranks were started",
+            "set engine.name to auto, or start one process",
+        )
         raise ConfigError(Problem(what, where, "each of them would train a model of its own", fix))
     if name != "single" and not launch.launched:
         fix = "torchrun --nproc-per-node N launch/train.py ..., or engine.name=auto"
-        raise ConfigError(Problem("no launcher started this process", where, "it has nobody to share work with", fix))
+        raise ConfigError(
+            Problem(
+                "no launcher started this process", where, "it has nobody to share work with", fix
+            )
+        )
     return name
 
 
@@ -184,7 +196,9 @@ def build_plan(
     Raises ConfigError if engine, optimizer or model do not fit the rung.
     """
     engine = ENGINES[worker.engine]
-    built: list[nn.Module] = []  # empty, or the model: it is built once, for the first rung that is tried
+    built: list[
+        nn.Module
+    ] = []  # empty, or the model: it is built once, for the first rung that is tried
 
     def plan_for(rung: Rung, verdicts: list[RungVerdict]) -> Plan:
         # What does not fit the rung is refused before the model takes its time and memory.
@@ -200,7 +214,9 @@ def build_plan(
             seed_everything(config.train.seed)
             built.append(build_model(config.model).to(worker.device))
         model = built[0]
-        if config.engine.compile == "blocks" and (problems := check_compile(rung, model, worker.device)):
+        if config.engine.compile == "blocks" and (
+            problems := check_compile(rung, model, worker.device)
+        ):
             raise ConfigError(problems)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
@@ -241,7 +257,10 @@ def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool 
     data = data or read(lead=False)
 
     sizes = (train.global_batch, train.micro_batch, wanted.val_samples)
-    parts = [TokenBatches(each, train.seed, wanted.context, *sizes, wanted.packing == "documents") for each in data]
+    parts = [
+        TokenBatches(each, train.seed, wanted.context, *sizes, wanted.packing == "documents")
+        for each in data
+    ]
     if wanted.mixture:
         weights = [part.weight for part in wanted.mixture]
         return Prefetched(Mixture(parts, weights, train.seed, *sizes), watch)
@@ -265,7 +284,10 @@ def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -
     task = Task(model, config.model.target, data.unit)
     # With as many ranks as there are micro-batches, each rank has one: only the micro-batches looked at are read.
     ranks = config.train.global_batch // config.train.micro_batch
-    batches = (data.micro_batches(data.window(0), rank, ranks)[0] for rank in range(min(ranks, _MASK_SEARCH)))
+    batches = (
+        data.micro_batches(data.window(0), rank, ranks)[0]
+        for rank in range(min(ranks, _MASK_SEARCH))
+    )
     autocast = autocast_dtype(plan)
     first = next(batches)
     if data.masked:
@@ -308,7 +330,12 @@ def build_run(
     # Monitors watch the run; the state is everything that a resume needs, theirs included.
     own_scale = None if engine.owns_loss_scale else loss_scale
     context = monitor_context(
-        recipe, backend, worker.facts, worker.device, loss_scale is not None, leaves_fp16=own_scale is not None
+        recipe,
+        backend,
+        worker.facts,
+        worker.device,
+        loss_scale is not None,
+        leaves_fp16=own_scale is not None,
     )
     monitors = build_monitors(_with_run(context, config, data, task))
     state = TrainState(_parts(engine, backend, monitors, own_scale), ledger)
@@ -344,7 +371,11 @@ def build_run(
         comparison=RankComparison.of(config.guard, model, engine.device),
         seed=config.train.seed,
     )
-    recorder = FlightRecorder(folder, store, surroundings(config, worker, engine)) if engine.rank == 0 else None
+    recorder = (
+        FlightRecorder(folder, store, surroundings(config, worker, engine))
+        if engine.rank == 0
+        else None
+    )
     return Run(
         config=config,
         folder=folder,
@@ -366,7 +397,9 @@ def build_run(
     )
 
 
-def _with_run(context: MonitorContext, config: RunConfig, data: Batches, task: Task) -> MonitorContext:
+def _with_run(
+    context: MonitorContext, config: RunConfig, data: Batches, task: Task
+) -> MonitorContext:
     """`context`, which describes the model, with what monitors may ask about the run."""
     return replace(
         context,
@@ -381,7 +414,10 @@ def _with_run(context: MonitorContext, config: RunConfig, data: Batches, task: T
 
 
 def _parts(
-    engine: Engine, backend: PrecisionBackend, monitors: Sequence[Monitor], loss_scale: LossScale | None
+    engine: Engine,
+    backend: PrecisionBackend,
+    monitors: Sequence[Monitor],
+    loss_scale: LossScale | None,
 ) -> dict[str, Stateful]:
     """The parts of the TrainState. loss_scale: None where there is none, or the engine keeps its own."""
     parts: dict[str, Stateful] = {
@@ -395,7 +431,14 @@ def _parts(
     return parts
 
 
-def _flops(config: RunConfig, worker: Worker, card: Card | None, model: nn.Module, task: Task, data: Batches) -> float:
+def _flops(
+    config: RunConfig,
+    worker: Worker,
+    card: Card | None,
+    model: nn.Module,
+    task: Task,
+    data: Batches,
+) -> float:
     """FLOPs of training on one sample; NaN without a card whose peak they could be compared with.
 
     model: as it was built, not converted: the count must not depend on the precision.
@@ -438,7 +481,12 @@ def open_store(folder: Path, worker: Worker) -> Store:
 
 
 def open_telemetry(
-    config: RunConfig, folder: Path, worker: Worker, screen: Console, attempt: int = 1, resume_step: int | None = None
+    config: RunConfig,
+    folder: Path,
+    worker: Worker,
+    screen: Console,
+    attempt: int = 1,
+    resume_step: int | None = None,
 ) -> Telemetry:
     """The run's telemetry: journal and screen on rank 0, nothing on other ranks.
 
@@ -462,7 +510,9 @@ def read_ledger(folder: Path, worker: Worker, store: Store) -> RunLedger:
     return ledger
 
 
-def _staging(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry) -> Staging | None:
+def _staging(
+    config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry
+) -> Staging | None:
     """Memory that background saves copy the state to. None on ranks that do not save, and if the copy would take more
     than a quarter of the free memory."""
     if engine.rank != 0 or not config.checkpoint.background:
@@ -477,7 +527,9 @@ def _staging(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Tel
     return staging
 
 
-def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry) -> Snapshots | None:
+def _snapshots(
+    config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry
+) -> Snapshots | None:
     """Snapshots in memory; None if the guard takes none, or a rank has no room for them. Collective."""
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
@@ -498,5 +550,11 @@ def _build_engine(
     if text := waits_for(optimizer):
         telemetry.tell(0, "train.optimizer_waits", text)
     return ENGINES[worker.engine].build(
-        config, model, optimizer, Schedule.of(train), loss_scale, autocast_dtype(plan), worker.device
+        config,
+        model,
+        optimizer,
+        Schedule.of(train),
+        loss_scale,
+        autocast_dtype(plan),
+        worker.device,
     )

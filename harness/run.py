@@ -141,7 +141,9 @@ class Share(NamedTuple):
     batches: Sequence[Batch]
 
 
-def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: Limits | None = None) -> InFlight:
+def train_step(
+    run: Run, window: Window, shares: Sequence[Share] = (), limits: Limits | None = None
+) -> InFlight:
     """Train on one window. Collective.
 
     The update is skipped on every rank if, on any rank, the samples are unfit to train on, or loss or gradients are not
@@ -162,7 +164,9 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
 
     # Forward and backward. Converted layers cast with the scales of earlier steps and record this window's amax.
     precision.begin_window(sample=judge.samples(run.stats_every))
-    shares = shares or [Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))]
+    shares = shares or [
+        Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))
+    ]
     own = _accumulate(run, window, shares)
     own["peak_memory"] = peak_memory(engine.device)
 
@@ -263,7 +267,9 @@ def _weights(run: Run, shares: Sequence[Share]) -> Iterator[Tensor]:
     shares and ranks is the mean over targets. If the window has no targets at all, the weights are NaN.
     """
     counts = [run.task.count(batch) for share in shares for batch in share.batches]
-    mean = run.engine.mean(torch.tensor(sum(counts) / len(counts), dtype=torch.float32, device=run.engine.device))
+    mean = run.engine.mean(
+        torch.tensor(sum(counts) / len(counts), dtype=torch.float32, device=run.engine.device)
+    )
     return iter(torch.tensor(counts, dtype=torch.float32, device=mean.device) / mean)
 
 
@@ -296,7 +302,9 @@ def evaluate(run: Run) -> Validation:
             return Validation(float(engine.mean((total / counted).float())))
 
         # Ranks have different numbers of targets: the mean of sums over the mean of counts.
-        sums = engine.mean(torch.stack([total.float(), right.float(), total.new_tensor(counted).float()]))
+        sums = engine.mean(
+            torch.stack([total.float(), right.float(), total.new_tensor(counted).float()])
+        )
         nats, hits, counts = sums.tolist()
         accuracy = hits / counts if has_labels else None
         return Validation(nats / counts, accuracy)
@@ -330,7 +338,9 @@ def _log_bad_validation(run: Run, faults: Sequence[Fault]) -> None:
         return
     run.bad_validation_logged = True
     named = "; ".join(f"place {fault.row} of a batch: {fault.text}" for fault in faults[:3])
-    run.telemetry.tell(run.state.step, "data.validation", f"bad samples are left out of the validation: {named}")
+    run.telemetry.tell(
+        run.state.step, "data.validation", f"bad samples are left out of the validation: {named}"
+    )
 
 
 def train(run: Run) -> Outcome:
@@ -367,7 +377,12 @@ def train(run: Run) -> Outcome:
             kept = run.recovery.keep(metrics, _last_save(run))
             guard.stopping = guard.stopping or kept.asked
             if kept.halts:
-                return Outcome("halted", ExitCode.HALTED, f"checkpoint.on_failure: halt; {kept.note}", run.state.step)
+                return Outcome(
+                    "halted",
+                    ExitCode.HALTED,
+                    f"checkpoint.on_failure: halt; {kept.note}",
+                    run.state.step,
+                )
 
         # Snapshots in memory serve rollbacks that need not go back to a checkpoint.
         if guard.snapshot_due():
@@ -454,7 +469,11 @@ def _on_boundary(run: Run) -> bool:
     step, config = run.state.step, run.config
     if step >= config.train.steps:
         return True
-    return _every(config.checkpoint.every, step) or _every(config.train.eval_every, step) or run.guard.snapshot_due()
+    return (
+        _every(config.checkpoint.every, step)
+        or _every(config.train.eval_every, step)
+        or run.guard.snapshot_due()
+    )
 
 
 def _keep_flight(run: Run, judged: Judgement) -> None:

@@ -96,7 +96,11 @@ def _launcher_gone(parent: int, grandparent: int) -> bool:
 
 def _take_over(handler: Any) -> dict[signal.Signals, Any]:
     """Set `handler` for the signals that ask to stop; returns what was set. What nohup ignores stays ignored."""
-    wanted = [each for each in _SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    wanted = [
+        each
+        for each in _SIGNALS
+        if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN
+    ]
     return {number: signal.signal(number, handler) for number in wanted}
 
 
@@ -159,6 +163,8 @@ def end_at_a_signal(exit_code: int) -> None:
 
 
 def _end_at_once(exit_code: int) -> None:
-    with suppress(OSError, RuntimeError, ValueError):  # the signal may have come in the middle of a print
+    with suppress(
+        OSError, RuntimeError, ValueError
+    ):  # the signal may have come in the middle of a print
         sys.stdout.flush()
     os._exit(exit_code)

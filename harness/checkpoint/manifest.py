@@ -19,13 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.errors import CheckpointError, Problem
-from harness.core.files import MAX_LARGE, dump_json, file_sha256, parse_json, read_bounded, read_json, write_json
+from harness.core.files import (
+    MAX_LARGE,
+    dump_json,
+    file_sha256,
+    parse_json,
+    read_bounded,
+    read_json,
+    write_json,
+)
 
 
 def failed(what: str, path: Path, error: Exception) -> CheckpointError:
     """The error for something under `path` that could not be written or read."""
-    why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    return CheckpointError(Problem(what, str(path), why, fix="check free space and permissions of the folder"))
+    why = (
+        error.strerror
+        if isinstance(error, OSError) and error.strerror
+        else f"{type(error).__name__}: {error}"
+    )
+    return CheckpointError(
+        Problem(what, str(path), why, fix="check free space and permissions of the folder")
+    )
 
 
 MANIFEST = "manifest.json"
@@ -63,7 +77,13 @@ def manifest_bytes(
     metrics: Mapping[str, float] | None = None,
 ) -> bytes:
     """The manifest of a checkpoint, with the SHA-256 of its own content. metrics: finite numbers."""
-    content = {"format": _FORMAT, "step": step, "files": files, "versions": versions, "metrics": metrics or {}}
+    content = {
+        "format": _FORMAT,
+        "step": step,
+        "files": files,
+        "versions": versions,
+        "metrics": metrics or {},
+    }
     return _with_sha256(content)
 
 
@@ -144,7 +164,13 @@ def check_header(path: Path) -> None:
     if not isinstance(header, dict):
         raise ValueError("has no header")
     for name, entry in header.items():
-        shape = [] if name == "__metadata__" else entry.get("shape") if isinstance(entry, dict) else None
+        shape = (
+            []
+            if name == "__metadata__"
+            else entry.get("shape")
+            if isinstance(entry, dict)
+            else None
+        )
         if not isinstance(shape, list) or len(shape) > _MAX_RANK:
             raise ValueError(f"has no shape for {name[:80]!r}")
         if not all(type(length) is int and 0 <= length < _MAX_LENGTH for length in shape):

@@ -43,7 +43,9 @@ def read_bounded(path: Path, limit: int) -> bytes:
     data = b""
     if status.st_size <= limit:
         with path.open("rb") as stream:
-            data = stream.read(limit + 1)  # one more: the size of what the kernel makes up is told as 0
+            data = stream.read(
+                limit + 1
+            )  # one more: the size of what the kernel makes up is told as 0
     if max(len(data), status.st_size) > limit:
         raise ValueError(f"is larger than {limit} bytes")
     return data
@@ -212,7 +214,9 @@ def find(kind: str, name_or_path: str) -> Path:
         hint += f" (known: {', '.join(known)})"
     raise ConfigError(
         Problem(
-            f'no {singular} "{name_or_path[:_SHOWN]}"', f"--{singular}", fix=f"{hint}; or give a path to a .yaml file"
+            f'no {singular} "{name_or_path[:_SHOWN]}"',
+            f"--{singular}",
+            fix=f"{hint}; or give a path to a .yaml file",
         )
     )
 

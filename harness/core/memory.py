@@ -27,7 +27,10 @@ def all_memory() -> int:
     known."""
     known = _meminfo()
     limits = {"MemTotal": _cgroup("memory.max"), "SwapTotal": _cgroup("memory.swap.max")}
-    return sum(min(known.get(name, 0), known.get(name, 0) if most is None else most) for name, most in limits.items())
+    return sum(
+        min(known.get(name, 0), known.get(name, 0) if most is None else most)
+        for name, most in limits.items()
+    )
 
 
 def size_text(count: int) -> str:

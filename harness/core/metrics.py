@@ -56,7 +56,12 @@ MFU = "train/mfu"
 
 # Of the run as a whole, beside what its steps measure: key, unit, what it is, and the function that computes it.
 _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]], ...] = (
-    ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step", _tokens_per_second),
+    (
+        "train/tokens_per_second",
+        "tokens / s",
+        "tokens of the window over the seconds of the step",
+        _tokens_per_second,
+    ),
     (
         MFU,
         "",
@@ -71,7 +76,12 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
         "against guard.max_skips",
         lambda _, ledger: float(ledger.skips),
     ),
-    ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
+    (
+        "guard/demoted_layers",
+        "",
+        "FP8 layers that run in BF16",
+        lambda facts, _: float(len(facts.demoted)),
+    ),
     ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(len(ledger.returned_to))),
     ("guard/attempt", "", "raised by every rollback", lambda _, ledger: float(ledger.attempt)),
     (
@@ -125,8 +135,13 @@ def page() -> str:
     keyed = [(metric.key, metric) for metric in SCALARS.values() if metric.key]
     keyed += [(f"{metric.key}/<slot>", metric) for metric in SLOT_ROWS.values()]
     for key, metric in keyed:
-        lines.append(f"| `{key}` | {metric.about} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
-    lines += [f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |" for key, unit, about, _ in _OF_THE_RUN]
+        lines.append(
+            f"| `{key}` | {metric.about} | {metric.unit} | {metric.over_ranks} | {metric.often} |"
+        )
+    lines += [
+        f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |"
+        for key, unit, about, _ in _OF_THE_RUN
+    ]
     lines += [
         "| `val/loss` | mean loss of the validation samples | as the data's | mean | train.eval_every, the end |",
         "| `Loss/val` | `val/loss` again | as the data's | mean | train.eval_every, the end |",

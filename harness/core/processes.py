@@ -18,7 +18,9 @@ def parent_of(pid: int) -> int:
 def command_of(pid: int) -> str:
     """A process's command line; empty if it is gone, or another user's."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except OSError:
         return ""
 

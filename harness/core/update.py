@@ -35,7 +35,9 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
     One whose step asks GradScaler itself for the flag would never see ours.
     """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _asks_a_scaler(type(optimizer))
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _asks_a_scaler(
+        type(optimizer)
+    )
 
 
 @cache
@@ -57,19 +59,27 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 continue
             if isinstance(optimizer, torch.optim.Adam):
                 on_device = group["fused"] or group["capturable"]
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=param.device if on_device else "cpu"
+                )
                 state["exp_avg"] = torch.zeros_like(param, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
                 if group["amsgrad"]:
                     state["max_exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
-            elif isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0 and group["dampening"] == 0:
+            elif (
+                isinstance(optimizer, torch.optim.SGD)
+                and group["momentum"] != 0
+                and group["dampening"] == 0
+            ):
                 state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
 
 
 def _momentum_missing(optimizer: torch.optim.Optimizer) -> bool:
     """Whether fused SGD is about to allocate momentum that a skipped step would leave uninitialised."""
     return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] != 0 and param.grad is not None and optimizer.state[param].get("momentum_buffer") is None
+        group["momentum"] != 0
+        and param.grad is not None
+        and optimizer.state[param].get("momentum_buffer") is None
         for group in optimizer.param_groups
         for param in group["params"]
     )
@@ -93,7 +103,9 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
     elif not skip.item():
         params = (param for group in optimizer.param_groups for param in group["params"])
-        for gradients in by_device_and_dtype(param.grad for param in params if param.grad is not None):
+        for gradients in by_device_and_dtype(
+            param.grad for param in params if param.grad is not None
+        ):
             torch._foreach_div_(gradients, divisor.to(gradients[0].device))
         optimizer.step()
 
@@ -147,7 +159,11 @@ class TorchGradients:
         shared = shares and self._loss_scale is not None
         health = grad_health(self._parameters, shared, divided_by=loss_scale if true else None)
         norm = health.norm.to(self.device)
-        norm = torch.where(self._overflow > 0, math.inf, norm) if self._overflow is not None else norm / loss_scale
+        norm = (
+            torch.where(self._overflow > 0, math.inf, norm)
+            if self._overflow is not None
+            else norm / loss_scale
+        )
         return {
             "grad_norm": norm,
             "loss_scale": loss_scale,
@@ -200,7 +216,9 @@ def update(
     loss, norm = figures["loss"], figures["grad_norm"]
     assert isinstance(loss, Tensor)
     overflow = ~torch.isfinite(norm)
-    over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)  # NaN is over every limit
+    over = (
+        ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)
+    )  # NaN is over every limit
     local = _pack_local(own, gradients.device)
     flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()
 
@@ -230,9 +248,17 @@ def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tens
     for place, (name, bit) in enumerate(REDUCED):
         value, over = own.get(name), SCALARS[name].over_ranks
         if isinstance(value, Tensor):
-            late[place] = torch.nan_to_num(-value if over == "min" else value, nan=math.inf, posinf=math.inf)
+            late[place] = torch.nan_to_num(
+                -value if over == "min" else value, nan=math.inf, posinf=math.inf
+            )
         elif value is not None:
-            values[place] = float(int(value) >> bit & 1) if over == "any bit" else -value if over == "min" else value
+            values[place] = (
+                float(int(value) >> bit & 1)
+                if over == "any bit"
+                else -value
+                if over == "min"
+                else value
+            )
     local = to_device(torch.tensor(values, dtype=torch.float32), device)
     for place, value in late.items():
         local[place] = value
@@ -254,7 +280,11 @@ def _unpack_reduced(reduced: Tensor) -> dict[str, Tensor]:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 class WindowBuffers:
@@ -290,12 +320,16 @@ class WindowBuffers:
 
         One that was replaced by a tensor of another shape stays.
         """
-        for (module, name), before in zip(self._places if self._before else (), self._before, strict=True):
+        for (module, name), before in zip(
+            self._places if self._before else (), self._before, strict=True
+        ):
             now = module._buffers.get(name)
             # An expanded one has no memory of its own to write to.
             if now is None or before is None or now.shape != before.shape or 0 in now.stride():
                 continue
-            now.copy_(torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype)))
+            now.copy_(
+                torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype))
+            )
         self.drop()
 
 
@@ -305,7 +339,9 @@ def peak_memory(device: torch.device) -> float:
     Costs microseconds, and asks the device for nothing. NaN on a GPU that has not allocated anything.
     """
     if device.type == "cuda":
-        found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+        found = (
+            torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+        )
         return found.get("peak", math.nan) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts kibibytes
 
@@ -314,7 +350,11 @@ class StepClock:
     """Times one step: by events on a GPU's own stream, by the wall on a CPU (where a step ends when it returns)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._events = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            if device.type == "cuda"
+            else []
+        )
         self._started = time.perf_counter()
         self._ended = self._started
         if self._events:
@@ -358,7 +398,12 @@ class InFlight:
 
     @classmethod
     def send(
-        cls, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, differs: Tensor | None = None, **more: Any
+        cls,
+        figures: Mapping[str, Tensor],
+        slots: Tensor,
+        clock: StepClock,
+        differs: Tensor | None = None,
+        **more: Any,
     ) -> InFlight:
         """Queue the copy of what `update` returned, without waiting. more: the other fields, by name."""
         unknown = slots.new_full((), math.nan)
@@ -396,7 +441,9 @@ class InFlight:
             limits=self.limits,
             ideal_seconds=self.ideal_seconds,
             slots=slots,
-            diverged=tuple(name for name, one in zip(self.compared, differs.tolist(), strict=True) if one),
+            diverged=tuple(
+                name for name, one in zip(self.compared, differs.tolist(), strict=True) if one
+            ),
             **values,
         )
 

@@ -35,13 +35,17 @@ def check_world(global_batch: int, micro_batch: int, world_size: int) -> None:
         whole = micro_batch * world_size
         fix = f"set train.global_batch={-(-global_batch // whole) * whole}"
     else:
-        fits = max(size for size in range(1, min(micro_batch, per_rank) + 1) if per_rank % size == 0)
+        fits = max(
+            size for size in range(1, min(micro_batch, per_rank) + 1) if per_rank % size == 0
+        )
         fix = f"set train.micro_batch={fits}"
     where = "train.global_batch, train.micro_batch"
     raise ConfigError(Problem("the batch does not divide over the ranks", where, why, fix))
 
 
-def validation_rows(wanted: int, available: int, micro_batch: int, rank: int, world_size: int) -> npt.NDArray[np.int64]:
+def validation_rows(
+    wanted: int, available: int, micro_batch: int, rank: int, world_size: int
+) -> npt.NDArray[np.int64]:
     """int64 [batches, size]: a rank's validation samples, `wanted` of `available` in all, spread evenly.
 
     All batches of all ranks have one size, at most micro_batch, and every rank has equally many, so that a mean of
@@ -149,7 +153,9 @@ class TokenBatches:
 
         Raises DataError if a sample is not what it was when the run began: what is validated on never changes.
         """
-        rows = validation_rows(self._val_samples, self.available, self._micro_batch, rank, world_size)
+        rows = validation_rows(
+            self._val_samples, self.available, self._micro_batch, rank, world_size
+        )
         return [self.batch("val", row) for row in rows]
 
     def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
@@ -163,12 +169,17 @@ class TokenBatches:
         rows, damage = tokens.read(samples[:, None] * context + np.arange(context + 1))
         if damage and split == "val":
             where = "the validation split"
-            problems = [Problem(f"sample {samples[row]} differs", where, text) for row, text in damage.items()]
+            problems = [
+                Problem(f"sample {samples[row]} differs", where, text)
+                for row, text in damage.items()
+            ]
             raise DataError(problems)
         begins = self._begins(split, rows, samples * context) if self.masked else None
         return Rows(rows, begins, damage)
 
-    def _begins(self, split: str, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _begins(
+        self, split: str, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
         """bool [rows, width]: whether a document begins with that token; False for the first of a row."""
         starts = self._data.starts(split)
         found = np.zeros(rows.shape, dtype=np.bool_)
@@ -199,7 +210,9 @@ class TokenBatches:
             facts["repeated"] = list(info["repeated"])
         if self.masked and self._separator is None:
             starts = self._data.starts("train")
-            facts["longest_document"] = int(np.diff(starts, append=len(self._data.train)).max(initial=0))
+            facts["longest_document"] = int(
+                np.diff(starts, append=len(self._data.train)).max(initial=0)
+            )
 
         if "ids" in info:
             facts |= {"unigram_nats": info["unigram_nats"], "tokenizer": info["tokenizer"]}
@@ -223,5 +236,7 @@ def _separator(data: TokenData) -> int | None:
     if separator is None:
         why = "the files have no index of their documents, and no token id is known to end one"
         fix = "set data.separator to that id, give data.tokenizer, or set data.packing=none"
-        raise DataError(Problem("documents cannot be told apart", f"data.path: {info['source']}", why, fix))
+        raise DataError(
+            Problem("documents cannot be told apart", f"data.path: {info['source']}", why, fix)
+        )
     return separator

@@ -93,7 +93,9 @@ def scan(path: Path, see: Callable[[int, bytes], None] | None = None) -> bytes:
     return bytes(digests)
 
 
-def _map_bounded(pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Sequence[_T], most: int) -> Iterator[_R]:
+def _map_bounded(
+    pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Sequence[_T], most: int
+) -> Iterator[_R]:
     """`pool.map` with at most `most` results waiting: a whole file must not pile up in memory."""
     waiting = [pool.submit(work, item) for item in items[:most]]
     for item in items[most:]:
@@ -107,7 +109,9 @@ def _map_bounded(pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Sequ
 def read_fully(descriptor: int, start: int, count: int) -> bytes:
     """`count` bytes from `start` on. Raises OSError; Damaged if the file ends before."""
     read = os.pread(descriptor, count, start)
-    while len(read) < count and (rest := os.pread(descriptor, count - len(read), start + len(read))):
+    while len(read) < count and (
+        rest := os.pread(descriptor, count - len(read), start + len(read))
+    ):
         read += rest
     if len(read) != count:
         raise Damaged(f"it ends at byte {os.fstat(descriptor).st_size}")
@@ -183,7 +187,9 @@ class CheckedFile:
         try:
             block = read_fully(self._descriptor, start, min(BLOCK, self._size - start))
         except OSError as error:
-            raise Damaged(f"{self.path}: bytes {start} to {start + BLOCK}: {error.strerror}") from error
+            raise Damaged(
+                f"{self.path}: bytes {start} to {start + BLOCK}: {error.strerror}"
+            ) from error
         except Damaged as error:
             raise Damaged(f"{self.path}: {error}; it had {self._size} bytes") from error
         finally:

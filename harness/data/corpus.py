@@ -23,7 +23,16 @@ import numpy.typing as npt
 
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, atomic_file, dump_json, file_sha256
-from harness.data.blocks import BLOCK, DIGEST, CheckedFile, Damaged, Stamp, block_cache, differing, scan
+from harness.data.blocks import (
+    BLOCK,
+    DIGEST,
+    CheckedFile,
+    Damaged,
+    Stamp,
+    block_cache,
+    differing,
+    scan,
+)
 from harness.data.shards import Shard, Shards, document_starts
 
 FORMAT = 4
@@ -35,7 +44,9 @@ LARGEST = 1 << 22
 _COUNTED = 256 << 20  # bytes, about, in which the frequencies of ids are counted
 _NAMED = 8
 _OTHER_FILES = 512
-_FIX_CHANGED = "put the files back as they were when the run began, or start a new run with another --name"
+_FIX_CHANGED = (
+    "put the files back as they were when the run began, or start a new run with another --name"
+)
 _FIX_DTYPE = "set data.dtype to what the file was written with, or write it again"
 Ids = npt.NDArray[Any]
 
@@ -107,7 +118,9 @@ class Tokens:
             dtype = piece.shard.numpy_dtype
             inside = start - (self._ends[number] - piece.count)
             take = min(width, piece.count - inside)
-            data = piece.file.read(piece.shard.offset + (piece.first + inside) * dtype.itemsize, take * dtype.itemsize)
+            data = piece.file.read(
+                piece.shard.offset + (piece.first + inside) * dtype.itemsize, take * dtype.itemsize
+            )
             parts.append(np.frombuffer(data, dtype=dtype))
             start, width, number = start + take, width - take, number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -174,11 +187,19 @@ def write_corpus(
         try:
             stamp = Stamp.of(shard.path)
             before = known.get(str(shard.path))
-            seen = _look(shard, stride) if before is None else _look_again(shard, stamp, before, stride)
+            seen = (
+                _look(shard, stride)
+                if before is None
+                else _look_again(shard, stamp, before, stride)
+            )
             if Stamp.of(shard.path) != stamp:
                 raise Damaged("it changed while it was read")
         except (OSError, Damaged) as error:
-            problems.append(Problem("cannot be read", f"data.path: {shard.path}", _reason(error), "copy it again"))
+            problems.append(
+                Problem(
+                    "cannot be read", f"data.path: {shard.path}", _reason(error), "copy it again"
+                )
+            )
             continue
         problems += _implausible(shard, seen, vocabulary)
         largest = max(largest, seen.largest)
@@ -220,7 +241,10 @@ def _look(shard: Shard, stride: int) -> _Seen:
         ids = np.frombuffer(data, dtype, (len(data) - header) // dtype.itemsize, header)
         if not len(ids):
             return
-        seen.largest, seen.smallest = max(seen.largest, int(ids.max())), min(seen.smallest, int(ids.min()))
+        seen.largest, seen.smallest = (
+            max(seen.largest, int(ids.max())),
+            min(seen.smallest, int(ids.min())),
+        )
         if chunk % stride == 0 and seen.smallest >= 0 and seen.largest < LARGEST:
             seen.counts = add_counts(seen.counts, np.bincount(ids))
         chunk += 1
@@ -233,7 +257,9 @@ def _look_again(shard: Shard, stamp: Stamp, before: Known, stride: int) -> _Seen
     """Compare a file with what was found before; all of it if it was touched. Raises OSError, Damaged."""
     if stamp == before.stamp:
         if wrong := differing(shard.path, before.digests, sampled=True):
-            raise Damaged(f"it is not what was prepared: blocks that differ from their hashes: {some(wrong, _NAMED)}")
+            raise Damaged(
+                f"it is not what was prepared: blocks that differ from their hashes: {some(wrong, _NAMED)}"
+            )
         return _Seen(before.digests, before.largest)
     seen = _look(shard, stride)
     if seen.digests != before.digests:
@@ -252,7 +278,11 @@ def _implausible(shard: Shard, seen: _Seen, vocabulary: Vocabulary | None) -> li
     if vocabulary is not None and seen.largest >= vocabulary.ids:
         why = f"the tokenizer has {vocabulary.ids} ids, 0 to {vocabulary.ids - 1}"
         fix = "give the tokenizer that made these ids in data.tokenizer, or none"
-        return [Problem(f"has the token id {seen.largest}, which the tokenizer does not", where, why, fix)]
+        return [
+            Problem(
+                f"has the token id {seen.largest}, which the tokenizer does not", where, why, fix
+            )
+        ]
     return []
 
 
@@ -317,7 +347,9 @@ def write_description(folder: Path, info: Mapping[str, Any]) -> None:
     described = dump_json(info)
     if len(described) > MAX_LARGE:
         fix = "join small files into larger ones"
-        raise DataError(Problem(f"{len(info['files'])} files are too many", info["source"], fix=fix))
+        raise DataError(
+            Problem(f"{len(info['files'])} files are too many", info["source"], fix=fix)
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / "corpus.json") as stream:
         stream.write(described)
@@ -340,7 +372,10 @@ def _checksum(info: Mapping[str, Any]) -> str:
 
 def _identity(info: Mapping[str, Any]) -> str:
     """SHA-256 of what a run trains on: blocks, dtypes, pieces of each split, vocabulary; not of where files lie."""
-    files = [[file["dtype"], file["offset"], file["blocks"], file["index_sha256"]] for file in info["files"]]
+    files = [
+        [file["dtype"], file["offset"], file["blocks"], file["index_sha256"]]
+        for file in info["files"]
+    ]
     kept = [info["vocab"], info["separator"], files, info["train"]["pieces"], info["val"]["pieces"]]
     return hashlib.sha256(dump_json(kept)).hexdigest()
 
@@ -384,7 +419,9 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
             digests = bytes.fromhex(file["blocks"])
             if wrong := differing(path, digests, sampled=same):
                 blocks = len(digests) // DIGEST
-                raise Damaged(f"{len(wrong)} of {blocks} blocks of {BLOCK} bytes differ: {some(wrong, _NAMED)}")
+                raise Damaged(
+                    f"{len(wrong)} of {blocks} blocks of {BLOCK} bytes differ: {some(wrong, _NAMED)}"
+                )
         except (OSError, ValueError, Damaged) as error:
             problems.append(_changed(path, error))
             continue
@@ -444,7 +481,9 @@ def _reason(error: Exception) -> str:
 
 
 def _changed(path: Path, error: Exception) -> Problem:
-    return Problem("is not what this run began with", f"data.path: {path}", _reason(error), _FIX_CHANGED)
+    return Problem(
+        "is not what this run began with", f"data.path: {path}", _reason(error), _FIX_CHANGED
+    )
 
 
 def _written(folder: Path, path: Path) -> str:

@@ -82,23 +82,30 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     train, val = _splits(given)
     if arrays := _inputs_and_labels(train, val):
         why = "a pair from data.target is (training, validation), each of which is asked for samples by number"
-        fix = (
-            "return torch.utils.data.TensorDataset(X, y), or any object whose sample number i is the pair (X[i], y[i])"
-        )
+        fix = "return torch.utils.data.TensorDataset(X, y), or an object whose sample number i is the pair (X[i], y[i])"
         raise ConfigError(
-            Problem(f"it returned two arrays of one length, {arrays}: inputs and labels?", where, why, fix)
+            Problem(
+                f"it returned two arrays of one length, {arrays}: inputs and labels?",
+                where,
+                why,
+                fix,
+            )
         )
     problems: list[Problem] = []
     given_splits = [("training", train)]
     if val is not None:
         given_splits.append(("validation", val))
     for name, each in given_splits:
-        if lacks := [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]:
+        if lacks := [
+            method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)
+        ]:
             what = f"its {name} data, a {type(each).__name__}, have no {' and no '.join(lacks)}"
             fix = "return an object that has them, or a pair of such (training, validation)"
             if type(each).__module__.startswith("datasets."):
                 fix = "load it with streaming=False; rows of text need no target: data.path=hf:NAME, or its files"
-            problems.append(Problem(what, where, "samples are asked for by number, in any order", fix))
+            problems.append(
+                Problem(what, where, "samples are asked for by number, in any order", fix)
+            )
         elif not len(each):
             problems.append(Problem(f"its {name} data have no sample", where, fix="give some"))
     if problems:
@@ -109,11 +116,19 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     held = round(size * config.val_fraction)
     if not 1 <= held < size:
         what = f"{size} samples are too few to hold out {config.val_fraction:g} of them"
-        raise ConfigError(Problem(what, where, fix="return a pair (training, validation), or change data.val_fraction"))
+        raise ConfigError(
+            Problem(
+                what, where, fix="return a pair (training, validation), or change data.val_fraction"
+            )
+        )
     out = np.sort(sample_numbers(_SPLIT_KEY, 0, held, size))
     before = out - np.arange(held)  # samples before each that are not held out
     return (
-        Split(train, size - held, lambda place: place + int(np.searchsorted(before, place, side="right"))),
+        Split(
+            train,
+            size - held,
+            lambda place: place + int(np.searchsorted(before, place, side="right")),
+        ),
         Split(train, held, lambda place: int(out[place])),
     )
 
@@ -128,10 +143,19 @@ def _splits(given: Any) -> tuple[Any, Any]:
 def _inputs_and_labels(first: Any, second: Any) -> str:
     """The shapes of a pair that is (X, y) more likely than two data sets; empty for any other."""
     arrays = (torch.Tensor, np.ndarray)
-    if not isinstance(first, arrays) or not isinstance(second, arrays) or not first.ndim or not second.ndim:
+    if (
+        not isinstance(first, arrays)
+        or not isinstance(second, arrays)
+        or not first.ndim
+        or not second.ndim
+    ):
         return ""
     alike = first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
-    return "" if alike or len(first) != len(second) else f"{list(first.shape)} and {list(second.shape)}"
+    return (
+        ""
+        if alike or len(first) != len(second)
+        else f"{list(first.shape)} and {list(second.shape)}"
+    )
 
 
 class DatasetBatches:
@@ -152,7 +176,9 @@ class DatasetBatches:
         self._seed, self._global_batch, self._micro_batch = seed, global_batch, micro_batch
         self._val_samples = min(config.val_samples, self._val.size)
         self.n_samples = self._train.size
-        self._form, hashes, self._faults = _probe(self._train, self._val, seed, self.name, config.bad)
+        self._form, hashes, self._faults = _probe(
+            self._train, self._val, seed, self.name, config.bad
+        )
         self.unit = str(getattr(self._train.samples, "unit", "loss"))
         whole = hashlib.sha256(repr((self.n_samples, self._val.size, hashes)).encode()).hexdigest()
         self.fingerprint = {
@@ -172,7 +198,9 @@ class DatasetBatches:
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
-        epochs = (window.index * self._global_batch + np.arange(self._global_batch)) // self.n_samples
+        epochs = (
+            window.index * self._global_batch + np.arange(self._global_batch)
+        ) // self.n_samples
         epochs = epochs.reshape(-1, self._micro_batch)
         return [
             self._batch(self._train, row, epoch)
@@ -183,7 +211,9 @@ class DatasetBatches:
         """This rank's validation batches, the same at every call: samples spread evenly over the split, as many batches
         of as many samples on every rank. With fewer samples than ranks, every rank evaluates all of them.
         """
-        rows = validation_rows(self._val_samples, self._val.size, self._micro_batch, rank, world_size)
+        rows = validation_rows(
+            self._val_samples, self._val.size, self._micro_batch, rank, world_size
+        )
         return [self._batch(self._val, row, np.full(len(row), _VALIDATION_EPOCH)) for row in rows]
 
     def facts(self) -> dict[str, Any]:
@@ -193,14 +223,20 @@ class DatasetBatches:
             "counted": "samples",
             **self.fingerprint,
             "val_used": self._val_samples,
-            "fields": {name: [str(form.dtype), *form.shape] for name, form in self._form.fields.items()},
+            "fields": {
+                name: [str(form.dtype), *form.shape] for name, form in self._form.fields.items()
+            },
             "unreadable": self._faults,
         }
 
-    def _batch(self, split: Split, places: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]) -> Batch:
+    def _batch(
+        self, split: Split, places: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]
+    ) -> Batch:
         form, samples, faults = self._form, list[Any](), list[Fault]()
         with random_numbers_apart():
-            for row, (place, epoch) in enumerate(zip(places.tolist(), epochs.tolist(), strict=True)):
+            for row, (place, epoch) in enumerate(
+                zip(places.tolist(), epochs.tolist(), strict=True)
+            ):
                 try:
                     samples.append(form.taken(read(split, place, self._seed, epoch)))
                 except Exception as error:
@@ -209,11 +245,15 @@ class DatasetBatches:
             try:
                 batch = form.batch(samples)
             except Exception as error:
-                faults += self._alone(split, places, samples) or [Fault(None, UNREADABLE, _say(error))]
+                faults += self._alone(split, places, samples) or [
+                    Fault(None, UNREADABLE, _say(error))
+                ]
                 batch = form.batch([form.stand_in()] * len(samples))
         return Flawed(batch, faults) if faults else batch
 
-    def _alone(self, split: Split, places: npt.NDArray[np.int64], samples: Sequence[Any]) -> list[Fault]:
+    def _alone(
+        self, split: Split, places: npt.NDArray[np.int64], samples: Sequence[Any]
+    ) -> list[Fault]:
         """Which samples make no batch, each tried by itself."""
         faults: list[Fault] = []
         for row, (place, sample) in enumerate(zip(places.tolist(), samples, strict=True)):
@@ -246,10 +286,16 @@ def _told(split: Split, place: int, error: Exception) -> str:
 
 
 def _say(error: Exception) -> str:
-    return str(error) if isinstance(error, OddSampleError) else f"{type(error).__name__}: {str(error)[:200]}"
+    return (
+        str(error)
+        if isinstance(error, OddSampleError)
+        else f"{type(error).__name__}: {str(error)[:200]}"
+    )
 
 
-def _probe(train: Split, val: Split, seed: int, name: str, bad: str) -> tuple[Form, dict[str, str], list[str]]:
+def _probe(
+    train: Split, val: Split, seed: int, name: str, bad: str
+) -> tuple[Form, dict[str, str], list[str]]:
     """(form of a sample, hashes of evenly spread samples, what is wrong with some of them), each read twice.
 
     Raises DataError if no training sample can be read, or with bad="fail" if one cannot; ConfigError if samples differ
@@ -281,7 +327,9 @@ def _probe(train: Split, val: Split, seed: int, name: str, bad: str) -> tuple[Fo
         what = f"samples differ when they are read again: {some(others[::-1], 3)}"
         raise ConfigError(Problem(what, name, why, fix))
     if faults and bad == "fail":
-        raise DataError([Problem(fault, name, fix="repair it, or set data.bad=skip") for fault in faults])
+        raise DataError(
+            [Problem(fault, name, fix="repair it, or set data.bad=skip") for fault in faults]
+        )
     return form, hashes, faults
 
 
@@ -294,7 +342,9 @@ def _first_form(train: Split, seed: int, name: str) -> Form:
             given = read(train, place, seed, 0)
             return first_form(given, collate, int(getattr(train.samples, "pad_id", 0)))
         except Exception as error:
-            problems.append(Problem(f"sample {place} cannot be read: {_told(train, place, error)}", name))
+            problems.append(
+                Problem(f"sample {place} cannot be read: {_told(train, place, error)}", name)
+            )
     raise DataError(problems)
 
 
@@ -337,7 +387,9 @@ def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> D
         write_json(path, data.fingerprint)
     except OSError as error:
         fix = "make the run folder writable, or free some space"
-        raise DataError(Problem(f"cannot be written: {error.strerror}", str(path), fix=fix)) from error
+        raise DataError(
+            Problem(f"cannot be written: {error.strerror}", str(path), fix=fix)
+        ) from error
     return data
 
 
@@ -348,10 +400,14 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
         hashes: Mapping[str, str] = before["looked_at"]
         sizes = {key: (before[key], record[key]) for key in ("train_samples", "val_samples")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "restore the file from another copy of this run, or start a new run with another --name"
+        fix = (
+            "restore the file from another copy of this run, or start a new run with another --name"
+        )
         raise DataError(Problem(f"cannot be read: {error}", str(path), fix=fix)) from error
     why = [f"{key} were {was}, and are {now}" for key, (was, now) in sizes.items() if was != now]
-    changed = [label for label, sha256 in record["looked_at"].items() if hashes.get(label) != sha256]
+    changed = [
+        label for label, sha256 in record["looked_at"].items() if hashes.get(label) != sha256
+    ]
     if changed and not why:
         why = [f"of {len(hashes)} samples looked at, {some(changed, 3)} changed"]
     if why:
@@ -359,4 +415,6 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
             "give the data set that the run began with, or start a new run: "
             "--name NEW --resume runs/<run>/checkpoints/step-<N>"
         )
-        raise DataError(Problem("these are not the data that the run began with", name, "; ".join(why), fix))
+        raise DataError(
+            Problem("these are not the data that the run began with", name, "; ".join(why), fix)
+        )

@@ -29,7 +29,18 @@ _MOST_GUESSES = 3
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 # What lies beside data without being any.
-_COMPANIONS = (".idx", ".md", ".json", ".yaml", ".yml", ".pkl", ".py", ".rst", ".sha256", ".txt.license")
+_COMPANIONS = (
+    ".idx",
+    ".md",
+    ".json",
+    ".yaml",
+    ".yml",
+    ".pkl",
+    ".py",
+    ".rst",
+    ".sha256",
+    ".txt.license",
+)
 _COMPANION_NAMES = ("LICENSE", "README", "COPYING")
 _PROSE = (".py", ".md", ".rst")
 _FEW_PROSE = 10  # with more prose than this, and than other files, a folder is a source tree: its prose is the data

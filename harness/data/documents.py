@@ -106,7 +106,9 @@ class PlainText:
             size = 0
             try:
                 if file.is_symlink() or not file.is_file():
-                    left_out.append((file.name, "a link" if file.is_symlink() else "not a regular file"))
+                    left_out.append(
+                        (file.name, "a link" if file.is_symlink() else "not a regular file")
+                    )
                     continue
                 size = file.stat().st_size
                 with file.open("rb") as stream:
@@ -117,11 +119,15 @@ class PlainText:
                     problems.append(Problem(fault, where, fix="data.bad=skip passes over it"))
                     continue
             if fault:
-                left_out.append((file.relative_to(path).as_posix() if path.is_dir() else file.name, fault))
+                left_out.append(
+                    (file.relative_to(path).as_posix() if path.is_dir() else file.name, fault)
+                )
                 if bad == "fail" or not path.is_dir():
                     problems.append(Problem(f"no text: {fault}", where, fix=FIX_FILE))
                 continue
-            parts += [Part(str(file), begin, end, end - begin, split) for begin, end in ranges(size)]
+            parts += [
+                Part(str(file), begin, end, end - begin, split) for begin, end in ranges(size)
+            ]
         return listed(parts, left_out, problems, path, FIX_FILE)
 
     def _files(self, path: Path) -> Files:
@@ -169,7 +175,11 @@ def files_below(path: Path, suffixes: Sequence[str]) -> Files:
     """Files of these endings with their splits, which their names say; of one file, its validation beside it."""
     if not path.is_dir():
         return with_validation(path), []
-    files = [file for file in walk(path) if file.name.lower().endswith(tuple(suffixes)) and file.is_file()]
+    files = [
+        file
+        for file in walk(path)
+        if file.name.lower().endswith(tuple(suffixes)) and file.is_file()
+    ]
     names, left_out = without_tests([file.relative_to(path).as_posix() for file in files])
     validation = {name for name in names if is_validation(name)}
     if not validation or len(validation) == len(names):
@@ -182,11 +192,15 @@ def ranges(size: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + RANGE, size)) for begin in range(0, size, RANGE)]
 
 
-def listed(parts: Sequence[Part], left_out: LeftOut, problems: Sequence[Problem], path: Path, fix: str = "") -> Listed:
+def listed(
+    parts: Sequence[Part], left_out: LeftOut, problems: Sequence[Problem], path: Path, fix: str = ""
+) -> Listed:
     """What a source has to read. Raises DataError if there are problems; or if nothing is left, with `fix`."""
     if problems:
         raise DataError(first_of(problems, str(path)))
     if not parts:
-        why = "; ".join(f"{name} ({reason})" for name, reason in left_out[:NAMED]) or "it has no rows"
+        why = (
+            "; ".join(f"{name} ({reason})" for name, reason in left_out[:NAMED]) or "it has no rows"
+        )
         raise DataError(Problem("has nothing to train on", f"data.path: {path}", why, fix))
     return Listed(tuple(parts), tuple(left_out))

@@ -60,7 +60,10 @@ class Fetched:
 
 
 def fetch(
-    given: str, wanted: HubConfig, cache: str | None, check: Callable[[int, str], None] = lambda size, kind: None
+    given: str,
+    wanted: HubConfig,
+    cache: str | None,
+    check: Callable[[int, str], None] = lambda size, kind: None,
 ) -> Fetched:
     """The files of `given`, hf:NAME.
 
@@ -78,15 +81,25 @@ def fetch(
         at["cache_dir"] = str(Path(cache).expanduser())
 
     # The description gives the commit; that one is asked from here on.
-    described = _ask(given, hub.snapshot_download, revision=wanted.revision, allow_patterns=list(_DESCRIPTION), **at)
+    described = _ask(
+        given,
+        hub.snapshot_download,
+        revision=wanted.revision,
+        allow_patterns=list(_DESCRIPTION),
+        **at,
+    )
     folder = Path(described)
     at["revision"] = folder.name
     name = f"{given}@{folder.name}"
     unlisted = False
     try:
         sizes: dict[str, int] = {file.path: file.size for file in hub.get_cached_repo_tree(**at)}
-    except hub.errors.CachedRepoTreeNotFoundError:  # offline, in a cache of an older version of the library
-        sizes = {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*") if path.is_file()}
+    except (
+        hub.errors.CachedRepoTreeNotFoundError
+    ):  # offline, in a cache of an older version of the library
+        sizes = {
+            path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*") if path.is_file()
+        }
         unlisted = True
 
     kind, options, splits = _describe(name, folder, list(sizes), wanted.configuration)
@@ -95,7 +108,12 @@ def fetch(
     if missing:
         check(sum(sizes[path.as_posix()] for path, _ in files), kind)
         _check_room(name, sum(sizes[path] for path in missing), folder)
-        _ask(given, hub.snapshot_download, allow_patterns=[glob.escape(path) for path in missing], **at)
+        _ask(
+            given,
+            hub.snapshot_download,
+            allow_patterns=[glob.escape(path) for path in missing],
+            **at,
+        )
     if unlisted:
         left_out.append(_UNLISTED)
     paths: list[tuple[str, Split]] = [(str(folder / path), split) for path, split in files]
@@ -130,14 +148,18 @@ def _describe(
         for path in listed:
             file = outline / path
             if not file.resolve().is_relative_to(outline):
-                raise DataError(Problem("names a file outside of it", where, path, "take another data set"))
+                raise DataError(
+                    Problem("names a file outside of it", where, path, "take another data set")
+                )
             file.parent.mkdir(parents=True, exist_ok=True)
             if path in _DESCRIPTION:
                 shutil.copyfile(folder / path, file)
             else:
                 file.touch()
         try:
-            builder = library.load_dataset_builder(str(outline), configuration, cache_dir=f"{scratch}/cache")
+            builder = library.load_dataset_builder(
+                str(outline), configuration, cache_dir=f"{scratch}/cache"
+            )
         except Exception as error:
             why = str(error).replace(scratch, "")[:_LETTERS]
             fix = "data.configuration=NAME picks one; what has files of no format that is read: docs/guide/datasets.md"
@@ -148,15 +170,25 @@ def _describe(
             inside = [Path(path) for path in paths]
             if outside := [str(path) for path in inside if not path.is_relative_to(outline)]:
                 fix = "take another data set, or fetch these yourself"
-                raise DataError(Problem("names files outside of it", where, some(outside, NAMED), fix))
+                raise DataError(
+                    Problem("names files outside of it", where, some(outside, NAMED), fix)
+                )
             if inside:
                 splits[str(split)] = [path.relative_to(outline) for path in inside]
 
-    kinds: dict[str, Documents] = {source.reader.partition(".")[0]: kind for kind, source in ROWS.items()}
+    kinds: dict[str, Documents] = {
+        source.reader.partition(".")[0]: kind for kind, source in ROWS.items()
+    }
     kind = kinds.get(builder.name)
     if kind is None or not splits:
         what = f"has no rows of text: the library reads it as {builder.name}"
-        raise DataError(Problem(what, where, fix="data.target, with a function that loads it: docs/guide/datasets.md"))
+        raise DataError(
+            Problem(
+                what,
+                where,
+                fix="data.target, with a function that loads it: docs/guide/datasets.md",
+            )
+        )
     return kind, _options(builder.config), splits
 
 
@@ -177,4 +209,6 @@ def _check_room(name: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(disk).free
     if needed > free:
         why = f"{needed / 1e9:,.1f} GB are still to be fetched, and the disk of {disk} has {free / 1e9:,.1f} GB left"
-        raise DataError(Problem("has no room", f"data.path: {name}", why, "data.cache=FOLDER on a larger disk"))
+        raise DataError(
+            Problem("has no room", f"data.path: {name}", why, "data.cache=FOLDER on a larger disk")
+        )

@@ -111,7 +111,10 @@ class Mixture:
     def facts(self) -> dict[str, Any]:
         """What this run trains on, JSON-able; sizes in tokens."""
         parts = [part.facts() for part in self._parts]
-        facts: dict[str, Any] = {"source": " and ".join(each["source"] for each in parts), "kind": "mixture"}
+        facts: dict[str, Any] = {
+            "source": " and ".join(each["source"] for each in parts),
+            "kind": "mixture",
+        }
         for key in ("files", "train_tokens", "val_tokens", "train_samples"):
             facts[key] = sum(each[key] for each in parts)
         facts["val_samples"] = sum(self._val)
@@ -129,7 +132,9 @@ class Mixture:
         offsets = self._offsets if split == "train" else self._val_offsets
         sources = np.searchsorted(offsets, samples, side="right") - 1
         shape = (len(samples), self.tokens_per_sample + 1)
-        read = Rows(np.zeros(shape, np.int64), np.zeros(shape, np.bool_) if self.masked else None, {})
+        read = Rows(
+            np.zeros(shape, np.int64), np.zeros(shape, np.bool_) if self.masked else None, {}
+        )
         for number in np.unique(sources):
             here = np.flatnonzero(sources == number)
             part = self._parts[number].read(split, samples[here] - offsets[number])
@@ -152,13 +157,17 @@ def _check_tokenizers(parts: Sequence[TokenBatches]) -> None:
     least = min(known, key=lambda part: part.ids)
     for part in parts:
         if part.tokenizer is None and part.ids > least.ids:
-            why = f"{part.name} has ids up to {part.ids - 1}, and {least.name} are of {least.ids} ids"
+            why = (
+                f"{part.name} has ids up to {part.ids - 1}, and {least.name} are of {least.ids} ids"
+            )
             fix = "give text that is mixed with token ids the tokenizer that made these, in data.tokenizer"
             raise DataError(Problem(what, where, why, fix))
 
 
 @lru_cache(maxsize=4)
-def _cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _cycle(
+    counts: tuple[int, ...], seed: int, cycle: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """For each position of a cycle, int64 [CYCLE]: (its source, positions of that source before it)."""
     places = keyed_places(seed, cycle, CYCLE)
     sources = np.searchsorted(np.cumsum(counts), places, side="right")
@@ -171,7 +180,10 @@ def _cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[npt.NDArray[
 
 def _overlapping(paths: Sequence[str]) -> list[Problem]:
     """Sources that lie within another. Each is split by itself, so one's validation would be the other's training."""
-    what, fix = "lies within another source of the mixture", "leave it out, or move it out of that folder"
+    what, fix = (
+        "lies within another source of the mixture",
+        "leave it out, or move it out of that folder",
+    )
     resolved = {path: Path(path).expanduser().resolve() for path in paths}
     problems: list[Problem] = []
     for path, inner in resolved.items():
@@ -209,7 +221,11 @@ def prepare_mixture(
         hashes = [each.sha256 for each in data]
         sources = [part.model_dump() for part in config.mixture]
         info = {"format": _FORMAT, "mixture": sources, "sha256": _identity(hashes, counts)}
-        kept = [number for number in range(len(data)) if (folder / str(number) / "tokenizer.json").is_file()]
+        kept = [
+            number
+            for number in range(len(data))
+            if (folder / str(number) / "tokenizer.json").is_file()
+        ]
         if kept:
             first = data[kept[0]].info
             info |= {"tokenizer": first["tokenizer"], "separator": first["separator"]}

@@ -22,7 +22,9 @@ _BLOCK = 1024
 _MASK64 = (1 << 64) - 1
 
 
-def sample_numbers(seed: int, index: int, global_batch: int, n_samples: int) -> npt.NDArray[np.int64]:
+def sample_numbers(
+    seed: int, index: int, global_batch: int, n_samples: int
+) -> npt.NDArray[np.int64]:
     """The samples of window `index`: int64 [global_batch], each in [0, n_samples).
 
     Position p = index * global_batch + j of the endless order is sample permutation(seed, p // n_samples) at
@@ -43,7 +45,9 @@ def ordered_samples(seed: int, begin: int, end: int, n_samples: int) -> npt.NDAr
 def keyed_places(seed: int, cycle: int, count: int) -> npt.NDArray[np.int64]:
     """A permutation of [0, count), int64, keyed by seed and cycle."""
     cycles = np.full(count, cycle, dtype=np.uint64)
-    return _permute(np.arange(count, dtype=np.uint64), count, _round_keys(seed & _MASK64, cycles)).astype(np.int64)
+    return _permute(
+        np.arange(count, dtype=np.uint64), count, _round_keys(seed & _MASK64, cycles)
+    ).astype(np.int64)
 
 
 @lru_cache(maxsize=64)  # a window may lie across two, of each source of a mixture

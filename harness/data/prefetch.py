@@ -82,7 +82,11 @@ class Prefetched:
 
     def __init__(self, source: Source, watch: Watch) -> None:
         self.source, self._watch = source, watch
-        self.name, self.tokens_per_sample, self.masked = source.name, source.tokens_per_sample, source.masked
+        self.name, self.tokens_per_sample, self.masked = (
+            source.name,
+            source.tokens_per_sample,
+            source.masked,
+        )
         self.ids, self.vocab, self.unit = source.ids, source.vocab, source.unit
         self.n_samples, self.available = source.n_samples, source.available
         self.waited = 0.0
@@ -131,7 +135,9 @@ class Prefetched:
     def _start(self, job: _Job) -> _Job:
         """Give a job to the thread. A process that was forked has none, and starts its own."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._read, args=(self._jobs,), daemon=True, name="data")
+            self._thread = threading.Thread(
+                target=self._read, args=(self._jobs,), daemon=True, name="data"
+            )
             self._thread.start()
         self._jobs.put(job)
         return job
@@ -142,7 +148,9 @@ class Prefetched:
         while not job.done.wait(patience):
             reading = self._watch.longest() or "nothing: the source itself is busy"
             waited = time.monotonic() - begin
-            self.tell(f"window {job.key[0]} has been waited for {waited:.0f} s; being read: {reading}")
+            self.tell(
+                f"window {job.key[0]} has been waited for {waited:.0f} s; being read: {reading}"
+            )
             patience *= 2
 
     def _read(self, jobs: queue.SimpleQueue[_Job]) -> None:

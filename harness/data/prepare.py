@@ -110,7 +110,9 @@ def prepare_dataset(
     """
     plan = _plan(wanted)
     if most is not None and sum(_size(task) for task in plan["tasks"]) > most:
-        raise too_large(wanted.hub.name if wanted.hub else wanted.source, wanted.kind, most, wanted.tokenizer)
+        raise too_large(
+            wanted.hub.name if wanted.hub else wanted.source, wanted.kind, most, wanted.tokenizer
+        )
     if anew and out.exists() and read_mapping(out / _PLAN, MAX_LARGE) != plan:
         shutil.rmtree(out)
     with _alone(out):
@@ -138,7 +140,9 @@ def _alone(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_NB | fcntl.LOCK_EX)
         except BlockingIOError as error:
-            raise DataError(Problem("is being made by another process", f"--out {out}", fix="wait for it")) from error
+            raise DataError(
+                Problem("is being made by another process", f"--out {out}", fix="wait for it")
+            ) from error
         except OSError:
             pass  # a file system without locks
         yield
@@ -172,7 +176,9 @@ def _plan(wanted: Preparation) -> dict[str, Any]:
     plan = {
         "format": FORMAT,
         **asdict(replace(wanted, source=str(path))),
-        "tokenizer": str(tokenizer_file(Path(wanted.tokenizer)).resolve()) if wanted.tokenizer else None,
+        "tokenizer": str(tokenizer_file(Path(wanted.tokenizer)).resolve())
+        if wanted.tokenizer
+        else None,
         "vocabulary": asdict(encoder.vocabulary),
         "files": [(each, *astuple(Stamp.of(Path(each)))) for each in paths],
         "left_out": listed.left_out,
@@ -215,7 +221,9 @@ def _something_else(out: Path, there: Mapping[str, Any], plan: Mapping[str, Any]
         why = f"of an earlier preparation, with another {', '.join(changed)}"
         if "files" in changed and (files := _changed_files(there, plan)):
             why = f"of an earlier preparation, since when these have changed: {some(files, _CHANGED_NAMED)}"
-    return Problem("holds something else", f"--out {out}", why, "give an empty folder, or delete this one")
+    return Problem(
+        "holds something else", f"--out {out}", why, "give an empty folder, or delete this one"
+    )
 
 
 def _changed_files(there: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
@@ -225,7 +233,9 @@ def _changed_files(there: Mapping[str, Any], plan: Mapping[str, Any]) -> list[st
     return sorted({Path(str(path)).name for path, *_ in before ^ now})
 
 
-def _run_tasks(out: Path, plan: Mapping[str, Any], processes: int, tell: Callable[[Progress], None]) -> None:
+def _run_tasks(
+    out: Path, plan: Mapping[str, Any], processes: int, tell: Callable[[Progress], None]
+) -> None:
     """Make the shards of all tasks that are not done."""
     tasks = plan["tasks"]
     todo = [number for number in range(len(tasks)) if not _is_done(out, number)]
@@ -252,7 +262,9 @@ def _run_tasks(out: Path, plan: Mapping[str, Any], processes: int, tell: Callabl
                 tell(progress)
     except BrokenProcessPool as error:
         why = "perhaps the memory did not suffice: --processes takes fewer"
-        raise MachineError(Problem("a worker died", str(out), why, "the same command goes on")) from error
+        raise MachineError(
+            Problem("a worker died", str(out), why, "the same command goes on")
+        ) from error
 
 
 def _marker(out: Path, task: int) -> Path:
@@ -267,7 +279,9 @@ def _is_done(out: Path, task: int) -> bool:
     """Whether a task's marker and shards are there, whole. Its shards were written before the marker was."""
     try:
         made = read_json(_marker(out, task), MAX_LARGE)
-        return all((out / shard["name"]).stat().st_size == shard["bytes"] for shard in made["shards"])
+        return all(
+            (out / shard["name"]).stat().st_size == shard["bytes"] for shard in made["shards"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -295,7 +309,9 @@ class _Task:
         dtype = smallest_dtype(vocabulary.ids)
         names = {split: self.out / f"{split}-{self.number:05d}.bin" for split in ("train", "val")}
         shards = {split: ShardWriter(path, dtype, split) for split, path in names.items()}
-        end = np.array([] if vocabulary.separator is None else [vocabulary.separator], dtype=np.int64)
+        end = np.array(
+            [] if vocabulary.separator is None else [vocabulary.separator], dtype=np.int64
+        )
         counts = np.zeros(0, dtype=np.int64)
         text_bytes = 0
         last = ""
@@ -352,7 +368,9 @@ class _Task:
                     if len(self.problems) >= _NAMED:
                         break
                     continue
-                pieces.append((piece, part.split or _split(self.number, number, self.plan["val_fraction"])))
+                pieces.append(
+                    (piece, part.split or _split(self.number, number, self.plan["val_fraction"]))
+                )
                 number += 1
                 size += len(piece.text if isinstance(piece.text, bytes) else piece.text.encode())
                 if size >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
@@ -393,7 +411,9 @@ def _split(task: int, number: int, share: float) -> str:
     if not every:
         return "train"
     stratum, place = divmod(number, every)
-    chosen = int.from_bytes(hashlib.sha256(f"{task}/{stratum}".encode()).digest()[:8], "little") % (every - 1)
+    chosen = int.from_bytes(hashlib.sha256(f"{task}/{stratum}".encode()).digest()[:8], "little") % (
+        every - 1
+    )
     return "val" if place == 1 + chosen else "train"
 
 
@@ -408,12 +428,17 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         skipped.update(each["skipped"])
         counts = add_counts(counts, np.load(_counts(out, task)))
     if not any(shard["split"] == "train" for shard in shards):
-        why = "; ".join(f"{count} x {reason}" for reason, count in skipped.items()) or "it has no rows"
+        why = (
+            "; ".join(f"{count} x {reason}" for reason, count in skipped.items())
+            or "it has no rows"
+        )
         raise DataError(Problem("has nothing to train on", f"data.path: {plan['source']}", why))
 
     origin = _record(out, plan)
     left_out = [{"name": name, "reason": reason} for name, reason in plan["left_out"]]
-    left_out += [{"name": f"{count} rows", "reason": reason} for reason, count in sorted(skipped.items())]
+    left_out += [
+        {"name": f"{count} rows", "reason": reason} for reason, count in sorted(skipped.items())
+    ]
     for shard in shards:
         stamp = Stamp.of(out / shard["name"])
         shard |= {"mtime_ns": stamp.mtime_ns, "inode": stamp.inode}
@@ -451,5 +476,10 @@ def _record(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     made = record_of_files(Path(plan["source"]), suffixes, listed, files, tokenizer)
     if changed := [path for path, stamp in files.items() if Stamp.of(path) != stamp]:
         fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
-        raise DataError([Problem("changed while it was prepared", f"data.path: {path}", fix=fix) for path in changed])
+        raise DataError(
+            [
+                Problem("changed while it was prepared", f"data.path: {path}", fix=fix)
+                for path in changed
+            ]
+        )
     return made

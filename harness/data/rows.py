@@ -107,7 +107,9 @@ class Rows:
                 problems += error.problems
                 continue
             if first is not None and first.fault and not is_skipped(first.fault, bad):
-                problems.append(Problem(first.fault, f"data.path: {first.where}", first.hint, _FIX_ROW))
+                problems.append(
+                    Problem(first.fault, f"data.path: {first.where}", first.hint, _FIX_ROW)
+                )
             parts += [Part(str(file), begin, end, count, split) for begin, end, count in divided]
         return listed(parts, left_out, problems, path)
 
@@ -148,7 +150,9 @@ class Rows:
             raise DataError(Problem(what, f"data.path: {path}", why, _FIX_MEMORY)) from error
         except Exception as error:  # several libraries read the file, and it may hold anything
             where = f"data.path: {path}" + (f", row {row} or later" if row else "")
-            raise DataError(Problem(what, where, f"{error or type(error).__name__}"[:_LETTERS], self.fix)) from error
+            raise DataError(
+                Problem(what, where, f"{error or type(error).__name__}"[:_LETTERS], self.fix)
+            ) from error
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         """Tables of a file: the texts of some rows, an Arrow array of large_string, and the names of all columns."""
@@ -170,7 +174,16 @@ class JsonLines(Rows):
     """A JSON object a line, its text under a key; or, in a file called .json, one array of such objects."""
 
     kind = "JSONL"
-    suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", ".json.gz", ".json.zst")
+    suffixes = (
+        ".jsonl",
+        ".jsonl.gz",
+        ".jsonl.zst",
+        ".ndjson",
+        ".ndjson.gz",
+        ".ndjson.zst",
+        ".json.gz",
+        ".json.zst",
+    )
     reader = "json.json.Json"
     fix = _FIX_JSON
 
@@ -185,7 +198,9 @@ class JsonLines(Rows):
         """The rows whose lines begin in each range of bytes. What is packed, or called .json, is one part."""
         if size > MAX_LARGE and _is_array(file):
             why = f"the library reads an array whole, and this one has over {MAX_LARGE >> 20} MiB"
-            raise DataError(Problem("is too large", f"data.path: {file}", why, "jq -c '.[]' FILE > NEW.jsonl"))
+            raise DataError(
+                Problem("is too large", f"data.path: {file}", why, "jq -c '.[]' FILE > NEW.jsonl")
+            )
         found = ranges(size)
         if file.name.lower().endswith((JSON, *_PACKED)) or len(found) == 1:
             return super()._divide(file, size)
@@ -220,14 +235,21 @@ class Csv(Rows):
     def _options(self, path: str, key: str) -> dict[str, Any]:
         separator = "\t" if ".tsv" in Path(path).suffixes[-2:] else ","
         # A text of digits, or one that says NA, is a text.
-        return {"features": _features(key), "sep": separator, "keep_default_na": False, "chunksize": _TABLE_ROWS}
+        return {
+            "features": _features(key),
+            "sep": separator,
+            "keep_default_na": False,
+            "chunksize": _TABLE_ROWS,
+        }
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         for texts, names in super()._tables(path, key):
             if _PANDAS_INDEX in names:
                 why = "the library would take the first field for an index, and the second for the first"
                 fix = "put texts with commas into quotes, or name every column in the first line"
-                raise DataError(Problem("has more fields in a row than names", f"data.path: {path}", why, fix))
+                raise DataError(
+                    Problem("has more fields in a row than names", f"data.path: {path}", why, fix)
+                )
             yield texts, names
 
 
@@ -266,11 +288,15 @@ class Arrow(Rows):
         if path.is_file():
             return [(path, "")], []
         try:
-            saved = importlib.import_module("datasets").load_from_disk(str(path), keep_in_memory=False)
+            saved = importlib.import_module("datasets").load_from_disk(
+                str(path), keep_in_memory=False
+            )
         except Exception as error:
             why = str(error)[:_LETTERS]
             fix = "write it again with save_to_disk; of a cache of the library name one file: data.path=FILE.arrow"
-            raise DataError(Problem("is no whole data set", f"data.path: {path}", why, fix)) from error
+            raise DataError(
+                Problem("is no whole data set", f"data.path: {path}", why, fix)
+            ) from error
         splits = saved if isinstance(saved, dict) else {"train": saved}
         files: dict[str, list[Path]] = {}
         for name, each in splits.items():
@@ -293,7 +319,9 @@ class WebDataset(Rows):
                 yield _texts(table, key, path).column(0), names
 
 
-def choose_splits(files: Mapping[str, list[Path]], wanted: str | None, where: str, way: str) -> Files:
+def choose_splits(
+    files: Mapping[str, list[Path]], wanted: str | None, where: str, way: str
+) -> Files:
     """The files of the split to train on, and of the one to validate on if there is one; the others are left out.
 
     wanted: the split to train on; None: train, or the only one. way: how to name one, for an error. Raises DataError.
@@ -314,7 +342,11 @@ def choose_splits(files: Mapping[str, list[Path]], wanted: str | None, where: st
     found: list[tuple[Path, Split]] = []
     for name, split in chosen.items():
         found.extend((file, split) for file in files[name])
-    left_out = [(name, "a split that is neither train nor validation") for name in files if name not in chosen]
+    left_out = [
+        (name, "a split that is neither train nor validation")
+        for name in files
+        if name not in chosen
+    ]
     return found, left_out
 
 
@@ -322,7 +354,9 @@ def choose_splits(files: Mapping[str, list[Path]], wanted: str | None, where: st
 def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
     """The library's reader of one file. It runs nothing that lies in a data set."""
     module, _, name = reader.rpartition(".")
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what it logs, it also raises
+    logging.getLogger("datasets.packaged_modules").setLevel(
+        logging.CRITICAL
+    )  # what it logs, it also raises
     lists = importlib.import_module("datasets.data_files")
     opened = getattr(importlib.import_module(f"datasets.packaged_modules.{module}"), name)
     _zstd_by_arrow()
@@ -350,7 +384,9 @@ def _zstd_by_arrow() -> None:
     def opened(stream: Any, mode: str = "rb", **_: Any) -> io.BufferedReader:
         return io.BufferedReader(arrow.CompressedInputStream(stream, "zstd"), 1 << 20)
 
-    importlib.import_module("fsspec.compression").register_compression("zstd", opened, "zst", force=True)
+    importlib.import_module("fsspec.compression").register_compression(
+        "zstd", opened, "zst", force=True
+    )
 
 
 def _features(name: str) -> Any:
@@ -381,7 +417,11 @@ def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = (
     steps = [key] if key in table.column_names else key.split(".")
     if any(steps[: len(field)] == [*field] for field in encoded):
         fix = f"write it again with text in every row: jq -c 'select(.{key} | type == \"string\")' FILE > NEW"
-        raise DataError(Problem(f'"{key}" is text in some rows, and not in others', f"data.path: {path}", fix=fix))
+        raise DataError(
+            Problem(
+                f'"{key}" is text in some rows, and not in others', f"data.path: {path}", fix=fix
+            )
+        )
 
     # Rows without the column or the field have null.
     missing = arrow.nulls(len(table))
@@ -397,7 +437,9 @@ def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = (
     if not any(getattr(arrow.types, each)(kind) for each in is_text):
         is_ids = arrow.types.is_list(kind) and arrow.types.is_integer(kind.value_type)
         fix = _FIX_IDS if is_ids else _FIX_KEY
-        raise DataError(Problem(f'"{key}" has {column.type}, not text', f"data.path: {path}", fix=fix))
+        raise DataError(
+            Problem(f'"{key}" has {column.type}, not text', f"data.path: {path}", fix=fix)
+        )
     return arrow.table({key: column.cast(arrow.large_string())})
 
 

@@ -95,9 +95,13 @@ class Stacked:
             if form is None:
                 continue
             if value.dtype != form.dtype:
-                wrong.append(f"{name} is of {value.dtype}, that of the first sample of {form.dtype}")
+                wrong.append(
+                    f"{name} is of {value.dtype}, that of the first sample of {form.dtype}"
+                )
             elif form.length is None and tuple(value.shape) != form.shape:
-                wrong.append(f"{name} has shape {list(value.shape)}, that of the first sample {list(form.shape)}")
+                wrong.append(
+                    f"{name} has shape {list(value.shape)}, that of the first sample {list(form.shape)}"
+                )
             elif form.length is not None and value.ndim != 1:
                 wrong.append(f"{name} has shape {list(value.shape)}, not one dimension")
             elif form.length is not None:
@@ -112,7 +116,9 @@ class Stacked:
 
     def stand_in(self) -> Batch:
         """A sample of zeros."""
-        return {name: torch.zeros(field.shape, dtype=field.dtype) for name, field in self.fields.items()}
+        return {
+            name: torch.zeros(field.shape, dtype=field.dtype) for name, field in self.fields.items()
+        }
 
     def batch(self, samples: Sequence[Batch]) -> Batch:
         """Samples as a batch. Texts of different lengths are padded on the right: labels with IGNORED, masks with 0,
@@ -146,7 +152,9 @@ class Collated:
         """Raises whatever `collate` raises for the sample alone; OddSampleError if it makes no batch of it."""
         self._first, self._collate = first, collate
         batch = self.batch([first])
-        self.fields = {name: Field(value.dtype, tuple(value.shape[1:])) for name, value in batch.items()}
+        self.fields = {
+            name: Field(value.dtype, tuple(value.shape[1:])) for name, value in batch.items()
+        }
 
     def taken(self, given: object) -> object:
         """The sample as it is."""
@@ -159,16 +167,26 @@ class Collated:
     def batch(self, samples: Sequence[Any]) -> Batch:
         """What `collate` makes of them. Raises OddSampleError if that is no batch, and whatever `collate` does."""
         batch = as_sample(self._collate(list(samples)))
-        odd = [f"{name} {list(value.shape)}" for name, value in batch.items() if value.shape[:1] != (len(samples),)]
+        odd = [
+            f"{name} {list(value.shape)}"
+            for name, value in batch.items()
+            if value.shape[:1] != (len(samples),)
+        ]
         if odd:
-            told = f"{', '.join(odd)} of {len(samples)} samples: the first dimension must count them"
+            told = (
+                f"{', '.join(odd)} of {len(samples)} samples: the first dimension must count them"
+            )
             raise OddSampleError(f"collate made {told}")
         return batch
 
 
 def _group(value: Tensor, lengths: dict[int, int]) -> int | None:
     """The number of a text's group; `lengths` has the groups so far, by length. None if the value is no text."""
-    text = value.ndim == 1 and not value.is_floating_point() and value.dtype not in (torch.uint8, torch.bool)
+    text = (
+        value.ndim == 1
+        and not value.is_floating_point()
+        and value.dtype not in (torch.uint8, torch.bool)
+    )
     return lengths.setdefault(len(value), len(lengths)) if text else None
 
 

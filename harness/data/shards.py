@@ -83,7 +83,9 @@ class Shards:
     left_out: tuple[tuple[str, str], ...] = ()
 
 
-def read_shards(train: Sequence[Path], val: Sequence[Path], dtype: str, left_out: LeftOut) -> Shards:
+def read_shards(
+    train: Sequence[Path], val: Sequence[Path], dtype: str, left_out: LeftOut
+) -> Shards:
     """`read_shard` of training and validation files. Raises DataError with the problems of all of them."""
     problems: list[Problem] = []
 
@@ -126,13 +128,17 @@ def read_shard(path: Path, dtype: str) -> Shard:
 def _headerless(path: Path, size: int, head: bytes, dtype: str) -> Shard:
     if what := _other_content(head, dtype):
         fix = "give what it is by its own name, or the file of ids that was meant"
-        raise DataError(_problem(path, f"is {what}, not token ids", f"it begins with {head[:8]!r}", fix))
+        raise DataError(
+            _problem(path, f"is {what}, not token ids", f"it begins with {head[:8]!r}", fix)
+        )
     width = np.dtype(dtype).itemsize
     if size == 0:
         raise DataError(_problem(path, "is empty", fix="write it again"))
     if size % width:
         why = f"{size} bytes are no whole number of {dtype} ids: it was cut short, or has another dtype"
-        raise DataError(_problem(path, "ends within a token id", why, "write it again, or set data.dtype"))
+        raise DataError(
+            _problem(path, "ends within a token id", why, "write it again, or set data.dtype")
+        )
     if other := other_width(path, size, dtype):
         what = f"does not look like {other.looks_like or dtype}"
         raise DataError(_problem(path, what, other.why, other.fix))
@@ -178,16 +184,27 @@ def _with_index(path: Path, size: int, index: Path) -> Shard:
         why = f"it points up to byte {total}, and {path.name} has {size}"
     elif total < size:
         why = f"it describes {total} bytes, and {path.name} has {size}"
-    elif not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
+    elif (
+        not len(documents)
+        or documents[0] != 0
+        or documents[-1] != len(lengths)
+        or (np.diff(documents) < 0).any()
+    ):
         why = "its documents do not divide its sequences"
     if why:
-        raise DataError(_problem(index, "does not fit its .bin", why, "copy both files again, or write them again"))
+        raise DataError(
+            _problem(
+                index, "does not fit its .bin", why, "copy both files again, or write them again"
+            )
+        )
     if total == 0:
         raise DataError(_problem(path, "is empty", fix="write it again"))
     return Shard(path, dtype, 0, total // width, index)
 
 
-def _read_index(index: Path) -> tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _read_index(
+    index: Path,
+) -> tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(dtype, lengths, places in bytes, each document's first sequence). Raises OSError; DataError by name."""
     size = Stamp.of(index).size
     begin = len(_INDEX_MAGIC) + _INDEX_HEAD.size
@@ -195,11 +212,15 @@ def _read_index(index: Path) -> tuple[str, npt.NDArray[np.int32], npt.NDArray[np
         head = stream.read(begin)
         if len(head) < begin or not head.startswith(_INDEX_MAGIC):
             fix = "take the .idx away if it belongs to something else: the .bin is then read as headerless"
-            raise DataError(_problem(index, "is no index of Megatron's", "its first bytes are others", fix))
+            raise DataError(
+                _problem(index, "is no index of Megatron's", "its first bytes are others", fix)
+            )
         version, code, sequences, documents = _INDEX_HEAD.unpack(head[len(_INDEX_MAGIC) :])
         if version != 1 or code not in _INDEX_DTYPES:
             what = f"is of version {version} with dtype {code}"
-            raise DataError(_problem(index, what, "version 1 with a dtype of whole numbers is read"))
+            raise DataError(
+                _problem(index, what, "version 1 with a dtype of whole numbers is read")
+            )
         need = begin + 12 * sequences + 8 * documents
         if size < need:
             why = f"{sequences} sequences and {documents - 1} documents take {need} bytes; it has {size}"
@@ -224,7 +245,9 @@ def write_index(path: Path, dtype: str, lengths: Sequence[int]) -> bytes:
     """
     codes = {name: code for code, name in _INDEX_DTYPES.items()}
     if dtype not in codes:
-        raise DataError(_problem(path, f"cannot have {dtype} ids", "Megatron's index has no code for it"))
+        raise DataError(
+            _problem(path, f"cannot have {dtype} ids", "Megatron's index has no code for it")
+        )
     sizes = np.asarray(lengths, dtype="<i4")
     places = (np.cumsum(sizes, dtype=np.int64) - sizes) * np.dtype(dtype).itemsize
     documents = np.arange(len(sizes) + 1, dtype="<i8")

@@ -28,7 +28,9 @@ from harness.data.text import Document, Text, repeated
 FORMAT = 1
 VOCAB = 256
 """Number of token ids: one for each value of a byte."""
-FIX = "restore the data folder from another copy of this run, or start a new run with another --name"
+FIX = (
+    "restore the data folder from another copy of this run, or start a new run with another --name"
+)
 """What helps when the copy is damaged."""
 
 _CHUNK = 1 << 22
@@ -85,13 +87,21 @@ class TokenFile:
 
 def size_of(documents: Sequence[Document]) -> int:
     """Bytes of the documents with the separators between them."""
-    return sum(len(document.content) for document in documents) + len(_SEPARATOR) * max(0, len(documents) - 1)
+    return sum(len(document.content) for document in documents) + len(_SEPARATOR) * max(
+        0, len(documents) - 1
+    )
 
 
-def write_snapshot(folder: Path, text: Text, train: Sequence[Document], val: Sequence[Document]) -> None:
+def write_snapshot(
+    folder: Path, text: Text, train: Sequence[Document], val: Sequence[Document]
+) -> None:
     """Copy the documents of both splits, and describe the copy. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    info: dict[str, Any] = {"format": FORMAT, "source": text.source, "separator": _SEPARATOR.decode()}
+    info: dict[str, Any] = {
+        "format": FORMAT,
+        "source": text.source,
+        "separator": _SEPARATOR.decode(),
+    }
     files: list[dict[str, Any]] = []
     overall = hashlib.sha256()
     counts = np.zeros(VOCAB, dtype=np.int64)
@@ -104,7 +114,9 @@ def write_snapshot(folder: Path, text: Text, train: Sequence[Document], val: Seq
                 overall.update(chunk)
                 counts += np.bincount(np.frombuffer(chunk, dtype=np.uint8), minlength=VOCAB)
         info[split] = {"bytes": size_of(documents), "sha256": own.hexdigest()}
-        files += [{"name": each.name, "split": split, "bytes": len(each.content)} for each in documents]
+        files += [
+            {"name": each.name, "split": split, "bytes": len(each.content)} for each in documents
+        ]
 
     info["files"] = files
     if copies := repeated(train, val):
@@ -150,7 +162,9 @@ def open_snapshot(folder: Path, info: Mapping[str, Any]) -> dict[str, TokenFile]
             if own.hexdigest() != info[split]["sha256"]:
                 problems.append(damaged(path, "its SHA-256 differs from the one in corpus.json"))
     if not problems and overall.hexdigest() != info["sha256"]:
-        problems.append(damaged(folder / "corpus.json", "its overall SHA-256 is not that of the two files"))
+        problems.append(
+            damaged(folder / "corpus.json", "its overall SHA-256 is not that of the two files")
+        )
     if problems:
         raise DataError(problems)
     return splits

@@ -48,7 +48,10 @@ def files_of(source: Path, suffixes: Sequence[str] | None) -> dict[str, Path]:
         if suffixes is not None:
             found = (each for each in found if each.name.lower().endswith(tuple(suffixes)))
         return {_name(each, source): each for each in found}
-    return {_name(file, source.parent): file for file, _ in with_validation(source, is_text=suffixes is None)}
+    return {
+        _name(file, source.parent): file
+        for file, _ in with_validation(source, is_text=suffixes is None)
+    }
 
 
 def stamps(files: Mapping[str, Path]) -> dict[str, Stamp]:
@@ -62,7 +65,9 @@ def stamps(files: Mapping[str, Path]) -> dict[str, Stamp]:
     return found
 
 
-def record_of_text(source: Path, before: Mapping[str, Stamp], documents: Iterable[Document]) -> dict[str, Any]:
+def record_of_text(
+    source: Path, before: Mapping[str, Stamp], documents: Iterable[Document]
+) -> dict[str, Any]:
     """The record of text that was copied. before: `stamps` from before the documents were read."""
     hashes = {document.name: hashlib.sha256(document.content).hexdigest() for document in documents}
     files = {name: _entry(stamp, hashes[name]) for name, stamp in before.items() if name in hashes}
@@ -105,7 +110,9 @@ def _record(
     }
 
 
-def save_record(folder: Path, record: Mapping[str, Any], made: str, out: Path | None = None) -> None:
+def save_record(
+    folder: Path, record: Mapping[str, Any], made: str, out: Path | None = None
+) -> None:
     """Write source.json in `folder` of a run's data. made: one of MADE_*. out: what was prepared. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RECORD, {**record, "made": made, "out": str(out) if out else ""})
@@ -141,7 +148,15 @@ class _Record:
             raise ValueError("an entry of a file has not four values")
         tokenizer = found["tokenizer"] and (str(found["tokenizer"][0]), str(found["tokenizer"][1]))
         source = Path(found["path"])
-        return cls(found["made"], found["out"], source, found["suffixes"], found["others"], files, tokenizer)
+        return cls(
+            found["made"],
+            found["out"],
+            source,
+            found["suffixes"],
+            found["others"],
+            files,
+            tokenizer,
+        )
 
 
 def source_changes(config: DataConfig, folder: Path) -> list[str]:
@@ -173,8 +188,12 @@ def _changes(folder: Path, given: str | None, tokenizer: str | None) -> str:
 
     found: list[str] = []
     if changed:
-        found.append(f"{source} has changed since {_SINCE[record.made].format(out=record.out)} ({changed})")
-    if record.tokenizer and (file := _changed_tokenizer(record.tokenizer, None if prepared else tokenizer)):
+        found.append(
+            f"{source} has changed since {_SINCE[record.made].format(out=record.out)} ({changed})"
+        )
+    if record.tokenizer and (
+        file := _changed_tokenizer(record.tokenizer, None if prepared else tokenizer)
+    ):
         found.append(f"the tokenizer {file} has changed since it made the token ids")
     if not found:
         return ""
@@ -201,7 +220,9 @@ def _changed_files(source: Path, record: _Record) -> str:
     for name, stamp in now.items():
         *written, hashed = record.files[name].split()
         touched = written != [str(each) for each in astuple(stamp)]
-        if touched and (written[0] != str(stamp.size) or not file_sha256(files[name]).startswith(hashed)):
+        if touched and (
+            written[0] != str(stamp.size) or not file_sha256(files[name]).startswith(hashed)
+        ):
             changed.append(name)
     gone = [name for name in record.files if name not in now]
     # A pipe or a socket is no data, and was none when the record was made.

@@ -21,7 +21,9 @@ LeftOut = list[tuple[str, str]]
 _TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
 _TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
-_BESIDE = re.compile(r"(^|/)(README|LICENSE|COPYING)[^/]*$|\.(md|rst|json|ya?ml|sha256)$", re.IGNORECASE)
+_BESIDE = re.compile(
+    r"(^|/)(README|LICENSE|COPYING)[^/]*$|\.(md|rst|json|ya?ml|sha256)$", re.IGNORECASE
+)
 _WHY_LEFT_OUT = {
     "test": "a test split: neither trained nor validated on",
     "beside": "beside files that are called train, val or test",

@@ -108,7 +108,11 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
             content = error.problems[0].what
         if isinstance(content, str):
             if bad == "fail" and content != _INSIDE:
-                problems.append(Problem(f"no text: {content}", _where(path), fix=f"{FIX_FILE}; or set data.bad=skip"))
+                problems.append(
+                    Problem(
+                        f"no text: {content}", _where(path), fix=f"{FIX_FILE}; or set data.bad=skip"
+                    )
+                )
             skipped.append(Skipped(name, content))
             continue
         total += len(content)
@@ -135,7 +139,9 @@ def first_of(problems: Sequence[Problem], source: str) -> list[Problem]:
 def walk(root: Path) -> Iterator[Path]:
     """Files and links below `root`, without hidden ones; last the folders that cannot be listed."""
     closed: list[Path] = []
-    for folder, folders, files in os.walk(root, onerror=lambda error: closed.append(Path(error.filename))):
+    for folder, folders, files in os.walk(
+        root, onerror=lambda error: closed.append(Path(error.filename))
+    ):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if Path(folder, name).is_symlink()]
         for name in sorted([*files, *links]):
@@ -178,7 +184,9 @@ def no_text(content: bytes, whole: bool = True) -> str:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, len(content), _CHUNK):
-            decoder.decode(content[start : start + _CHUNK], final=whole and start + _CHUNK >= len(content))
+            decoder.decode(
+                content[start : start + _CHUNK], final=whole and start + _CHUNK >= len(content)
+            )
     except UnicodeDecodeError:
         return "binary: it is not UTF-8"
     return ""
@@ -194,7 +202,11 @@ def _unreadable(path: Path, error: Exception) -> Problem:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     if isinstance(error, RuntimeError):
         reason = "a link that leads to itself"
-    fix = "remove the link, or mend it" if path.is_symlink() else "make it readable for this user, or leave it out"
+    fix = (
+        "remove the link, or mend it"
+        if path.is_symlink()
+        else "make it readable for this user, or leave it out"
+    )
     return Problem(f"cannot be read: {reason}", _where(path), fix=fix)
 
 
@@ -224,7 +236,9 @@ def standard_library() -> Text:
     paths = [path for path in modules if not path.name.startswith("_sysconfigdata")]
     if not paths:
         what = "this Python has no standard library source to train on"
-        raise DataError(Problem(what, str(folder), fix="give your own text: data.path=<file or folder>"))
+        raise DataError(
+            Problem(what, str(folder), fix="give your own text: data.path=<file or folder>")
+        )
     return _read_files(f"Python {platform.python_version()} standard library", folder, paths)
 
 
@@ -251,7 +265,9 @@ def repeated(train: Sequence[Document], val: Sequence[Document]) -> list[str]:
     return [document.name for document in val if document.content in contents]
 
 
-def split_documents(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
+def split_documents(
+    documents: Sequence[Document], val_fraction: float
+) -> tuple[list[Document], list[Document]]:
     """(train, validation), each in the order of `documents`.
 
     Files are held out in the order of a hash of their names until `val_fraction` of the bytes is reached; a file that
@@ -290,4 +306,8 @@ def _line_cut(content: bytes, tail: int) -> int:
     before = content.rfind(b"\n", wanted - reach, wanted) + 1
     after = content.find(b"\n", wanted, wanted + reach) + 1
     near = [cut for cut in (before, after) if cut]
-    return min(near, key=lambda cut: abs(cut - wanted)) if near else max(1, min(wanted, len(content) - 1))
+    return (
+        min(near, key=lambda cut: abs(cut - wanted))
+        if near
+        else max(1, min(wanted, len(content) - 1))
+    )

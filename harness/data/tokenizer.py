@@ -71,13 +71,17 @@ class Tokenizer:
         except OSError as error:
             raise _problem(path, f"cannot be read: {error.strerror}") from error
         except Exception as error:  # the library raises plain Exceptions
-            raise _problem(path, f"is no tokenizer: {error}", fix="write it again with save_pretrained") from error
+            raise _problem(
+                path, f"is no tokenizer: {error}", fix="write it again with save_pretrained"
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise _problem(path, "has no tokens")
-        self.vocabulary = Vocabulary(max(ids.values()) + 1, _end(file, ids), hashlib.sha256(content).hexdigest())
+        self.vocabulary = Vocabulary(
+            max(ids.values()) + 1, _end(file, ids), hashlib.sha256(content).hexdigest()
+        )
 
     def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
         """Ids of each text. The name of a special token in a text becomes that token."""
@@ -87,10 +91,14 @@ class Tokenizer:
         try:
             made = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
         except BaseException as error:
-            if isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error)):
+            if isinstance(error, MemoryError) or not (
+                isinstance(error, Exception) or _is_panic(error)
+            ):
                 raise
             fix = "leave that text out or cut it into lines, or take another tokenizer"
-            raise DataError(Problem("fails on a text", f"{WHERE}: {self._path}", str(error)[:300], fix)) from error
+            raise DataError(
+                Problem("fails on a text", f"{WHERE}: {self._path}", str(error)[:300], fix)
+            ) from error
         return [np.asarray(each.ids, dtype=np.int64) for each in made]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -62,7 +62,9 @@ class SplitTokens(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], dict[int, str]]: ...
+    def read(
+        self, places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], dict[int, str]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,11 @@ def prepare(
 
 
 def prepare_in(
-    config: DataConfig, folder: Path, global_batch: int, lead: bool, reading: Callable[[str | None], None]
+    config: DataConfig,
+    folder: Path,
+    global_batch: int,
+    lead: bool,
+    reading: Callable[[str | None], None],
 ) -> TokenData:
     """As `prepare`, in a folder of the run's data."""
     if not (folder / "corpus.json").exists():
@@ -155,13 +161,19 @@ def prepare_in(
 
 
 def _open_corpus(
-    folder: Path, written: dict[str, Any], config: DataConfig, lead: bool, reading: Callable[[str | None], None]
+    folder: Path,
+    written: dict[str, Any],
+    config: DataConfig,
+    lead: bool,
+    reading: Callable[[str | None], None],
 ) -> TokenData:
     info = corpus.relocate(folder, written, home(config.path) if config.path else None)
     if lead:
         info = corpus.check_corpus(folder, info)
         if info != written:
-            with contextlib.suppress(OSError):  # the next start then hashes what was touched once more
+            with contextlib.suppress(
+                OSError
+            ):  # the next start then hashes what was touched once more
                 corpus.save_corpus(folder, info)
     splits = corpus.open_corpus(folder, info, config.packing == "documents", reading)
     return TokenData(splits["train"], splits["val"], info)
@@ -236,7 +248,9 @@ def _from_hub(config: DataConfig, given: str, folder: Path) -> dict[str, Any]:
 
     hub = fetch(given, config, config.cache, check)
     if config.format not in ("auto", hub.kind):
-        raise DataError(Problem(f"is {hub.kind}", f"data.path: {given}", fix="leave data.format out"))
+        raise DataError(
+            Problem(f"is {hub.kind}", f"data.path: {given}", fix="leave data.format out")
+        )
     return _tokenized(config, hub.folder, hub.kind, folder, hub)
 
 
@@ -244,7 +258,9 @@ def _tokenized(
     config: DataConfig, source: str, kind: Documents, folder: Path, hub: Fetched | None = None
 ) -> dict[str, Any]:
     """Make token ids in `folder`/tokens; what corpus.json says of them."""
-    wanted = Preparation(source, kind, config.text_key, config.bad, config.tokenizer, config.val_fraction, hub)
+    wanted = Preparation(
+        source, kind, config.text_key, config.bad, config.tokenizer, config.val_fraction, hub
+    )
     most = _TOKENIZED if config.tokenizer else MAX_BYTES
     made = prepare_dataset(wanted, folder / "tokens", most=most, anew=True)
     if record := made.get("origin"):
@@ -267,10 +283,18 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
         first, *val = [file for file, _ in with_validation(path)]
         train = [first]
     if not train:
-        raise DataError(Problem("has no training files", f"data.path: {path}", fix="name one without val in its name"))
+        raise DataError(
+            Problem(
+                "has no training files",
+                f"data.path: {path}",
+                fix="name one without val in its name",
+            )
+        )
 
     shards = read_shards(train, val, config.dtype, left_out)
-    info = write_corpus(folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config))
+    info = write_corpus(
+        folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config)
+    )
     if config.tokenizer:
         tokenizer = (str(tokenizer_file(Path(config.tokenizer)).resolve()), info["tokenizer"])
         save_record(folder, record_of_files(path, None, False, {}, tokenizer), MADE_TOKENS)
@@ -293,7 +317,9 @@ def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
     val = [folder / name for name in names if is_validation(name)]
 
     left_out += tests
-    left_out += [(file.name, "a link to another file of the folder") for file in every if file not in files]
+    left_out += [
+        (file.name, "a link to another file of the folder") for file in every if file not in files
+    ]
     pairs = {*every, *(file.with_suffix(".idx") for file in every)}
     for other in sorted(folder.iterdir()):
         if other not in pairs and not other.name.startswith("."):
@@ -301,7 +327,9 @@ def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
     return train, val, left_out
 
 
-def _prepared(path: Path, folder: Path, held_out: Callable[[int], int], tokenizer: str | None) -> dict[str, Any]:
+def _prepared(
+    path: Path, folder: Path, held_out: Callable[[int], int], tokenizer: str | None
+) -> dict[str, Any]:
     """What corpus.json in `folder` says of what `harness data prepare` made at `path`.
 
     tokenizer: what the user gave beside it. Raises DataError for a folder that is not whole, or was made with another
@@ -330,12 +358,18 @@ def _prepared(path: Path, folder: Path, held_out: Callable[[int], int], tokenize
     if tokenizer and load_encoder(tokenizer).vocabulary.tokenizer != vocabulary.tokenizer:
         was = "with another one" if vocabulary.tokenizer else "without one, as bytes"
         fix = "leave data.tokenizer out, or prepare the source again with it"
-        raise DataError(Problem("was prepared with another tokenizer", where, f"it was made {was}", fix))
+        raise DataError(
+            Problem("was prepared with another tokenizer", where, f"it was made {was}", fix)
+        )
     if missing := [file for file in (*files["train"], *files["val"]) if not file.is_file()]:
-        raise DataError([Problem("is missing", f"data.path: {file}", fix=_PREPARE_FIX) for file in missing])
+        raise DataError(
+            [Problem("is missing", f"data.path: {file}", fix=_PREPARE_FIX) for file in missing]
+        )
 
     shards = read_shards(files["train"], files["val"], "uint16", left_out)
-    info = write_corpus(folder, source, kind, shards, vocabulary, vocabulary.separator, held_out, known, nats)
+    info = write_corpus(
+        folder, source, kind, shards, vocabulary, vocabulary.separator, held_out, known, nats
+    )
     return {**info, "source_files": source_files}
 
 

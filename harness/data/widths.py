@@ -29,7 +29,9 @@ CELL = 8
 """Bytes of the widest id."""
 _LEAST_BYTES, _LEAST_PAIRS, _LEAST_IN_PART = 128, 128, 256
 _MOST_UPPER = 0x3F  # upper half of the largest id of four bytes: corpus.LARGEST
-_NEGATIVE = (1 << 64) - (1 << 16)  # from here on eight bytes are a small negative number: padding (-1, -100)
+_NEGATIVE = (1 << 64) - (
+    1 << 16
+)  # from here on eight bytes are a small negative number: padding (-1, -100)
 _BINS = 16
 Numbers = npt.NDArray[Any]
 
@@ -65,7 +67,9 @@ def _sampled(path: Path, size: int) -> npt.NDArray[np.uint8]:
     if size <= SAMPLES * SAMPLE_BYTES:
         return np.fromfile(path, np.uint8, size // CELL * CELL)
     step = (size - SAMPLE_BYTES) // (SAMPLES - 1) // CELL * CELL
-    places = [np.fromfile(path, np.uint8, SAMPLE_BYTES, offset=number * step) for number in range(SAMPLES)]
+    places = [
+        np.fromfile(path, np.uint8, SAMPLE_BYTES, offset=number * step) for number in range(SAMPLES)
+    ]
     return np.concatenate(places)
 
 
@@ -77,16 +81,24 @@ def _wide(data: npt.NDArray[np.uint8], dtype: str, path: Path) -> Other | None:
         ids = numbers[~negative]
         # Four zeros in every eight bytes; of ids of four bytes every second one would be 0.
         if 2 * len(ids) > len(numbers) and ids.max() < 1 << 32 and len(np.unique(ids)) > 1:
-            return Other(f"four of every eight bytes are 0, as of {name}int64 ids", _rewritten(path, f"{order}i8"))
+            return Other(
+                f"four of every eight bytes are 0, as of {name}int64 ids",
+                _rewritten(path, f"{order}i8"),
+            )
     if dtype == "uint32":
         if _upper_is_small(data, ">"):
-            return Other("its upper halves come last, as of big-endian uint32 ids", _rewritten(path, ">u4"))
+            return Other(
+                "its upper halves come last, as of big-endian uint32 ids", _rewritten(path, ">u4")
+            )
         return None
     if _upper_is_small(data, "<"):
         why = "every second number is 0 or nearly so, as the upper halves of uint32 ids are"
         return Other(why, "set data.dtype=uint32")
     if _upper_is_small(data, ">"):
-        return Other("every second number is 0 or nearly so, as of big-endian uint32 ids", _rewritten(path, ">u4"))
+        return Other(
+            "every second number is 0 or nearly so, as of big-endian uint32 ids",
+            _rewritten(path, ">u4"),
+        )
     return None
 
 
@@ -94,7 +106,9 @@ def _rewritten(path: Path, dtype: str) -> str:
     """A command that writes the file as uint32 ids; of a folder's files, all into one new folder."""
     folder = path.parent / "uint32"
     command = f"import numpy; numpy.fromfile('{path}', '{dtype}').astype('<u4').tofile('{folder / path.name}')"
-    return f"mkdir -p '{folder}' && python -c \"{command}\"; then data.path={folder} data.dtype=uint32"
+    return (
+        f"mkdir -p '{folder}' && python -c \"{command}\"; then data.path={folder} data.dtype=uint32"
+    )
 
 
 def _upper_is_small(data: npt.NDArray[np.uint8], order: str) -> bool:
@@ -121,7 +135,9 @@ def _pairs_in_bytes(data: npt.NDArray[np.uint8], path: Path) -> Other | None:
         if _is_upper(lower, upper):
             why = f"its bytes come in pairs, of which one is small, as those of {name} ids"
             fix = "set data.dtype=uint16" if name == "uint16" else _rewritten(path, ">u2")
-            return Other(why, f"{fix}. If they are bytes all the same: docs/guide/data.md, bytes in pairs")
+            return Other(
+                why, f"{fix}. If they are bytes all the same: docs/guide/data.md, bytes in pairs"
+            )
     return None
 
 
@@ -144,7 +160,9 @@ def _is_upper(lower: Numbers, upper: Numbers) -> bool:
     elif not lows.all():
         return False
     # It must hold all over the file: a program or a table has it in some parts only.
-    for part, other in zip(np.array_split(lower, SAMPLES), np.array_split(upper, SAMPLES), strict=True):
+    for part, other in zip(
+        np.array_split(lower, SAMPLES), np.array_split(upper, SAMPLES), strict=True
+    ):
         if len(part) >= _LEAST_IN_PART and part.mean() < other.mean():
             return False
     return _apart(lows, highs) > 0.1 + 2 * _noise(lows, highs, len(lower))
@@ -159,14 +177,18 @@ def _bytes_in_pairs(data: npt.NDArray[np.uint8], path: Path) -> Other | None:
     pairs = data.reshape(-1, 2)
     if _is_upper(pairs[:, 1], pairs[:, 0]):
         return Other(
-            "its first bytes are small and its second ones are not, as of big-endian ids", _rewritten(path, ">u2")
+            "its first bytes are small and its second ones are not, as of big-endian ids",
+            _rewritten(path, ">u2"),
         )
     if len(pairs) < _LEAST_PAIRS:
         return None
     lower, upper = (np.bincount(half, minlength=256) / len(pairs) for half in pairs.T)
     most = min(7.8, np.log2(len(pairs)) - 3)
     if _alike(lower, upper, len(pairs), most):
-        return Other("its first and its second bytes are spread alike, as ids of one byte are", "set data.dtype=uint8")
+        return Other(
+            "its first and its second bytes are spread alike, as ids of one byte are",
+            "set data.dtype=uint8",
+        )
     if _bits(upper) > 1.5 * _bits(lower) + 0.5:
         why = "its second bytes take more values than its first ones, as big-endian ids do"
         return Other(why, _rewritten(path, ">u2"))
@@ -178,10 +200,14 @@ def _pairs_in_fours(data: npt.NDArray[np.uint8]) -> Other | None:
     halves = data.view("<u2")
     if halves.max() > _MOST_UPPER:  # `corpus` refuses these: ids larger than any vocabulary
         return None
-    lower, upper = (np.bincount(half, minlength=_MOST_UPPER + 1) / len(half) for half in (halves[::2], halves[1::2]))
+    lower, upper = (
+        np.bincount(half, minlength=_MOST_UPPER + 1) / len(half)
+        for half in (halves[::2], halves[1::2])
+    )
     if _alike(lower, upper, len(halves) // 2, np.inf):
         return Other(
-            "its upper and its lower halves are spread alike, as ids of two bytes are", "set data.dtype=uint16"
+            "its upper and its lower halves are spread alike, as ids of two bytes are",
+            "set data.dtype=uint16",
         )
     return None
 
@@ -193,7 +219,9 @@ def _floats(data: npt.NDArray[np.uint8]) -> Other | None:
     exponents = upper & 0x7F80
     inside = ((exponents >= 113 << 7) & (exponents < 143 << 7)).mean()
     if inside > 0.98 and np.histogram(lower, _BINS, (0, 1 << 16))[0].min() > len(lower) / 64:
-        why = "every second number is as the upper half of a float32 is, and the others are anything"
+        why = (
+            "every second number is as the upper half of a float32 is, and the others are anything"
+        )
         fix = "token ids are whole numbers; for anything else: data.target (docs/guide/datasets.md)"
         return Other(why, fix, "token ids")
     return None

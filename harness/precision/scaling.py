@@ -68,7 +68,9 @@ def update(
         )
     newest = history[0]
     if algo == "max":
-        reference = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=0)  # fmax: a NaN is no amax
+        reference = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(
+            dim=0
+        )  # fmax: a NaN is no amax
     elif algo == "most_recent":
         reference = newest
     else:
@@ -112,7 +114,9 @@ def amax(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     inf = float("inf")
-    if x.is_cuda:  # one pass and one reduction; on a CPU the norm is ten times slower than what follows
+    if (
+        x.is_cuda
+    ):  # one pass and one reduction; on a CPU the norm is ten times slower than what follows
         numbers = torch.nan_to_num(x.detach(), nan=0.0, posinf=inf, neginf=-inf)
         return torch.linalg.vector_norm(numbers, ord=inf, dtype=torch.float32)
     magnitude = x.detach().abs()
@@ -131,7 +135,11 @@ def quantize(x: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
     """
     spec = FORMATS[fmt]
     value = (x.detach().float() * scale).clamp_(-spec.max, spec.max)
-    exponent = (value.view(torch.int32) & _EXPONENT_MASK).view(torch.float32).clamp_min_(2.0**spec.min_exponent)
+    exponent = (
+        (value.view(torch.int32) & _EXPONENT_MASK)
+        .view(torch.float32)
+        .clamp_min_(2.0**spec.min_exponent)
+    )
     magic = exponent.mul_(1.5 * 2.0 ** (_FP32_MANTISSA_BITS - spec.mantissa_bits))
     return torch.copysign((value + magic).sub_(magic), value).to(torch.bfloat16)
 
@@ -171,10 +179,14 @@ def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt:
     exact = torch.where(finite, wide, 0.0).double()
     error = torch.where(finite, exact - quantized.double() / scale, 0.0)
     # Of each value beside itself: what is lost of the small ones does not drown in the large ones.
-    own = torch.where(nonzero, (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0), 0.0)
+    own = torch.where(
+        nonzero, (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0), 0.0
+    )
     counts = ((scaled.abs() > FORMATS[fmt].max), nonzero, nonzero & (quantized == 0))
     sums = [count.sum(dim=-1).double() for count in counts]
-    return torch.stack([*sums, *(each.sum(dim=-1) for each in (exact.square(), error.square(), own))], dim=-1)
+    return torch.stack(
+        [*sums, *(each.sum(dim=-1) for each in (exact.square(), error.square(), own))], dim=-1
+    )
 
 
 def channel_stats(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor:
@@ -200,7 +212,9 @@ def channel_stats(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor
     error = torch.where(finite, exact - quantized.double() / scale, 0.0)
     varying, lost = _varying(exact), _varying(error)
     told = varying > IN_BF16 * exact.square().sum(dim=0)
-    return torch.stack([torch.where(told, each, 0.0).sum() for each in (varying, lost)]) * (rows / count)
+    return torch.stack([torch.where(told, each, 0.0).sum() for each in (varying, lost)]) * (
+        rows / count
+    )
 
 
 def centred_rows(rows: int) -> tuple[int, int]:
@@ -276,7 +290,12 @@ class SampledStats:
         by_row: bool = False,
         measure: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]] = cast_stats,
     ) -> None:
-        self.formats, self.by_row, self.measure, self.sampling = tuple(formats), by_row, measure, False
+        self.formats, self.by_row, self.measure, self.sampling = (
+            tuple(formats),
+            by_row,
+            measure,
+            False,
+        )
         self.sums = torch.zeros(len(self.formats), SUMS, dtype=torch.float64, device=device)
 
     def begin(self, sample: bool) -> None:
@@ -285,7 +304,9 @@ class SampledStats:
         self.sums.zero_()
 
     @torch.no_grad()
-    def add(self, slot: int, x: Tensor, scale: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+    def add(
+        self, slot: int, x: Tensor, scale: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         """What the cast of `x` does, in a sampled window only.
 
         scale: float32 0-d; None: dynamic, from `x` itself. dtype: what `x` is rounded to before the cast, if to any.

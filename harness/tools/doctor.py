@@ -73,7 +73,9 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
         disk += ": little, keep room for three checkpoints (12 bytes per parameter each)"
     rows += [("memory", size_text(facts.memory_bytes)), ("disk", disk)]
     for name, library in facts.libraries.items():
-        rows.append((name, f"{library.version or ''} ok".strip() if library.ok else f"no: {library.reason}"))
+        rows.append(
+            (name, f"{library.version or ''} ok".strip() if library.ok else f"no: {library.reason}")
+        )
     missing = _deepspeed_needs(facts)
     launcher = "can start" if not missing else f"cannot start: {'; '.join(missing)}"
     return [*rows, ("deepspeed launcher", launcher)]
@@ -82,7 +84,9 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
 def _torch_text(facts: MachineFacts) -> str:
     if facts.torch_version is None:
         return f"none: {facts.torch_error or 'not installed'}"
-    return f"{facts.torch_version}, " + (f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "a CPU build")
+    return f"{facts.torch_version}, " + (
+        f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "a CPU build"
+    )
 
 
 def _no_gpu_text(facts: MachineFacts) -> str:
@@ -124,7 +128,13 @@ def _recipes(console: Console, facts: MachineFacts) -> bool:
         for index, verdict in enumerate(verdicts):
             mark = "[green]taken[/]" if verdict.taken else "-"
             last = index == len(verdicts) - 1
-            table.add_row(name if index == 0 else "", verdict.rung, mark, escape(verdict.reason), end_section=last)
+            table.add_row(
+                name if index == 0 else "",
+                verdict.rung,
+                mark,
+                escape(verdict.reason),
+                end_section=last,
+            )
     console.print()
     console.print(table)
     return anything
@@ -135,4 +145,8 @@ def _next_command(facts: MachineFacts, tier: Tier) -> str:
     if not _deepspeed_needs(facts):
         return f"deepspeed {command}"
     cards = len(facts.devices) if tier is not Tier.CPU else 1
-    return f"torchrun --standalone --nproc_per_node {cards} -- {command}" if cards > 1 else f"python {command}"
+    return (
+        f"torchrun --standalone --nproc_per_node {cards} -- {command}"
+        if cards > 1
+        else f"python {command}"
+    )

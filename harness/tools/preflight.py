@@ -59,7 +59,11 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
         steps = Store(checkpoints, readonly=True).steps()
     except OSError as error:
         fix = "move it away, or give the run another --name"
-        return [Problem("the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix)]
+        return [
+            Problem(
+                "the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix
+            )
+        ]
     return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(steps))
 
 

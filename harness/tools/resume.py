@@ -102,12 +102,18 @@ def agree_on_folder(request: Request, source: Path | None, worker: Worker) -> Pa
 
     Raises ConfigError on rank 0 as `choose_folder` does.
     """
-    return Path(worker.group.broadcast(str(_find_folder(request, source)) if worker.is_lead else None))
+    return Path(
+        worker.group.broadcast(str(_find_folder(request, source)) if worker.is_lead else None)
+    )
 
 
 def _find_folder(request: Request, source: Path | None) -> Path:
     """With --resume PATH a new folder, or that of the run that began from there and has not finished."""
-    config_name, recipe, steps = request.config_name, request.config.recipe, request.config.train.steps
+    config_name, recipe, steps = (
+        request.config_name,
+        request.config.recipe,
+        request.config.train.steps,
+    )
     if source is None:
         return choose_folder(config_name, recipe, request.name, request.resume, steps)
 
@@ -116,8 +122,12 @@ def _find_folder(request: Request, source: Path | None) -> Path:
         candidates = [RUNS / request.name]
     else:
         base = base_name(config_name, recipe)
-        numbered = (folder for folder in RUNS.glob("*") if folder.name.removeprefix(f"{base}-").isdecimal())
-        candidates = [folder for folder in (RUNS / base, *sorted(numbered)) if not is_finished(folder, steps)]
+        numbered = (
+            folder for folder in RUNS.glob("*") if folder.name.removeprefix(f"{base}-").isdecimal()
+        )
+        candidates = [
+            folder for folder in (RUNS / base, *sorted(numbered)) if not is_finished(folder, steps)
+        ]
     for folder in candidates:
         if read_source(folder) == source.resolve() and (folder / "config.yaml").exists():
             return folder
@@ -125,7 +135,9 @@ def _find_folder(request: Request, source: Path | None) -> Path:
     return choose_folder(config_name, recipe, request.name, "never", steps)
 
 
-def find_start(request: Request, config: RunConfig, folder: Path, source: Path | None) -> StartingPoint:
+def find_start(
+    request: Request, config: RunConfig, folder: Path, source: Path | None
+) -> StartingPoint:
     """Whether the run in `folder` goes on, and with which config. Changes nothing on disk.
 
     Raises CheckpointError for a resume that changes what must stay, or for files of different runs in one folder.
@@ -197,7 +209,10 @@ def _lost_checkpoint(folder: Path) -> int:
     if any((folder / "checkpoints").glob("*step-*")) or not (folder / JOURNAL).is_file():
         return 0
     rows = read_rows(folder / JOURNAL, metrics=False)
-    return max((row["step"] for row in rows if row["kind"] == "checkpoint" and row["state"] == "saved"), default=0)
+    return max(
+        (row["step"] for row in rows if row["kind"] == "checkpoint" and row["state"] == "saved"),
+        default=0,
+    )
 
 
 def check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:
@@ -211,7 +226,11 @@ def check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> 
 
 
 def load_state(
-    run: Run, start: StartingPoint, initial: InitialState, taken_back: Sequence[int], accepted: Sequence[str]
+    run: Run,
+    start: StartingPoint,
+    initial: InitialState,
+    taken_back: Sequence[int],
+    accepted: Sequence[str],
 ) -> None:
     """Load what `choose_state` chose and log it. Collective. Raises CheckpointError for a checkpoint that does not fit.
 
@@ -282,13 +301,21 @@ def log_changes(run: Run, start: StartingPoint, initial: InitialState) -> None:
     before = resumed.saved if resumed is not None else _config_of(initial.source)
     if before is None or Schedule.of(before.train) == Schedule.of(run.config.train):
         return
-    if jump := lr_jump(before.train, run.config.train, _applied_updates(run), run.guard.judge.lr_factor):
-        run.telemetry.tell(run.state.step, "train.lr_jump", jump.text, last=jump.last, next=jump.next)
+    if jump := lr_jump(
+        before.train, run.config.train, _applied_updates(run), run.guard.judge.lr_factor
+    ):
+        run.telemetry.tell(
+            run.state.step, "train.lr_jump", jump.text, last=jump.last, next=jump.next
+        )
 
 
 def _config_of(source: Path | None) -> RunConfig | None:
     """The config of the run that saved the checkpoint `source`; None without one, or if it cannot be read."""
     try:
-        return None if source is None else load_config(str(source.resolve().parent.parent / "config.yaml"))
+        return (
+            None
+            if source is None
+            else load_config(str(source.resolve().parent.parent / "config.yaml"))
+        )
     except ConfigError:
         return None

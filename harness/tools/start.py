@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from harness.precision.recipe import Recipe
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="config overrides, key.path=value")]
-RecipeName = Annotated[str | None, typer.Option(help="precision recipe, name or path [default: the config's]")]
+RecipeName = Annotated[
+    str | None, typer.Option(help="precision recipe, name or path [default: the config's]")
+]
 ConfigName = Annotated[str, typer.Option(help="run config, name or path")]
 
 
@@ -52,8 +54,12 @@ def command(
     recipe: RecipeName = None,
     config: ConfigName = "quickstart",
     name: Annotated[str | None, typer.Option(help="run name [default: <config>-<recipe>]")] = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint to start from")] = "auto",
-    strict: Annotated[bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")] = False,
+    resume: Annotated[
+        str, typer.Option(help="auto, never, or the path of a checkpoint to start from")
+    ] = "auto",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")
+    ] = False,
     accept_changed: Annotated[
         str,
         typer.Option(
@@ -61,7 +67,9 @@ def command(
             help="what may differ in this resume: config keys, recipe; checkpoint: the newest is gone",
         ),
     ] = "",
-    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+    local_rank: Annotated[
+        int | None, typer.Option("--local_rank", "--local-rank", hidden=True)
+    ] = None,
 ) -> int:
     """Train on this rank; returns its exit code."""
     # Until the run can save, a signal ends this process and leaves nothing behind.
@@ -78,10 +86,14 @@ def command(
 
     from harness.tools.train import train
 
-    return train(Request(run_config, precision_recipe, config, name, resume, strict, launcher, accepted))
+    return train(
+        Request(run_config, precision_recipe, config, name, resume, strict, launcher, accepted)
+    )
 
 
-def read_policies(config: str, overrides: list[str] | None, recipe: str | None) -> tuple[RunConfig, Recipe]:
+def read_policies(
+    config: str, overrides: list[str] | None, recipe: str | None
+) -> tuple[RunConfig, Recipe]:
     """The config, overrides applied, and the recipe: `recipe`, or the one that the config names.
 
     Raises ConfigError with every problem of both.

@@ -33,7 +33,15 @@ from harness.build import (
     read_ledger,
 )
 from harness.checkpoint.store import Store
-from harness.core.config import RunConfig, data_doubts, flat, left_out, snapshot_plan, unwatched, warmup_doubt
+from harness.core.config import (
+    RunConfig,
+    data_doubts,
+    flat,
+    left_out,
+    snapshot_plan,
+    unwatched,
+    warmup_doubt,
+)
 from harness.core.errors import CheckpointError, ExitCode, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.state import RunLedger
@@ -110,9 +118,12 @@ def train(request: Request) -> int:
     with RunLock(folder) if worker.is_lead else nullcontext():
         # A run goes on only with the settings that it began with. One that has finished is left as it is.
         start = find_start(request, config, folder, source)
-        console = Console(config.train.steps, stream=None if worker.is_lead else open(os.devnull, "w"))  # noqa: SIM115
+        stream = None if worker.is_lead else open(os.devnull, "w")  # noqa: SIM115
+        console = Console(config.train.steps, stream=stream)
         if has_finished(folder, config.train.steps):
-            console.say(f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}")
+            console.say(
+                f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}"
+            )
             return ExitCode.DONE
 
         # Data, plan and model come before the run's own files: a job that cannot run here must not become a run.
@@ -171,7 +182,9 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     found = tokenizer_of(config.model.target)
     if found is None:
         return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(found)})})
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"tokenizer": str(found)})}
+    )
 
 
 def _prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
@@ -180,7 +193,9 @@ def _prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     Raises HarnessError for whatever does not fit together. In the folder only the data are written.
     """
     # The layers of an earlier plan keep their kernels. What a start left that was killed before it was a run goes away.
-    earlier = worker.group.broadcast(read_plan(start.origin) if worker.is_lead and start.origin else None)
+    earlier = worker.group.broadcast(
+        read_plan(start.origin) if worker.is_lead and start.origin else None
+    )
     if worker.is_lead and not start.resuming:
         forget_run(start.folder)
 
@@ -250,7 +265,9 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename2 or error.filename or folder
         fix = "move away what is there, or make room"
-        raise CheckpointError(Problem("cannot be written", str(where), error.strerror or str(error), fix)) from error
+        raise CheckpointError(
+            Problem("cannot be written", str(where), error.strerror or str(error), fix)
+        ) from error
 
 
 def _announce(
@@ -309,7 +326,9 @@ def _tags(plan: Plan, worker: Worker) -> dict[str, str]:
 
 def _git_commit() -> str:
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip() or "unknown"
@@ -364,7 +383,9 @@ def _settle(run: Run, error: BaseException) -> None:
     try:
         run.recovery.settle()
     except Exception as another:  # the same fault may cause both, and the caller reports the first
-        run.telemetry.event(run.state.step, "checkpoint.failed", text=f"{type(another).__name__}: {another}")
+        run.telemetry.event(
+            run.state.step, "checkpoint.failed", text=f"{type(another).__name__}: {another}"
+        )
 
 
 def _finish(run: Run, plan: Plan, outcome: Outcome) -> None:

@@ -81,7 +81,11 @@ def _view() -> dict[str, Any]:
             if figure == "amax_max":
                 chart["scaleType"] = "log"
             charts.append(chart)
-    return {"compareRunSections": sections, "compareRunCharts": charts, "isAccordionReordered": True}
+    return {
+        "compareRunSections": sections,
+        "compareRunCharts": charts,
+        "isAccordionReordered": True,
+    }
 
 
 def _section(name: str, display: bool) -> dict[str, Any]:
@@ -111,7 +115,13 @@ class Sink:
     """
 
     def __init__(
-        self, uri: str, run_dir: Path, experiment: str, position: Position, retry: Retry, store: str | None = None
+        self,
+        uri: str,
+        run_dir: Path,
+        experiment: str,
+        position: Position,
+        retry: Retry,
+        store: str | None = None,
     ) -> None:
         self._uri = uri
         self._client = MlflowClient(tracking_uri=uri)
@@ -159,7 +169,9 @@ class Sink:
         if strange:
             count = set_aside(self._run_dir, strange)
             path = self._run_dir / SET_ASIDE
-            say(f"{len(strange)} lines of the journal are no rows of a run and are set aside in {path}")
+            say(
+                f"{len(strange)} lines of the journal are no rows of a run and are set aside in {path}"
+            )
             self._tag({"rows.set_aside": count})
         self._move_to(offset)
         return rows[-1][0]["kind"] if rows else ""
@@ -182,7 +194,10 @@ class Sink:
                 continue
             if row["kind"] == "metrics":
                 stamp = _milliseconds(row)
-                added = [Metric(metric_name(name), value, stamp, row["step"]) for name, value in row["metrics"].items()]
+                added = [
+                    Metric(metric_name(name), value, stamp, row["step"])
+                    for name, value in row["metrics"].items()
+                ]
                 if metrics and len(metrics) + len(added) > MAX_METRICS:
                     self._send(metrics)
                     metrics = []
@@ -235,7 +250,9 @@ class Sink:
             number = found.experiment_id
             if found.lifecycle_stage != "active":
                 self._client.restore_experiment(number)
-        created = self._client.search_runs([number], f"tags.`{KEY_TAG}` = '{position.key}'", max_results=1)
+        created = self._client.search_runs(
+            [number], f"tags.`{KEY_TAG}` = '{position.key}'", max_results=1
+        )
         if created:
             return created[0]
         # The journal's time here too: else a run that is delivered late would start after its end.
@@ -258,7 +275,9 @@ class Sink:
             self._tag(row.get("tags", {}))
             self._set_params(row.get("params", {}))
             if row.get("data"):
-                self._retry(self._client.log_inputs, self._run_id, datasets=[data_input(row["data"])])
+                self._retry(
+                    self._client.log_inputs, self._run_id, datasets=[data_input(row["data"])]
+                )
         elif row["kind"] == "tags":
             self._tag(row.get("tags", {}))
         elif row["kind"] == "artifact":
@@ -267,7 +286,9 @@ class Sink:
             self._models.note(row, _milliseconds(row))
         elif row["kind"] == "end":
             status = STATUS.get(row["status"], "FAILED")
-            self._retry(self._client.set_terminated, self._run_id, status, end_time=_milliseconds(row))
+            self._retry(
+                self._client.set_terminated, self._run_id, status, end_time=_milliseconds(row)
+            )
 
     def _tag(self, tags: Mapping[str, Any]) -> None:
         entries = [RunTag(metric_name(name), str(value)[:MAX_TAG]) for name, value in tags.items()]
@@ -277,7 +298,9 @@ class Sink:
 
     def _set_params(self, params: Mapping[str, Any]) -> None:
         earlier = self._retry(self._client.get_run, self._run_id).data.params
-        entries = [Param(metric_name(name), str(value)[:MAX_PARAM]) for name, value in params.items()]
+        entries = [
+            Param(metric_name(name), str(value)[:MAX_PARAM]) for name, value in params.items()
+        ]
         # Params cannot be changed: a resume with other values leaves the first ones; the tags have the new ones.
         entries = [entry for entry in entries if entry.key not in earlier]
         for first in range(0, len(entries), MAX_ENTRIES):
@@ -292,7 +315,12 @@ class Sink:
             return
         folder = path.relative_to(root).parent.as_posix()
         try:
-            self._retry(self._client.log_artifact, self._run_id, str(path), None if folder == "." else folder)
+            self._retry(
+                self._client.log_artifact,
+                self._run_id,
+                str(path),
+                None if folder == "." else folder,
+            )
         except NEVER_WORKS as error:
             # An artifact root of another machine; to wait for it would hold back everything behind it.
             say(f"artifact {relative}: {error}, skipped")
@@ -320,8 +348,14 @@ class Sink:
 
 
 def _event_line(row: Mapping[str, Any]) -> str:
-    details = {name: value for name, value in row.items() if name not in {"kind", "step", "attempt", "time", "code"}}
-    return f"step {row['step']} {row['code']} {json.dumps(details, default=str) if details else ''}".strip()[:400]
+    details = {
+        name: value
+        for name, value in row.items()
+        if name not in {"kind", "step", "attempt", "time", "code"}
+    }
+    return f"step {row['step']} {row['code']} {json.dumps(details, default=str) if details else ''}".strip()[
+        :400
+    ]
 
 
 def _milliseconds(row: Mapping[str, Any]) -> int:

@@ -52,8 +52,18 @@ class CheckpointModels:
         if state == "saved":
             model = self._retry(lambda: self._find(step) or self._create(step))
             self._retry(self._client.finalize_logged_model, model, LoggedModelStatus.READY)
-            tags = {"path": row["path"], "step": step, "attempt": row["attempt"], "state": "saved", "good": "false"}
-            self._retry(self._client.set_logged_model_tags, model, {name: str(each) for name, each in tags.items()})
+            tags = {
+                "path": row["path"],
+                "step": step,
+                "attempt": row["attempt"],
+                "state": "saved",
+                "good": "false",
+            }
+            self._retry(
+                self._client.set_logged_model_tags,
+                model,
+                {name: str(each) for name, each in tags.items()},
+            )
             metrics = [
                 Metric(f"checkpoint/{name}", value, milliseconds, step, model_id=model)
                 for name, value in row["metrics"].items()
@@ -79,7 +89,9 @@ class CheckpointModels:
         """Name the model on the run's page, among its outputs. Stores refuse the same output twice."""
         if model not in self._linked:
             outputs = self._client.get_run(self._run.run_id).outputs
-            self._linked.update(each.model_id for each in (outputs.model_outputs if outputs else ()))
+            self._linked.update(
+                each.model_id for each in (outputs.model_outputs if outputs else ())
+            )
         if model not in self._linked:
             self._client.log_outputs(self._run.run_id, [LoggedModelOutput(model, step)])
             self._linked.add(model)
@@ -87,7 +99,9 @@ class CheckpointModels:
     def _find(self, step: int) -> str | None:
         if step not in self._ids:
             mine = f"name = '{step_name(step)}' AND source_run_id = '{self._run.run_id}'"
-            found = self._client.search_logged_models([self._run.experiment_id], filter_string=mine, max_results=1)
+            found = self._client.search_logged_models(
+                [self._run.experiment_id], filter_string=mine, max_results=1
+            )
             if not found:
                 return None
             self._ids[step] = found[0].model_id

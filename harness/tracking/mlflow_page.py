@@ -34,16 +34,27 @@ def data_input(data: Mapping[str, Any]) -> DatasetInput:
     told = json.dumps(data, sort_keys=True, default=str)
     digest = str(data.get("sha256") or hashlib.sha256(told.encode()).hexdigest())[:36]
     name = (Path(source).name or "data")[:500]
-    profile = {key: value for key, value in data.items() if key != "source" and len(str(value)) < 1000}
-    dataset = Dataset(name, digest, "local", json.dumps({"uri": source}), profile=json.dumps(profile, default=str))
+    profile = {
+        key: value for key, value in data.items() if key != "source" and len(str(value)) < 1000
+    }
+    dataset = Dataset(
+        name, digest, "local", json.dumps({"uri": source}), profile=json.dumps(profile, default=str)
+    )
     return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "training")])
 
 
 class Description:
     """The run's description, kept up to date with the journal."""
 
-    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str, run_dir: Path) -> None:
-        self._client, self._run_id, self._experiment_id, self._run_dir = client, run_id, experiment_id, run_dir
+    def __init__(
+        self, client: MlflowClient, run_id: str, experiment_id: str, run_dir: Path
+    ) -> None:
+        self._client, self._run_id, self._experiment_id, self._run_dir = (
+            client,
+            run_id,
+            experiment_id,
+            run_dir,
+        )
         self._about: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}, "where": {}}
         self._events: deque[Mapping[str, Any]] = deque(maxlen=_EVENTS)
         self._counts: Counter[str] = Counter()
@@ -85,9 +96,19 @@ class Description:
             ("why", self._reasons()),
             ("effective precision", tags.get("precision.effective", "told at the end")),
             ("data", _listed(self._about["data"])),
-            ("where", _listed(where | {key: tags[key] for key in ("ranks", "engine", "git.commit") if key in tags})),
+            (
+                "where",
+                _listed(
+                    where
+                    | {key: tags[key] for key in ("ranks", "engine", "git.commit") if key in tags}
+                ),
+            ),
             ("outcome", self._outcome()),
-            ("events", ", ".join(f"{code} x {count}" for code, count in sorted(self._counts.items())) or "none"),
+            (
+                "events",
+                ", ".join(f"{code} x {count}" for code, count in sorted(self._counts.items()))
+                or "none",
+            ),
         ]
         lines = [
             f"**{tags.get('precision.requested', '?')}** on {tier}: ran as **{resolved}**. "
@@ -137,7 +158,9 @@ def _details(event: Mapping[str, Any]) -> str:
 
 
 def _listed(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in facts.items() if value not in (None, "", [], {}))
+    return ", ".join(
+        f"{name} {value}" for name, value in facts.items() if value not in (None, "", [], {})
+    )
 
 
 def _cell(text: object) -> str:

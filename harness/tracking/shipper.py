@@ -96,7 +96,12 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
     choice.store.save(run_dir)
     with _log(run_dir) as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment(choice)
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=_environment(choice),
         )
     return ShipperHandle(run_dir, process, choice)
 
@@ -124,7 +129,9 @@ def sync(
         # An empty line is the end of a process that met no error.
         with open(receiving, encoding="utf-8", errors="replace") as errors:
             if error := errors.readline().strip():
-                said(f"! {choice.store.uri}: {error}; trying again, until {patience:g} s have passed without success")
+                said(
+                    f"! {choice.store.uri}: {error}; trying again, until {patience:g} s have passed without success"
+                )
 
     reader = threading.Thread(target=report_first_error, name="first-error", daemon=True)
     with _log(run_dir) as log:
@@ -160,7 +167,11 @@ def _wait(process: subprocess.Popen[bytes], run_dir: Path, said: Callable[[str],
             return process.wait(PROGRESS)
         except subprocess.TimeoutExpired:
             pass
-        offset, size, now = Position.load(run_dir).offset, finished_size(run_dir / JOURNAL), time.monotonic()
+        offset, size, now = (
+            Position.load(run_dir).offset,
+            finished_size(run_dir / JOURNAL),
+            time.monotonic(),
+        )
         if first is None or offset < first:
             first, began = offset, now
         if offset == last:
@@ -181,7 +192,9 @@ def portion(offset: int, size: int) -> str:
 @contextmanager
 def _log(run_dir: Path) -> Iterator[BinaryIO]:
     """The shipper's log, for its owner alone: what libraries write there is not all ours."""
-    with open(run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+    with open(
+        run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)
+    ) as log:
         with suppress(OSError):  # one that somebody else owns
             os.fchmod(log.fileno(), 0o600)
         yield log
@@ -192,7 +205,14 @@ def _environment(choice: Choice) -> dict[str, str]:
 
 
 def _command(run_dir: Path, experiment: str) -> list[str]:
-    return [sys.executable, "-m", "harness.tracking.shipper", str(run_dir.resolve()), "--experiment", experiment]
+    return [
+        sys.executable,
+        "-m",
+        "harness.tracking.shipper",
+        str(run_dir.resolve()),
+        "--experiment",
+        experiment,
+    ]
 
 
 @dataclass
@@ -378,11 +398,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Deliver a run's journal to MLflow.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", required=True)
-    parser.add_argument("--pid", type=int, help="the trainer to follow, our parent; without it: deliver once and end")
-    parser.add_argument("--from", dest="born", type=int, default=0, help="journal bytes older than the trainer")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds without success before giving up")
-    parser.add_argument("--system-seconds", type=float, default=0.0, help="between figures of the machine; 0: none")
-    parser.add_argument("--first-error", type=int, help="file descriptor that takes the first error")
+    parser.add_argument(
+        "--pid",
+        type=int,
+        help="the trainer to follow, our parent; without it: deliver once and end",
+    )
+    parser.add_argument(
+        "--from", dest="born", type=int, default=0, help="journal bytes older than the trainer"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds without success before giving up"
+    )
+    parser.add_argument(
+        "--system-seconds", type=float, default=0.0, help="between figures of the machine; 0: none"
+    )
+    parser.add_argument(
+        "--first-error", type=int, help="file descriptor that takes the first error"
+    )
     options = parser.parse_args()
     os.environ.update(DEFAULTS | dict(os.environ) | FIXED)
     follower = _Follower(

@@ -58,7 +58,9 @@ class SlotLimits:
     def beyond(self, slots: SlotStats) -> list[int]:
         """Places of the slots beyond a limit in this step, the worst by saturation first."""
         role = [ROLES.index(name.rpartition(".")[2]) for name in slots.names]
-        limits, underflow, even = (np.array(each)[role] for each in (self.saturation, self.underflow, self.even_db))
+        limits, underflow, even = (
+            np.array(each)[role] for each in (self.saturation, self.underflow, self.even_db)
+        )
         with np.errstate(invalid="ignore"):
             bad = (
                 (slots.saturation > limits)
@@ -104,8 +106,12 @@ def role_figures(names: Sequence[str], now: Floats, low: Floats, high: Floats) -
             values: dict[str, float] = {}
             if measured[row]:
                 last = int(measured[row]) - 1
-                values = {name: float(ordered[row, round(rank * last)]) for name, rank in _RANKS.items()}
-            lows, highs = (column[~np.isnan(column)] for column in (low[row, columns], high[row, columns]))
+                values = {
+                    name: float(ordered[row, round(rank * last)]) for name, rank in _RANKS.items()
+                }
+            lows, highs = (
+                column[~np.isnan(column)] for column in (low[row, columns], high[row, columns])
+            )
             if lows.size:
                 values["min"] = float(lows.min())
             if highs.size:
@@ -142,7 +148,9 @@ class SlotSeries:
     folder: the run's; None keeps nothing. limits: None: no slot is picked for being beyond them.
     """
 
-    def __init__(self, config: TrackingConfig, folder: Path | None, limits: SlotLimits | None = None) -> None:
+    def __init__(
+        self, config: TrackingConfig, folder: Path | None, limits: SlotLimits | None = None
+    ) -> None:
         self.config, self.limits = config, limits
         self.file = None if folder is None else SlotFile(folder / SLOT_FILE)
         self._journal = None if folder is None else folder / JOURNAL
@@ -220,7 +228,9 @@ class SlotSeries:
         first = self._next is None
         self._names = names
         self._forget()
-        asked = [name for name in names if any(fnmatchcase(name, each) for each in self.config.fp8_slots)]
+        asked = [
+            name for name in names if any(fnmatchcase(name, each) for each in self.config.fp8_slots)
+        ]
         self._asked = dict.fromkeys(asked[: self.config.fp8_series])
         if first:
             yield from self._patterns(names, asked)
@@ -243,7 +253,9 @@ class SlotSeries:
                 yield {"code": "fp8.unmatched", "pattern": pattern, "text": text}
         if len(asked) > self.config.fp8_series:
             rest = asked[self.config.fp8_series :]
-            yield _not_picked(rest, "asked for", f"{self.config.fp8_series} at most, tracking.fp8_series")
+            yield _not_picked(
+                rest, "asked for", f"{self.config.fp8_series} at most, tracking.fp8_series"
+            )
 
     def _picked_before(self, attempt: int, step: int) -> Iterator[tuple[str, str]]:
         """Slots that the journal says were picked, and why: a resumed run has the series of one that never stopped."""
@@ -251,10 +263,16 @@ class SlotSeries:
             return
         try:
             for row in read_rows(self._journal, metrics=False):
-                if row["kind"] != "event" or row["code"] != PICKED or not isinstance(row.get("slots"), list):
+                if (
+                    row["kind"] != "event"
+                    or row["code"] != PICKED
+                    or not isinstance(row.get("slots"), list)
+                ):
                     continue
                 if row["attempt"] < attempt or row["step"] < step:
-                    yield from ((name, str(row.get("why"))) for name in row["slots"] if name in self._names)
+                    yield from (
+                        (name, str(row.get("why"))) for name in row["slots"] if name in self._names
+                    )
         except OSError:
             return
 
@@ -292,7 +310,9 @@ class SlotSeries:
             who = ", ".join(worst[key][0] for key in sorted(worst))
             if worst and self._worst.get(role) != who:
                 self._worst[role] = who
-                text = "; ".join(f"{figure} {value:.3g}: {name}" for figure, (name, value) in worst.items())
+                text = "; ".join(
+                    f"{figure} {value:.3g}: {name}" for figure, (name, value) in worst.items()
+                )
                 changed[f"fp8.worst.{role}"] = f"{text} (step {step})"
         return changed
 
@@ -308,5 +328,7 @@ class SlotSeries:
 
 
 def _not_picked(names: Sequence[str], why: str, bound: str) -> Event:
-    text = f"{len(names)} FP8 slots get no series of their own ({bound}; {why}): {some(names, _NAMED)}"
+    text = (
+        f"{len(names)} FP8 slots get no series of their own ({bound}; {why}): {some(names, _NAMED)}"
+    )
     return {"code": "fp8.not_picked", "slots": list(names), "why": why, "text": text}

@@ -85,8 +85,12 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         4,
         "a run whose checkpoints' folder is deleted does not wait for it",
-        "self._made_again() or error) from error\n        finally",
-        "error) from error\n        finally",
+        (
+            "raise failed(\n"
+            '                "the checkpoint was not written", final, self._made_again() or error\n'
+            "            ) from error"
+        ),
+        'raise failed("the checkpoint was not written", final, error) from error',
         "tests/faults/test_deleted_checkpoints.py -k mid_run",
     ),
     Mutation(

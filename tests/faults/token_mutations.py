@@ -134,7 +134,11 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a source that changed since its copy was made is told",
-        "if touched and (written[0] != str(stamp.size) or not file_sha256(files[name]).startswith(hashed)):",
+        (
+            "if touched and (\n"
+            "            written[0] != str(stamp.size) or not file_sha256(files[name]).startswith(hashed)\n"
+            "        ):"
+        ),
         "if False:",
         "tests/unit/data/test_source_changes.py -k named",
     ),
@@ -183,8 +187,12 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a text that the tokenizer's library gives up on is named",
-        "isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error))",
-        "True",
+        (
+            "if isinstance(error, MemoryError) or not (\n"
+            "                isinstance(error, Exception) or _is_panic(error)\n"
+            "            ):"
+        ),
+        "if True:",
         "tests/extras/test_tokenized.py -k fails_on",
     ),
     Mutation(
@@ -211,8 +219,15 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "fields of a table stay as they stand",
-        '"keep_default_na": False, ',
-        "",
+        (
+            "return {\n"
+            '            "features": _features(key),\n'
+            '            "sep": separator,\n'
+            '            "keep_default_na": False,\n'
+            '            "chunksize": _TABLE_ROWS,\n'
+            "        }"
+        ),
+        'return {"features": _features(key), "sep": separator, "chunksize": _TABLE_ROWS}',
         "tests/unit/data/test_what_people_have.py -k as_they_stand",
     ),
     Mutation(

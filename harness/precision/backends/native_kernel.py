@@ -25,7 +25,15 @@ from harness.precision import scaling
 
 _SOURCE = Path(__file__).with_name("native_kernel.cpp")
 # No -ffast-math: NaN must stay NaN. No contraction: see the source's head.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-std=c++17",
+    "-fPIC",
+)
 _BUILD_SECONDS = 60
 _FORMAT_CODES = {"e4m3": 0, "e5m2": 1}
 
@@ -41,17 +49,25 @@ def load() -> tuple[Kernel | None, str]:
     doubles at stats_pointer (see `scaling.quantization_stats` and `channel_stats`; by_rows: as `scaling.summed` has a
     gradient).
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
+    compiler = (
+        shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
+    )
     if compiler is None:
         return None, "no C++ compiler: FP8 casts run in PyTorch (slower; install g++)"
     try:
         library = ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", b"") or str(error).encode()
-        return None, f"the fused kernel did not build: {detail.decode(errors='replace').strip()[-200:]}"
+        return (
+            None,
+            f"the fused kernel did not build: {detail.decode(errors='replace').strip()[-200:]}",
+        )
     kernel = _bind(library)
     if not _agrees(kernel):
-        return None, "the fused kernel disagrees with the reference on this CPU: FP8 casts run in PyTorch"
+        return (
+            None,
+            "the fused kernel disagrees with the reference on this CPU: FP8 casts run in PyTorch",
+        )
     return kernel, f"fused kernel built by {Path(compiler).name}"
 
 
@@ -59,23 +75,31 @@ def _bind(library: ctypes.CDLL) -> Kernel:
     function = library.harness_quantize
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     count = ctypes.c_int64
-    function.argtypes = [pointer, integer, count, count, ctypes.c_float, integer] + [pointer] * 3 + [integer] * 2
+    function.argtypes = (
+        [pointer, integer, count, count, ctypes.c_float, integer] + [pointer] * 3 + [integer] * 2
+    )
     function.restype = None
 
-    def quantize(x: Tensor, scale: float, fmt: str, amax: int, stats: int | None, by_rows: bool = False) -> Tensor:
+    def quantize(
+        x: Tensor, scale: float, fmt: str, amax: int, stats: int | None, by_rows: bool = False
+    ) -> Tensor:
         out = torch.empty_like(x, dtype=torch.bfloat16)
         is_bf16 = int(x.dtype == torch.bfloat16)
         code = _FORMAT_CODES[fmt]
         row, threads = x.shape[-1], torch.get_num_threads()
         pointers = out.data_ptr(), amax, stats
-        function(x.data_ptr(), is_bf16, x.numel(), row, scale, code, *pointers, int(by_rows), threads)
+        function(
+            x.data_ptr(), is_bf16, x.numel(), row, scale, code, *pointers, int(by_rows), threads
+        )
         return out
 
     return quantize
 
 
 def _build(compiler: str) -> Path:
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, compiler, _cpu(), torch.__version__)).encode())
+    key = hashlib.sha256(
+        _SOURCE.read_bytes() + repr((_FLAGS, compiler, _cpu(), torch.__version__)).encode()
+    )
 
     def build(library: Path) -> None:
         objects = library.with_name("kernel.o")
@@ -108,8 +132,13 @@ def _agrees(kernel: Kernel) -> bool:
     for fmt in _FORMAT_CODES:
         for scale in (1.0, 0.37, 2.0**20, 2.0**-20):
             for x in (values, values.float() * 1.1):
-                ours, reference = kernel(x, scale, fmt, amax.data_ptr(), None), scaling.quantize(x, scale, fmt)
-                same = (ours.view(torch.int16) == reference.view(torch.int16)) | (ours.isnan() & reference.isnan())
+                ours, reference = (
+                    kernel(x, scale, fmt, amax.data_ptr(), None),
+                    scaling.quantize(x, scale, fmt),
+                )
+                same = (ours.view(torch.int16) == reference.view(torch.int16)) | (
+                    ours.isnan() & reference.isnan()
+                )
                 if not bool(same.all()):
                     return False
     return bool(torch.isinf(amax).all())

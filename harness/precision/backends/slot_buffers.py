@@ -81,7 +81,12 @@ class ScalingState:
         self.history[0] = amax
         config = self.config
         history, scale, dropped = scaling.roll(
-            self.history, self.scale, self.fp8_max, config.margin, config.amax_compute_algo, config.scrub_inf
+            self.history,
+            self.scale,
+            self.fp8_max,
+            config.margin,
+            config.amax_compute_algo,
+            config.scrub_inf,
         )
         self.history.copy_(history)
         self.scale.copy_(scale)
@@ -107,8 +112,12 @@ class SlotBuffers(ScalingState):
     own_casts = True
     """Whether `linear` casts by a kernel of its own, which the compiler does not look into."""
 
-    def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
-        super().__init__(config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device))
+    def __init__(
+        self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device
+    ) -> None:
+        super().__init__(
+            config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
+        )
         self.names, self.formats, self.device = tuple(names), tuple(formats), device
         self.sums = torch.zeros(len(names), scaling.SUMS, dtype=torch.float64, device=device)
         self.active = False
@@ -118,7 +127,9 @@ class SlotBuffers(ScalingState):
         self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
         self.epoch = 0
         self.window = 0
-        self.kernel, self.kernel_note = native_kernel.load() if device.type == "cpu" else (None, "PyTorch casts")
+        self.kernel, self.kernel_note = (
+            native_kernel.load() if device.type == "cpu" else (None, "PyTorch casts")
+        )
         self._scratch = torch.zeros(1)
         self._scales_changed()
 

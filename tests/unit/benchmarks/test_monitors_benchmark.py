@@ -26,7 +26,9 @@ def test_the_loop_and_the_pass_agree_on_the_same_gradients() -> None:
 
 
 @pytest.mark.nightly
-def test_a_small_benchmark_ends_with_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_benchmark_ends_with_all_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "monitors.json"
     small = ["--sizes", "1", "--step-size", "1", "--tokens", "64", "--steps", "2", "--rounds", "1"]
     main([*small, "--out", str(out)])

@@ -24,7 +24,9 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 
 
 def config(path: Path | None, **changes: object) -> DataConfig:
-    return DataConfig.model_validate({"path": None if path is None else str(path), "context": 32, **changes})
+    return DataConfig.model_validate(
+        {"path": None if path is None else str(path), "context": 32, **changes}
+    )
 
 
 def all_of(tokens: object) -> bytes:
@@ -42,7 +44,9 @@ def flip(path: Path, bit: int) -> None:
 def test_the_snapshot_is_the_text(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    contents = {f"{number:02d}.txt": f"file {number} é\n".encode() * (number + 20) for number in range(20)}
+    contents = {
+        f"{number:02d}.txt": f"file {number} é\n".encode() * (number + 20) for number in range(20)
+    }
     for name, content in contents.items():
         (source / name).write_bytes(content)
     (source / "image.bin").write_bytes(b"\0")
@@ -118,7 +122,10 @@ def test_truncated_and_missing_files_are_reported_together(tmp_path: Path) -> No
     (tmp_path / "data" / "val.bin").unlink()
     with pytest.raises(DataError) as caught:
         prepare(config(GOLDEN), tmp_path)
-    assert [Path(problem.where).name for problem in caught.value.problems] == ["train.bin", "val.bin"]
+    assert [Path(problem.where).name for problem in caught.value.problems] == [
+        "train.bin",
+        "val.bin",
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 2}'])
@@ -152,7 +159,9 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     fraction=st.floats(0.02, 0.9),
     lines=st.integers(1, 80),
 )
-def test_a_split_loses_nothing_and_holds_out_about_the_fraction(sizes: list[int], fraction: float, lines: int) -> None:
+def test_a_split_loses_nothing_and_holds_out_about_the_fraction(
+    sizes: list[int], fraction: float, lines: int
+) -> None:
     documents = [
         Document(f"{number:03d}", ((b"x" * lines + b"\n") * (size // lines + 1))[:size])
         for number, size in enumerate(sizes)

@@ -22,7 +22,9 @@ def worker(device: str = "cpu", engine: str = "single", ranks: int = 1) -> Worke
     return cast(Worker, made)
 
 
-@pytest.mark.parametrize(("memory", "ranks", "refused"), [(16, 1, False), (15, 1, True), (31, 2, True), (32, 2, False)])
+@pytest.mark.parametrize(
+    ("memory", "ranks", "refused"), [(16, 1, False), (15, 1, True), (31, 2, True), (32, 2, False)]
+)
 def test_weights_gradients_and_moments_of_all_ranks_count(
     memory: int, ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,7 +34,10 @@ def test_weights_gradients_and_moments_of_all_ranks_count(
     problem = preflight.lacks_memory(model, 8 * GIB, worker(ranks=ranks))
     assert (problem is not None) == refused
     if problem is not None:
-        assert f"needs at least {16 * ranks:.1f} GiB to be trained, and this machine has {memory:.1f}" in problem.what
+        assert (
+            f"needs at least {16 * ranks:.1f} GiB to be trained, and this machine has {memory:.1f}"
+            in problem.what
+        )
         assert "weights 4.0, gradients 4.0, optimizer 8.0 GiB" in problem.why
 
 
@@ -43,7 +48,9 @@ def test_frozen_weights_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("where", [worker("cuda"), worker(engine="deepspeed")])
-def test_a_gpu_and_engines_that_shard_the_state_are_not_judged(where: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_and_engines_that_shard_the_state_are_not_judged(
+    where: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preflight, "all_memory", lambda: 1)
     assert preflight.lacks_memory(nn.Linear(8, 8), 8, where) is None
 

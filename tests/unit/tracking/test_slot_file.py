@@ -11,7 +11,15 @@ import pandas
 import pytest
 
 from harness.core.facts import SlotStats
-from harness.tracking.slot_file import COLUMNS, FIGURES, PARQUET, SLOT_FILE, SlotFile, SlotSteps, write_parquet
+from harness.tracking.slot_file import (
+    COLUMNS,
+    FIGURES,
+    PARQUET,
+    SLOT_FILE,
+    SlotFile,
+    SlotSteps,
+    write_parquet,
+)
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -23,7 +31,11 @@ def names(layers: int = 2) -> tuple[str, ...]:
 def stats(step: int, attempt: int = 1, slots: tuple[str, ...] | None = None) -> SlotStats:
     """Figures that tell the step and attempt they are of; the sampled ones at even steps only."""
     slots = names() if slots is None else slots
-    made = np.random.default_rng(step * 10 + attempt).normal(size=(len(FIGURES), len(slots))).astype(np.float32)
+    made = (
+        np.random.default_rng(step * 10 + attempt)
+        .normal(size=(len(FIGURES), len(slots)))
+        .astype(np.float32)
+    )
     if step % 2:
         made[3:] = np.nan
     return SlotStats(slots, *made)
@@ -103,7 +115,10 @@ def test_columns_join_neighbours_by_their_largest(tmp_path: Path) -> None:
     assert found is not None
     steps, values = found.joined("amax", names(), columns=4)
     assert list(steps) == [1, 4, 7, 10]
-    oracle = [max(float(stats(step).amax[2]) for step in part) for part in ((1, 2, 3), (4, 5, 6), (7, 8, 9), (10,))]
+    oracle = [
+        max(float(stats(step).amax[2]) for step in part)
+        for part in ((1, 2, 3), (4, 5, 6), (7, 8, 9), (10,))
+    ]
     assert values[2].tolist() == oracle
 
 
@@ -124,11 +139,22 @@ def test_the_table_has_a_row_for_each_step_and_slot(tmp_path: Path) -> None:
     assert write_parquet(tmp_path) == tmp_path / PARQUET
     table = pandas.read_parquet(tmp_path / PARQUET)
     assert tuple(table.columns) == COLUMNS
-    measured = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db", "centred_db")
+    measured = (
+        "amax",
+        "scale",
+        "saturation",
+        "clipped",
+        "underflow",
+        "sqnr_db",
+        "even_db",
+        "centred_db",
+    )
     assert ("step", "layer", "role", *measured) == COLUMNS
     assert len(table) == 8 * 6
     one = table[(table.step == 4) & (table.layer == "blocks.01.up") & (table.role == "weight")]
-    assert [one[figure].item() for figure in FIGURES] == [getattr(stats(4), figure)[4].item() for figure in FIGURES]
+    assert [one[figure].item() for figure in FIGURES] == [
+        getattr(stats(4), figure)[4].item() for figure in FIGURES
+    ]
     assert table[table.step == 3].underflow.isna().all(), "not measured"
     assert not table[table.step == 4].underflow.isna().any()
 

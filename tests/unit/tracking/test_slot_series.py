@@ -27,16 +27,22 @@ LIMITS = SlotLimits(
 Change = Callable[[int, SlotStats], None]
 
 
-def facts(step: int, layers: int = 64, change: Change | None = None, demoted: tuple[str, ...] = ()) -> StepFacts:
+def facts(
+    step: int, layers: int = 64, change: Change | None = None, demoted: tuple[str, ...] = ()
+) -> StepFacts:
     """A step of a model that is well, but for what `change` does to it."""
     names = tuple(f"blocks.{layer:02d}.up.{role}" for layer in range(layers) for role in ROLES)
-    made = np.random.default_rng(step).uniform(0.5, 1.0, (len(FIGURES), len(names))).astype(np.float32)
+    made = (
+        np.random.default_rng(step).uniform(0.5, 1.0, (len(FIGURES), len(names))).astype(np.float32)
+    )
     made[3:5] *= 0.01
     made[5:] += 20
     slots = SlotStats(names, *made)
     if change is not None:
         change(step, slots)
-    return StepFacts(step, step - 1, 1.0, 1.0, 1e-3, 1.0, True, step, 16, 0.1, slots=slots, demoted=demoted)
+    return StepFacts(
+        step, step - 1, 1.0, 1.0, 1e-3, 1.0, True, step, 16, 0.1, slots=slots, demoted=demoted
+    )
 
 
 def put(at: int, layer: int, role: str, **figures: float) -> Change:
@@ -96,7 +102,11 @@ def test_an_extreme_between_two_rows_is_told_by_the_next() -> None:
     spike = put(13, 5, "grad_output", amax=1e6, saturation=7.0)
     kept = figures(series(), 30, change=spike)
     assert [step for step, each in kept.items() if each.figures] == [10, 20, 30]
-    assert [kept[step].figures["fp8/grad_output/amax_max"] > 1e5 for step in (10, 20, 30)] == [False, True, False]
+    assert [kept[step].figures["fp8/grad_output/amax_max"] > 1e5 for step in (10, 20, 30)] == [
+        False,
+        True,
+        False,
+    ]
     assert kept[20].figures["fp8/grad_output/saturation_max"] == 7.0
     low = figures(series(), 20, change=put(14, 5, "input", amax=0.0))
     assert low[20].figures["fp8/input/amax_min"] == 0.0
@@ -121,7 +131,9 @@ def test_in_a_large_model_slots_are_picked_for_what_they_do() -> None:
     policy = series(fp8_slots=["blocks.0[01].up.input"])
     kept = figures(policy, 20, change=put(13, 7, "weight", saturation=1.3))
     assert slots_in(kept[10]) == ["blocks.00.up.input", "blocks.01.up.input"]
-    assert slots_in(kept[13]) == ["blocks.07.up.weight"], "what it was picked for is told in its own step"
+    assert slots_in(kept[13]) == ["blocks.07.up.weight"], (
+        "what it was picked for is told in its own step"
+    )
     assert not of_roles(kept[13])
     (told,) = kept[13].events
     assert (told["code"], told["slots"]) == ("fp8.picked", ["blocks.07.up.weight"])
@@ -187,7 +199,9 @@ def test_a_run_that_goes_on_has_the_rows_of_one_that_was_never_stopped(tmp_path:
                 journal.event(step, **event)
     again = figures(series(tmp_path), 20, start=15, change=change)
     assert again[20].figures == whole[20].figures
-    assert again[20].figures["fp8/grad_output/amax_max"] == 1e6, "of step 12, which was not run again"
+    assert again[20].figures["fp8/grad_output/amax_max"] == 1e6, (
+        "of step 12, which was not run again"
+    )
     assert slots_in(again[20]) == slots_in(whole[20]) == ["blocks.07.up.weight"]
 
 
@@ -195,7 +209,11 @@ def test_a_rollback_forgets_the_steps_that_were_thrown_away(tmp_path: Path) -> N
     policy = series(tmp_path)
     figures(policy, 17, change=put(15, 5, "input", amax=1e6))
     kept = {step: policy.take(2, facts(step)) for step in range(13, 21)}
-    oracle = max(float(each.amax[0::3].max()) for each in (facts(step).slots for step in range(11, 21)) if each)
+    oracle = max(
+        float(each.amax[0::3].max())
+        for each in (facts(step).slots for step in range(11, 21))
+        if each
+    )
     assert kept[20].figures["fp8/input/amax_max"] == oracle < 1.0
 
 
@@ -229,17 +247,23 @@ def test_a_row_has_the_last_sample_since_the_row_before(tmp_path: Path) -> None:
     assert sample is not None
     assert now is not None
     assert figures_of(kept[10], "underflow") == sample.underflow.tolist()
-    assert figures_of(kept[10], "amax") == now.amax.tolist(), "what every step measures is of the step itself"
+    assert figures_of(kept[10], "amax") == now.amax.tolist(), (
+        "what every step measures is of the step itself"
+    )
     assert kept[10].figures["fp8/input/underflow_p90"] in sample.underflow
     for step in (20, 30):
-        assert not any("underflow" in name for name in kept[step].figures), "not sampled since the row before"
+        assert not any("underflow" in name for name in kept[step].figures), (
+            "not sampled since the row before"
+        )
         assert len(figures_of(kept[step], "amax")) == len(now.names)
     last, of_33 = policy.rest(1), facts(33, layers=14).slots
     assert last is not None
     assert of_33 is not None
     assert figures_of(last, "sqnr_db") == of_33.sqnr_db.tolist()
     again = figures(series(tmp_path), 40, start=36, change=change, layers=14)[40]
-    assert figures_of(again, "sqnr_db") == of_33.sqnr_db.tolist(), "of step 33, which was not run again"
+    assert figures_of(again, "sqnr_db") == of_33.sqnr_db.tolist(), (
+        "of step 33, which was not run again"
+    )
 
 
 NAMES = ("blocks.00.mlp.down.input", "blocks.00.mlp.down.grad_output")
