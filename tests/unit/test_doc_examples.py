@@ -22,20 +22,26 @@ from tests.support import runs
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("start", "guide", "reference", "studies")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md"))
-BLOCK = re.compile(r"(?:<!-- setup\n(.*?)-->\n)?^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:<!-- setup\n(.*?)-->\n)?^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a user has it after the first run."""
     folder = tmp_path_factory.mktemp("docs")
-    trained = runs.train(folder, "--recipe", "fp8_hybrid", "--name", "quickstart-fp8_hybrid", "train.steps=12")
+    trained = runs.train(
+        folder, "--recipe", "fp8_hybrid", "--name", "quickstart-fp8_hybrid", "train.steps=12"
+    )
     assert trained.returncode == 0, trained.stdout[-2000:]
     shutil.copytree(runs.TEXT, folder / "texts")
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT / "docs")) for page in PAGES])
+@pytest.mark.parametrize(
+    "page", PAGES, ids=[str(page.relative_to(ROOT / "docs")) for page in PAGES]
+)
 def test_the_examples_of_a_page_run(
     page: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +68,9 @@ def run_lines(code: str, folder: Path) -> None:
             done = runs.harness(folder, *words[1:])
             assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}{done.stderr[-1500:]}"
         elif command == "make":
-            assert re.search(rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+            assert re.search(
+                rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE
+            ), line
         elif command in ("deepspeed", "torchrun", "python"):
             program = next(word for word in words[1:] if word.endswith(".py"))
             assert (ROOT / program).is_file(), line

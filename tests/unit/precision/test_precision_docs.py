@@ -21,12 +21,16 @@ GUIDE = ROOT / "docs" / "guide"
 
 def test_the_page_of_recipe_keys_is_the_schema() -> None:
     page = ROOT / "docs" / "reference" / "recipe-keys.md"
-    assert page.read_text() == recipe_keys(), "python -m harness.precision.recipe > docs/reference/recipe-keys.md"
+    assert page.read_text() == recipe_keys(), (
+        "python -m harness.precision.recipe > docs/reference/recipe-keys.md"
+    )
 
 
 def code(page: str, language: str) -> list[str]:
     """The blocks of code in `language` of a page of the guide."""
-    return re.findall(rf"```{language}\n(.*?)```", (GUIDE / page).read_text(encoding="utf-8"), re.DOTALL)
+    return re.findall(
+        rf"```{language}\n(.*?)```", (GUIDE / page).read_text(encoding="utf-8"), re.DOTALL
+    )
 
 
 def test_the_recipe_validates() -> None:
@@ -35,7 +39,9 @@ def test_the_recipe_validates() -> None:
 
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_loop_runs(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16)
+    )
     optimizer = adamw(model)
     path = tmp_path / "state.pt"
     before = model.get_parameter("1.weight").detach().clone()
@@ -59,7 +65,9 @@ def test_the_loop_runs(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_standard_loop_runs() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16)
+    )
     optimizer = adamw(model)
     names: dict[str, Any] = {
         "model": model,
@@ -78,7 +86,9 @@ def test_the_standard_loop_runs() -> None:
 
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_loop_of_two_networks_runs() -> None:
-    generator, critic = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(2))
+    generator, critic = (
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(2)
+    )
     names: dict[str, Any] = {
         "generator": generator,
         "critic": critic,
@@ -96,7 +106,9 @@ def test_the_loop_of_two_networks_runs() -> None:
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_guarded_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16)
+    )
     optimizer = adamw(model)
     names: dict[str, Any] = {
         "model": model,
