@@ -1,4 +1,4 @@
-"""docs/reference/commands.md is made from the commands themselves: `python tests/unit/test_commands_page.py` writes it."""
+"""docs/reference/commands.md is made from the commands: `python tests/unit/test_commands_page.py` writes it."""
 
 from __future__ import annotations
 
