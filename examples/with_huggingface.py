@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-import harness as _  # noqa: F401 (leaves out what torchao logs of kernels for other machines)
+import harness as _  # noqa: F401 (silences torchao's log lines about kernels for other machines)
 
 try:
     import transformers
@@ -24,7 +24,7 @@ except ModuleNotFoundError as missing:
 
 
 def tiny(folder: Path, text: Path) -> Path:
-    """What one would have fetched from the hub: config.json, model.safetensors, tokenizer.json."""
+    """A model folder as fetched from the hub: config.json, model.safetensors, tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -38,7 +38,7 @@ def tiny(folder: Path, text: Path) -> Path:
 
 
 def harness(*words: str, work: Path) -> str:
-    """As in a shell: harness <words>."""
+    """Run `harness <words>` as in a shell; its standard output."""
     done = subprocess.run([sys.executable, "-m", "harness.cli", *words], cwd=work, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
@@ -49,8 +49,8 @@ def main(work: Path, folder: Path | None, text: Path) -> None:
     folder = folder or tiny(work / "base", text)
     sizes = ("train.steps=60", "train.global_batch=8", "train.micro_batch=4", "data.context=128", "train.lr=3e-3")
     files = (f"model.target=hf:{folder}", f"data.path={text}", f"data.tokenizer={folder}", "tracking.mlflow=false")
-    told = harness("train", "--recipe", "fp8_hybrid", "--name", "tuned", *files, *sizes, work=work)
-    print("\n".join(line for line in told.splitlines() if line.startswith(("step ", "loss", "precision", "FP8"))))
+    output = harness("train", "--recipe", "fp8_hybrid", "--name", "tuned", *files, *sizes, work=work)
+    print("\n".join(line for line in output.splitlines() if line.startswith(("step ", "loss", "precision", "FP8"))))
     print(harness("eval", "runs/tuned", work=work))
     print(harness("sample", "runs/tuned", "import ", "--tokens", "24", work=work))
     print(harness("export", "runs/tuned", "--format", "hf", "--out", "tuned", work=work))

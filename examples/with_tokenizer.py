@@ -32,7 +32,7 @@ def tokenizer_of(folder: Path, path: Path) -> Path:
 
 
 def harness(*words: str, work: Path) -> str:
-    """As in a shell: harness <words>."""
+    """Run `harness <words>` as in a shell; its standard output."""
     done = subprocess.run([sys.executable, "-m", "harness.cli", *words], cwd=work, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
@@ -45,8 +45,8 @@ def main(work: Path, folder: Path) -> None:
     model = ("--config", "tiny", "model.args={dim: 128, layers: 2, heads: 4}")
     sizes = ("train.steps=80", "train.global_batch=8", "train.micro_batch=4", "data.context=128", "train.lr=3e-3")
     files = ("data.path=prepared", "data.packing=documents", "tracking.mlflow=false")
-    told = harness("train", "--recipe", "fp8_hybrid", "--name", "own", *model, *files, *sizes, work=work)
-    print("\n".join(line for line in told.splitlines() if line.startswith(("loss", "precision", "data", "FP8"))))
+    output = harness("train", "--recipe", "fp8_hybrid", "--name", "own", *model, *files, *sizes, work=work)
+    print("\n".join(line for line in output.splitlines() if line.startswith(("loss", "precision", "data", "FP8"))))
     print(harness("sample", "runs/own", "import ", "--tokens", "32", "--temperature", "0.7", work=work))
     print(f"peak memory {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB")
 
