@@ -1,4 +1,4 @@
-"""Your own loop with guard and telemetry: bad batches lead to a rollback. Run: python examples/guarded_loop.py [recipe]"""
+"""Your own loop with guard and telemetry: bad batches are rolled back. Run: python examples/guarded_loop.py [recipe]"""
 
 from __future__ import annotations
 
