@@ -174,9 +174,9 @@ class DataConfig(HubConfig):
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
         description="bad samples (not finite, labels out of range or all missing, unreadable, changed since the "
-        "start): skip skips the update, fail halts, auto halts for labels out of range and skips for the rest; files and rows "
-        "without text, at the start: skip leaves them out, fail refuses, auto leaves out binary and empty ones and "
-        "refuses others",
+        "start): skip skips the update, fail halts, auto halts for labels out of range and skips for the rest; "
+        "files and rows without text, at the start: skip leaves them out, fail refuses, auto leaves out binary and "
+        "empty ones and refuses others",
     )
 
     @model_validator(mode="after")

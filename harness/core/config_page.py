@@ -114,9 +114,11 @@ _INTRODUCTION = """\
 For whoever writes a config or an override: every key with its type, limits, default and unit, and whether a resume may
 change it. Made from `harness/core/config.py`: `python -m harness.core.config_page > docs/reference/config.md`.
 
-```bash
-harness train --config tiny --name tried train.steps=4 train.lr=1e-3 tracking.mlflow=false
-harness train --config tiny --name tried train.steps=6 train.lr=1e-3 tracking.mlflow=false  # resumes, two more steps
+```python
+from harness.core.config import load_config
+
+config = load_config("tiny", ["train.lr=1e-3", "guard.spike_sigma=20"])  # as on the command line of `harness train`
+assert (config.train.lr, config.guard.spike_sigma) == (1e-3, 20)
 ```
 
 A config is a YAML file with these sections; `key=value` on the command line overrides it. A key that does not exist is
