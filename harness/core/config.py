@@ -352,7 +352,8 @@ class FallbackConfig(Strict):
       are excused too (see `Evidence`).
     - clipped is a share of all values, underflow a share of the non-zero ones. Both are sampled. Underflow counts
       without a sample where the saturation shows that every value was flushed to zero.
-    - sqnr_db, even_db and centred_db are bad under their limits; centred_db only after centred_steps steps in a row.
+    - sqnr_db, even_db and centred_db are bad under their limits. centred_db counts only after centred_steps steps in a
+      row, and only for what the rows have in common.
     - An infinite amax is always bad. amax_over and amax_growth (against a window before) are off while None.
 
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954):

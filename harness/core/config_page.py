@@ -1,4 +1,4 @@
-"""docs/reference/config.md: every key of a run's config and of a recipe's section `fallback`. Torch-free.
+"""docs/reference/config.md: every key of a run's config. Torch-free.
 
 Types, limits, defaults and descriptions come from the fields in `harness.core.config`:
 `python -m harness.core.config_page > docs/reference/config.md`.
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from harness.core.config import DATA_MAY_CHANGE, RESUME_MAY_CHANGE, RESUME_NEVER, FallbackConfig, RunConfig
+from harness.core.config import DATA_MAY_CHANGE, RESUME_MAY_CHANGE, RESUME_NEVER, RunConfig
 
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "mapping"}
 _LIMITS = {"ge": "at least", "gt": "over", "le": "at most", "lt": "under"}
@@ -27,7 +27,6 @@ def page() -> str:
         section = _section(field.annotation)
         if section is not None:
             parts += [f"## {name}", section.__doc__ or "", _table(f"{name}.", section)]
-    parts += ["## fallback, in a recipe", _FALLBACK, _table("fallback.", FallbackConfig, resume=False)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -51,15 +50,15 @@ def keys(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]
             yield from keys(f"{prefix}{name}[]." if listed else f"{prefix}{name}.", section)
 
 
-def _table(prefix: str, model: type[BaseModel], sections: bool = True, resume: bool = True) -> str:
-    """sections: with the keys of sections in `model`. resume: with a column on what a resume may change."""
-    headings = ["key", "type", "default", "meaning", *(["a resume may change it"] if resume else [])]
+def _table(prefix: str, model: type[BaseModel], sections: bool = True) -> str:
+    """The keys of `model` as a table. sections: with the keys of the sections in it."""
+    headings = ["key", "type", "default", "meaning", "a resume may change it"]
     rows = [headings, ["---"] * len(headings)]
     for key, field in keys(prefix, model):
         if not sections and "." in key:
             continue
-        row = [f"`{key}`", _kind(field.annotation, field.metadata), _default(field), field.description or ""]
-        rows.append([*row, *([on_resume(key)] if resume else [])])
+        kind = _kind(field.annotation, field.metadata)
+        rows.append([f"`{key}`", kind, _default(field), field.description or "", on_resume(key)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -112,7 +111,8 @@ _INTRODUCTION = """\
 # Config keys
 
 For whoever writes a config or an override: every key with its type, limits, default and unit, and whether a resume may
-change it. Made from `harness/core/config.py`: `python -m harness.core.config_page > docs/reference/config.md`.
+change it. Keys of a recipe, such as `fallback.hits`, are a page of their own. Made from `harness/core/config.py`:
+`python -m harness.core.config_page > docs/reference/config.md`.
 
 ```python
 from harness.core.config import load_config
@@ -131,11 +131,6 @@ The last column says what happens if you resume a run with another value:
   contents too.
 - never: the run's data and optimizer stay. Start a new run, which may begin at a checkpoint of the old one:
   `--name NEW --resume runs/<run>/checkpoints/step-<N>`."""
-
-_FALLBACK = """\
-These keys stand in the recipe, not in the config. They say when a layer leaves FP8 and when it returns; the
-[runbook](runbook.md#precisiondemote) explains it, and [the study](../studies/fallback.md) has what the limits find.
-A resume may change them with `--accept-changed recipe`."""
 
 
 if __name__ == "__main__":
