@@ -1,78 +1,86 @@
-"""The keys of a section of a config or recipe as a table: name, type and limits, default, meaning. Torch-free.
+"""The keys of a section of a config or recipe: name, type and limits, default. Torch-free.
 
-The reference pages of docs/ are made from these rows, so that a page cannot say other than the schema.
+The reference pages of docs/ are made from these, so that a page cannot say other than the schema.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-HEADER = ("| key | type | default | meaning |", "|---|---|---|---|")
-
-_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null"}
+_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "mapping"}
 _LIMITS = {"ge": "at least", "gt": "over", "le": "at most", "lt": "under"}
 
 
-def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """One row for each key of `model` and of the sections within it."""
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name and field of every key below `model`; the keys of a list's items have `[].` before their name."""
     for name, field in model.model_fields.items():
-        inner = _section(field.annotation)
-        if inner is None:
-            yield f"| `{prefix}{name}` | {_kind(field)} | {_default(field)} | {field.description} |"
-        else:
-            suffix = "[]." if get_origin(field.annotation) is list else "."
-            yield from rows(inner, f"{prefix}{name}{suffix}")
+        inner = section(field.annotation)
+        if inner is None or field.description is not None:
+            yield prefix + name, field
+        if inner is not None:
+            is_list = get_origin(field.annotation) is list
+            yield from keys(inner, f"{prefix}{name}[]." if is_list else f"{prefix}{name}.")
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a field that is a section, or a list of them."""
+def section(annotation: Any) -> type[BaseModel] | None:
+    """The model of a key that is a section, or a list of sections."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
 
 
-def _kind(field: FieldInfo) -> str:
-    """A field's type and limits in words."""
-    inner: Any = field.annotation
-    is_list = get_origin(inner) is list
-    if is_list:
-        inner = get_args(inner)[0]
-
-    # `Annotated[float, Field(gt=1)] | None`: the limits belong to the inner type.
-    optional = NoneType in get_args(inner)
-    if optional:
-        inner = next(part for part in get_args(inner) if part is not NoneType)
-    bounds: list[Any] = [*field.metadata]
-    for info in get_args(inner)[1:]:
-        bounds += getattr(info, "metadata", ())
-    if get_origin(inner) is Annotated:
-        inner = get_args(inner)[0]
-
-    choices = ", ".join(f"`{value}`" for value in get_args(inner))
-    text = choices if get_origin(inner) is Literal else _NAMES[inner]
-    parts = [f"list of {text}" if is_list else text]
-    for bound in bounds:
-        for key, words in _LIMITS.items():
-            limit = getattr(bound, key, None)
-            if limit is not None:
-                parts.append(f"{words} {limit:g}")
-    if optional:
-        parts.append("or null")
-    return ", ".join(parts)
+def kind(field: FieldInfo) -> str:
+    """A field's type with its limits, in words: `integer, at least 1`."""
+    return _kind(field.annotation, field.metadata)
 
 
-def _default(field: FieldInfo) -> str:
+def default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
     if value == "":
         return "empty"
-    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
-    return f"`{text}`"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def _kind(annotation: Any, metadata: list[Any]) -> str:
+    """A type with its limits, in words: `integer, at least 1`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(parts[0], [*metadata, *parts[1:]])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in parts)
+    if NoneType in parts:
+        (other,) = (part for part in parts if part is not NoneType)
+        return f"{_kind(other, metadata)}, or null"
+    if section(annotation) is not None:
+        return "list of sections"
+    if origin is list:
+        return f"list of {_kind(parts[0], metadata)}"
+    if origin is tuple:
+        return f"{len(parts)} of: {_kind(parts[0], metadata)}"
+    limits = [f"{words} {limit:,}" for words, limit in _limits(metadata)]
+    return ", ".join([_NAMES[origin or annotation], *limits])
+
+
+def _limits(metadata: list[Any]) -> Iterator[tuple[str, float]]:
+    """(words, number) of every limit in a field's metadata; pydantic nests those of an Annotated type."""
+    for item in metadata:
+        for name, words in _LIMITS.items():
+            if getattr(item, name, None) is not None:
+                yield words, getattr(item, name)
+        if isinstance(item, FieldInfo):
+            yield from _limits(item.metadata)

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from harness.core import key_table
 from harness.core.config import FallbackConfig, Ratio
 from harness.core.files import find
-from harness.core.key_table import HEADER, rows
 from harness.core.schema import Strict, read_yaml, validate
 from harness.precision.backends.registry import BACKENDS
 
@@ -243,7 +243,15 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 def page() -> str:
     """The page of every recipe key: `python -m harness.precision.recipe > docs/reference/recipe-keys.md`."""
-    return "\n".join([*_PAGE_HEAD, *HEADER, *rows(Recipe)]) + "\n"
+    rows: list[list[str]] = []
+    for key, field in key_table.keys(Recipe):
+        if key_table.section(field.annotation) is None:
+            row = [f"`{key}`", key_table.kind(field), key_table.default(field)]
+            rows.append([*row, field.description or ""])
+    return (
+        "\n".join([*_PAGE_HEAD, key_table.table(["key", "type", "default", "meaning"], rows)])
+        + "\n"
+    )
 
 
 _PAGE_HEAD = (
