@@ -128,9 +128,8 @@ def imports_of(path: Path, root: Path) -> list[Import]:
                     if isinstance(name, ast.Constant) and isinstance(name.value, str)
                     else []
                 )
-            found.extend(
-                Import(relative.as_posix(), child.lineno, target, lazy) for target in targets
-            )  # type: ignore[attr-defined]
+            line: int = getattr(child, "lineno", 0)
+            found.extend(Import(relative.as_posix(), line, target, lazy) for target in targets)
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 for part in child.body:
                     visit(ast.Module([part], []), True)

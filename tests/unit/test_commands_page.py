@@ -17,7 +17,11 @@ def shown_default(argument: Any) -> str:
     if argument.required:
         return "required"
     # Where the default is found at run time, the help says in brackets what it is.
-    if argument.default is None or argument.default is False or "[default:" in (argument.help or ""):
+    if (
+        argument.default is None
+        or argument.default is False
+        or "[default:" in (argument.help or "")
+    ):
         return ""
     if argument.default == "":
         return "none"
@@ -54,7 +58,9 @@ def sections() -> str:
 def test_the_page_has_every_command_with_its_arguments() -> None:
     _, _, rest = PAGE.read_text().partition(BEGIN)
     made, _, _ = rest.partition(END)
-    assert made == sections(), f"write it again: python {Path(__file__).relative_to(PAGE.parents[2])}"
+    assert made == sections(), (
+        f"write it again: python {Path(__file__).relative_to(PAGE.parents[2])}"
+    )
 
 
 if __name__ == "__main__":

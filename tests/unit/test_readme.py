@@ -64,7 +64,8 @@ def test_every_source_of_the_comparison_is_pinned_to_a_commit_and_used() -> None
     assert len(sources) == 29
     assert set(sources) == set(re.findall(r"\]\[([a-z0-9-]+)\]", text))
     assert all(
-        re.search(r"^https://github\.com/[^/]+/[^/]+/(blob|tree)/[0-9a-f]{40}/", url) for url in sources.values()
+        re.search(r"^https://github\.com/[^/]+/[^/]+/(blob|tree)/[0-9a-f]{40}/", url)
+        for url in sources.values()
     )
 
 
@@ -73,7 +74,9 @@ def test_commands_exist_with_their_options(page: Path) -> None:
     text = page.read_text()
     for command in re.findall(r"(?:bin/|`)harness (\w+)", text):
         assert command in COMMANDS, command
-    for module, options, commit in re.findall(r"`python -m benchmarks\.(\w+)([^`]*)`( at [0-9a-f]{7}\b)?", text):
+    for module, options, commit in re.findall(
+        r"`python -m benchmarks\.(\w+)([^`]*)`( at [0-9a-f]{7}\b)?", text
+    ):
         scripts = [
             *(ROOT / "benchmarks").glob(f"{module}*.py"),
             *(ROOT / "benchmarks").glob(f"{module}/*.py"),
@@ -95,8 +98,12 @@ def test_the_two_commands_are_shown_and_there() -> None:
 
 
 def test_the_keys_of_the_example_run_are_taken() -> None:
-    (command,) = [block for block in blocks("", DOCS / "start" / "your-model.md") if "model.target=" in block]
-    overrides = [word for word in shlex.split(command.replace("\\\n", " ")) if re.match(r"\w+\.\w+=", word)]
+    (command,) = [
+        block for block in blocks("", DOCS / "start" / "your-model.md") if "model.target=" in block
+    ]
+    overrides = [
+        word for word in shlex.split(command.replace("\\\n", " ")) if re.match(r"\w+\.\w+=", word)
+    ]
     config = load_config("quickstart", overrides, "fp8_hybrid")
     assert config.model.target == "my_models:build"
     assert config.train.steps == 2000
@@ -136,7 +143,9 @@ def test_a_model_of_your_own_trains_as_its_page_says(tmp_path: Path) -> None:
 def test_samples_of_your_own_train_as_their_page_says(tmp_path: Path) -> None:
     code = blocks("python", DOCS / "start" / "your-data.md")[0]
     (tmp_path / "my_data.py").write_text(code.partition("\n\nprint(")[0] + "\n")
-    (tmp_path / "my_models.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(64, 2)\n")
+    (tmp_path / "my_models.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    return nn.Linear(64, 2)\n"
+    )
     data = ("data.path=null", "data.target=my_data:load", "data.args={samples: 64}")
     done = runs.train(
         tmp_path,
@@ -153,7 +162,11 @@ def test_samples_of_your_own_train_as_their_page_says(tmp_path: Path) -> None:
 def proven() -> dict[str, tuple[str, str]]:
     """Of the README's table of what is proven: number and hardware, by the row's first words."""
     _, _, section = README.read_text().partition("## What is proven")
-    rows = [line.strip("| ").split(" | ") for line in section.partition("\n## ")[0].splitlines() if "| [" in line]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in section.partition("\n## ")[0].splitlines()
+        if "| [" in line
+    ]
     return {row[0]: (row[1], row[2]) for row in rows}
 
 
@@ -176,7 +189,9 @@ def test_what_is_proven_is_what_the_records_say() -> None:
     ).read_text().replace("\n", " ")
     fp8 = result("parity_cpu")["verdict"]["fp8"]
     assert next(rows) == (f"{fp8['mean']:+.2%}", "CPU")
-    interval = f"The 95% interval of the {fp8['mean']:+.2%} is {fp8['low']:+.2%} to {fp8['high']:+.2%}"
+    interval = (
+        f"The 95% interval of the {fp8['mean']:+.2%} is {fp8['low']:+.2%} to {fp8['high']:+.2%}"
+    )
     assert interval in " ".join(README.read_text().split())
     harmful = [row for row in result("evidence_held_out_cpu")["faults"] if row["harm"] >= HARMFUL]
     assert next(rows) == (f"{sum(bool(row['left']) for row in harmful)} of {len(harmful)}", "CPU")
@@ -184,16 +199,27 @@ def test_what_is_proven_is_what_the_records_say() -> None:
     assert {next(rows)} == {(each, "CPU") for each in skips}
     kills, hardware = next(rows)
     assert hardware == "CPU"
-    assert f"at least two checkpoints load | {kills} (" in (DOCS / "studies" / "reliability.md").read_text()
+    assert (
+        f"at least two checkpoints load | {kills} ("
+        in (DOCS / "studies" / "reliability.md").read_text()
+    )
     assert next(rows, None) is None
 
 
 def test_the_picture_is_told_as_its_runs_went() -> None:
     results = result("demotion_cpu")["results"]
-    worst = max(abs(each["runs"]["fallback"]["val_loss"] / each["runs"]["bf16"]["val_loss"] - 1) for each in results)
-    steps = sorted({switch["step"] for each in results for switch in each["runs"]["fallback"]["switches"]})
+    worst = max(
+        abs(each["runs"]["fallback"]["val_loss"] / each["runs"]["bf16"]["val_loss"] - 1)
+        for each in results
+    )
+    steps = sorted(
+        {switch["step"] for each in results for switch in each["runs"]["fallback"]["switches"]}
+    )
     text = " ".join(README.read_text().split())
-    assert f"to BF16 at step {steps[0]} or {steps[1]}, and the run ends within {worst:.2%} of bf16" in text
+    assert (
+        f"to BF16 at step {steps[0]} or {steps[1]}, and the run ends within {worst:.2%} of bf16"
+        in text
+    )
     assert len(steps) == 2
 
 
