@@ -29,7 +29,7 @@ setup: $(READY) ## make .venv from the pinned versions
 train: $(READY) ## train the quickstart model (RECIPE=, CONFIG=, ARGS=); run it again to resume
 	@$(RUN) launch/deepspeed.sh --recipe $(RECIPE) $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
-test: lint ## lint, types, then every test that is not slow and needs no GPU
+test: lint ## lint, types, then every quick test that needs no GPU
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
 	    -m "not slow and not nightly and not gpu" $(ARGS)
 

@@ -41,7 +41,7 @@ def passes(tree: Path, test: str) -> tuple[bool, str]:
     """
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split()]
-    for only in (["-m", "not slow"], []):
+    for only in (["-m", "not slow and not nightly"], []):
         try:
             done = subprocess.run(
                 [*command, *only], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS,
