@@ -333,7 +333,7 @@ def test_what_must_be_unpacked_says_how(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NO_TEXT)
 def test_what_is_no_text_is_refused_with_the_way_in(tmp_path: Path, name: str) -> None:
     path = written(tmp_path / "folder" / "in" / name, b"\x89\0\1\2" * 30)
-    message = rf"{name}(.|\n)*NUL bytes(.|\n)*data\.target: docs/datasets\.md"
+    message = rf"{name}(.|\n)*NUL bytes(.|\n)*data\.target: docs/guide/datasets\.md"
     for each in (path, path.parent.parent):
         with pytest.raises(DataError, match=message):
             prepare(config(each), tmp_path / "run")
