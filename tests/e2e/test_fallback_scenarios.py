@@ -65,7 +65,10 @@ def run(work: Path, scenario: Scenario, kind: str) -> Path:
 
 @pytest.mark.parametrize(
     "scenario",
-    [SCENARIOS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in SCENARIOS[1:])],
+    [
+        pytest.param(SCENARIOS[0], marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in SCENARIOS[1:]),
+    ],
     ids=[scenario.target for scenario in SCENARIOS],
 )
 def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(
@@ -109,6 +112,7 @@ def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(
     )
 
 
+@pytest.mark.slow
 def test_without_a_fault_no_layer_leaves_fp8(work: Path) -> None:
     found = read(run(work, SCENARIOS[0], "control"))
     assert found["switches"] == found["verdicts"] == []
