@@ -82,7 +82,7 @@ class MonitorsPart:
                     f"state of monitors that this version does not have: {some(unknown, NAMED_IN_TEXT)}",
                     "the checkpoint's part monitors",
                     why="without these monitors the run would be watched less than before, and nobody would know",
-                    fix="resume with the version that wrote the checkpoint",
+                    fix="resume with the version that wrote it",
                 )
             )
         for monitor in self.monitors:
