@@ -413,6 +413,7 @@ class ClippingMonitor(KeptWindow):
         self.warmup_steps = warmup_steps
         self.share = share
         self._norms: deque[float] = deque(maxlen=window)
+        # Whether the present streak was reported; its name is a key in checkpoints.
         self._told = False
 
     @classmethod

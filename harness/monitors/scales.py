@@ -202,13 +202,13 @@ class Fp8StormMonitor(KeptWindow):
         storms: list[_Storm] = []
         ratio = "are far over their format's largest value, by ratio"
         over = slots.saturation > self._limits
-        self._count("saturation", slots.saturation, over, in_fp8, ratio, storms)
+        self._extend_streak("saturation", slots.saturation, over, in_fp8, ratio, storms)
         share = "lose many of their values to zero, by share"
         over = slots.underflow > self.underflow
-        self._count("underflow", slots.underflow, over, in_fp8, share, storms)
+        self._extend_streak("underflow", slots.underflow, over, in_fp8, share, storms)
         return storms
 
-    def _count(
+    def _extend_streak(
         self,
         kind: str,
         values: npt.NDArray[np.float32],

@@ -98,7 +98,7 @@ class BadStep(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Environment:
     """The environment of a run; part of every record."""
 
     recipe: str
@@ -112,10 +112,10 @@ class Surroundings:
 class FlightRecorder:
     """Keeps the repro bundles of one run folder. For rank 0, under the run's lock."""
 
-    def __init__(self, run_dir: Path, store: Store, surroundings: Surroundings) -> None:
+    def __init__(self, run_dir: Path, store: Store, environment: Environment) -> None:
         self.folder = run_dir / FOLDER
         self._store = store
-        self.surroundings = surroundings
+        self.environment = environment
         # The first step of the present streak of bad steps, and the newest one with its attempt.
         self._first = 0
         self._last = (0, 0)
@@ -143,7 +143,7 @@ class FlightRecorder:
             "codes": codes,
             "demoted": facts.demoted,
             "lowered": facts.fell_back_to,
-            **asdict(self.surroundings),
+            **asdict(self.environment),
         }
 
         # Complete under a temporary name first: a process that is killed leaves no half bundle.

@@ -31,7 +31,7 @@ from harness.core.health import one_sample
 from harness.core.protocols import Batch, Meta, Tensors
 from harness.core.state import RunLedger
 from harness.replay.answer import Answer, Gradient, Sample, growth, unfit
-from harness.replay.flight import BadStep, Branches, Difference, Surroundings
+from harness.replay.flight import BadStep, Branches, Difference, Environment
 from harness.replay.origin import Finding, Origin, locate, watch
 from harness.run import Run, Share, next_window, observe, train_step
 from harness.run_folder import read_plan
@@ -51,14 +51,14 @@ class Rerun:
     model: the user's, without wrappers.
     ranks: of the original run. Here their shares of a window are computed one after the other.
     resolved: the rung of the recipe.
-    surroundings: the environment of this process.
+    environment: of this process.
     """
 
     run: Run
     model: nn.Module
     ranks: int
     resolved: str
-    surroundings: Surroundings
+    environment: Environment
 
     @property
     def compiled(self) -> bool:
@@ -411,7 +411,7 @@ class Investigation:
             found.append(f"the run computed with {planned}, this machine with {self.run.resolved}")
         if self.record is None:
             return found
-        here = self.run.surroundings
+        here = self.run.environment
         if self.world_size > 1:
             found.append(
                 f"the run had {self.world_size} ranks; here their samples run one after the other, and sums are "
