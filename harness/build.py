@@ -60,7 +60,7 @@ from harness.precision.loss_scale import LossScale, build_loss_scale
 from harness.precision.plan import Plan, agree_on_rung, make_plan, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
-from harness.replay.flight import FlightRecorder, Surroundings
+from harness.replay.flight import Environment, FlightRecorder
 from harness.run import RUNG, Run
 from harness.stop import StopRequest
 from harness.telemetry import Telemetry
@@ -372,7 +372,7 @@ def build_run(
         seed=config.train.seed,
     )
     recorder = (
-        FlightRecorder(folder, store, surroundings(config, worker, engine))
+        FlightRecorder(folder, store, environment_of(config, worker, engine))
         if engine.rank == 0
         else None
     )
@@ -465,10 +465,10 @@ def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[
     return {kind: flops / worker.launch.world_size / peak for kind, peak in peaks.items() if peak}
 
 
-def surroundings(config: RunConfig, worker: Worker, engine: Engine) -> Surroundings:
+def environment_of(config: RunConfig, worker: Worker, engine: Engine) -> Environment:
     """Recipe, ranks, engine and card of a run: part of every repro bundle."""
     card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
-    return Surroundings(config.recipe, engine.world_size, engine.name, card)
+    return Environment(config.recipe, engine.world_size, engine.name, card)
 
 
 def open_store(folder: Path, worker: Worker) -> Store:

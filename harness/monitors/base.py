@@ -1,5 +1,11 @@
-"""What monitors share: what they may ask of a run before it begins, how they keep their windows, and what is usual in a
-noisy, drifting series. Torch-free.
+"""The base of all monitors: their context, their state in checkpoints, and robust statistics of noisy series.
+
+A monitor compares a step with what is usual. Losses and norms are noisy, drift and have outliers, so means and standard
+deviations mislead: a spike would widen the limit that should stop the next one. `level` uses medians instead. It
+follows a fall, since a run that learns has a falling loss, and treats a rise as spread. `recurring` finds values that
+are large again and again between usual ones: they belong to the data, and skipping them for ever would not help.
+
+Torch-free.
 """
 
 from __future__ import annotations
@@ -23,14 +29,22 @@ BadData = Literal["auto", "skip", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class MonitorContext:
-    """The run, as its monitors are built for it.
+    """What monitors may know of a run before it begins.
 
-    guard: its thresholds. fallback: the recipe's. max_grad_norm: what gradients are clipped to. warmup_steps: of the
-    learning rate. data: what the run reads, None in a loop that is not ours. bad_data: what bad samples lead to.
-    vocab_size, classes: tokens are in [0, vocab_size), labels in [0, classes); None: unknown. layers: FP8 layers,
-    padded names, in the plan's order. amax_history: updates that delayed scales look back on, None if scales are not
-    delayed; margin: their powers of two of headroom. scales_loss: there is an fp16 loss scale. fallback_precision: what
-    a run with a loss scale of ours may fall back to ("bf16" | "fp32"; collective), None if there is nothing.
+    guard: the guard's thresholds.
+    fallback: the recipe's rules for leaving FP8.
+    max_grad_norm: the norm to which gradients are clipped.
+    warmup_steps: of the learning rate.
+    data: what the run reads; None in other people's loops.
+    bad_data: what bad samples lead to.
+    vocab_size: tokens are in [0, vocab_size); None: unknown.
+    classes: labels are in [0, classes); None: unknown.
+    layers: FP8 layers, padded names, in the plan's order.
+    amax_history: updates that a delayed scale looks back on; None if scales are not delayed.
+    margin: powers of two of headroom in delayed scales.
+    scales_loss: there is an fp16 loss scale.
+    fallback_precision: what a run with a loss scale of its own may fall back to, "bf16" or "fp32". A collective call.
+        None if there is nothing.
     """
 
     guard: GuardConfig
@@ -49,10 +63,10 @@ class MonitorContext:
 
 
 class KeptWindow:
-    """A monitor whose window in checkpoints is made of its attributes `_<name>` for each name in `kept`.
+    """A monitor whose state in checkpoints is its attributes `_<name>`, one for each name in `kept`.
 
-    Those are numbers, None, sequences and dicts of them, or one-dimensional arrays; a NaN in an array is stored as
-    None, since strict JSON has no word for it.
+    They may be numbers, None, sequences and dicts of those, or one-dimensional arrays. A NaN in an array is stored as
+    None, since strict JSON has no NaN.
     """
 
     kept: ClassVar[tuple[str, ...]] = ()
@@ -62,18 +76,25 @@ class KeptWindow:
         return {name: _stored(getattr(self, f"_{name}")) for name in self.kept}
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises LookupError, TypeError or ValueError if it is something else."""
-        found = {name: _restored(getattr(self, f"_{name}"), meta[name]) for name in self.kept}
+        """Load what `state_dict` gave. Raises LookupError, TypeError or ValueError if it is something else."""
+        # Read everything before changing anything: a bad state must not be half loaded.
+        found: dict[str, Any] = {}
+        for name in self.kept:
+            found[name] = _restored(getattr(self, f"_{name}"), meta[name])
         for name, value in found.items():
             setattr(self, f"_{name}", value)
 
 
 def _stored(value: Any) -> Any:
+    """`value` as JSON has it."""
     if isinstance(value, np.ndarray):
-        return [None if each != each else each for each in cast(npt.NDArray[Any], value).tolist()]
+        values = cast(npt.NDArray[Any], value).tolist()
+        return [None if each != each else each for each in values]
     if isinstance(value, dict):
         return dict(cast("dict[str, Any]", value))
-    return list(cast("list[Any]", value)) if isinstance(value, deque | list | tuple) else value
+    if isinstance(value, deque | list | tuple):
+        return list(cast("list[Any]", value))
+    return value
 
 
 def _restored(old: Any, value: Any) -> Any:
@@ -84,77 +105,101 @@ def _restored(old: Any, value: Any) -> Any:
     if isinstance(old, deque):
         return deque(value, cast("deque[Any]", old).maxlen)
     if isinstance(old, dict):
-        return {
-            key: _restored(each, value[key]) for key, each in cast("dict[str, Any]", old).items()
-        }
-    return value if old is None or value is None else type(old)(value)
+        items = cast("dict[str, Any]", old).items()
+        return {key: _restored(each, value[key]) for key, each in items}
+    if old is None or value is None:
+        return value
+    return type(old)(value)
 
 
 ARMED_AFTER = 32
-"""Applied steps before a limit is given. Earlier, loss and norm move too fast for their own past to say anything."""
+"""Applied steps before a limit is given. Earlier, loss and norm move too fast for their past to say what is usual."""
+
 AHEAD = SWITCH_DELAY
 """Steps between the last value known and the step that its limit is for."""
-MAD_TO_SIGMA = 1.4826
-"""1 / Phi^-1(3/4): makes the median absolute deviation of a normal sample an estimate of its standard deviation."""
-RECENT = 8
-"""Newest values that say whether a fall has ended."""
-_LOG_MAX = 80.0
 
+MAD_TO_SIGMA = 1.4826
+"""1 / Phi^-1(3/4): turns the median absolute deviation of a normal sample into its standard deviation."""
+
+RECENT = 8
+"""The newest values; they say whether a fall has ended."""
 
 ROUNDING = 2.0**-20
-"""Of the largest loss: spread that float32 may have rounded away."""
+"""Share of the largest loss that rounding to float32 may hide: the smallest spread to assume."""
+
+_LOG_MAX = 80.0
+"""Larger logarithms stand for infinity: float32 ends at e^88."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The usual value of a series of logarithms, and the standard deviation about it."""
+    """The usual value of a series, and the standard deviation about it."""
 
     centre: float
     sigma: float
 
 
 def level(logs: Sequence[float], ahead: int) -> Level:
-    """The level to expect `ahead` steps after the last of `logs` (one or more numbers), deaf to a minority of outliers.
+    """The level to expect `ahead` steps after the last of `logs` (one or more numbers). A minority of outliers is
+    ignored.
 
     The trend is the line through the medians of the two halves (the first step of Tukey's resistant line, Exploratory
-    Data Analysis, 1977, with halves for thirds), and sigma is the MAD about it. The centre follows a fall, since a
-    plain median lags behind one so far that tenfold spikes stay under it; but only down to the second lowest of the
-    last 8, so that a fall that ends is not continued. A rise is not followed and counts as spread: it is no sign of
-    health that should make a detector keener, and a slow one must not be cut off either.
+    Data Analysis, 1977, with halves for thirds). sigma is the MAD about that line.
+
+    The centre follows a fall. A plain median lags behind one so far that tenfold spikes stay under it. But the centre
+    goes no lower than the second lowest of the last 8 values, so a fall that ends is not continued.
+
+    A rise is not followed and counts as spread. It is no sign of health that should make a detector more sensitive, and
+    a slow one must not be cut off either.
     """
-    size, half = len(logs), len(logs) // 2
+    size = len(logs)
+    half = size // 2
     usual = median(logs)
-    slope = min(0.0, (median(logs[half:]) - median(logs[:half])) / (size / 2)) if half else 0.0
+
+    slope = 0.0
+    if half:
+        slope = min(0.0, (median(logs[half:]) - median(logs[:half])) / (size / 2))
+
+    # The spread about the trend, not about one value: a fall is no noise.
     flat = [value - slope * place for place, value in enumerate(logs)]
     middle = median(flat)
     sigma = MAD_TO_SIGMA * median(abs(value - middle) for value in flat)
+
+    expected = middle + slope * (size - 1 + ahead)
     second_lowest = sorted(logs[-RECENT:])[min(1, size - 1)]
-    return Level(max(middle + slope * (size - 1 + ahead), min(second_lowest, usual)), sigma)
+    return Level(max(expected, min(second_lowest, usual)), sigma)
 
 
 RECURRING = 5
+"""Values over their limit that are needed to call them recurring."""
 RECURRING_SPAN = 500
+"""Newest windows in which they are looked for."""
 _MOST = 4
 _USUAL_BETWEEN = 2
 _MARGIN = 1.25
 
 
 def mark(deviation: float, room: float) -> list[float]:
-    """What `recurring` keeps of a window: its deviation from the usual where that is over `room`, 0 where it is usual.
+    """The entries of a window for `recurring`: its deviation if that is over `room`, 0 if it is usual.
 
-    Over half of the room it is neither, and nothing is kept: a fault that grows passes through there.
+    Between half of `room` and `room` a value is neither, and there is no entry: a fault that grows passes there, and
+    must not count as a usual value between large ones.
     """
     if deviation > room:
         return [deviation]
-    return [0.0] if deviation <= room / 2 else []
+    if deviation <= room / 2:
+        return [0.0]
+    return []
 
 
 def recurring(marks: Sequence[float]) -> float | None:
-    """The deviation to let through where values over their limit come again and again; None where they do not.
+    """The deviation to let through where values over their limit recur; None where they do not.
 
-    marks: of the last RECURRING_SPAN windows. Five or more were over their limit, and of every five since the first at
-    least about one was usual. Usual values between them show that the weights are sound: some of the data are
-    different, and would be to the end of the run. A quarter more than the largest of them is let through.
+    marks: entries of `mark` for the last RECURRING_SPAN windows.
+
+    Values recur if five or more were over their limit and, since the first of those, about one in five was usual. Usual
+    values between them show that the weights are sound: some of the data is different, and will be to the end of the
+    run. Deviations up to a quarter over the largest are let through.
     """
     over = [value for value in marks if value > 0]
     if len(over) < RECURRING:
@@ -167,12 +212,12 @@ def recurring(marks: Sequence[float]) -> float | None:
 
 
 def from_log(value: float) -> float:
-    """exp, infinite where float32 could not hold it."""
+    """exp, or infinity where float32 could not hold the result."""
     return math.exp(value) if value < _LOG_MAX else math.inf
 
 
 def why_skipped(facts: StepFacts) -> Literal["", "data", "nonfinite", "loss", "norm"]:
-    """The one cause to name, so that an update that was skipped for several is told once. Empty if it was applied.
+    """The cause of a skipped update; empty if it was applied. Only one, so that one monitor alone reports it.
 
     An update that was skipped although loss and norm are finite and within their limits counts as not finite: some
     engines look at single gradients and report a finite norm.
@@ -187,16 +232,18 @@ def why_skipped(facts: StepFacts) -> Literal["", "data", "nonfinite", "loss", "n
 
 
 CALIBRATION_FLOOR = 1024.0
-"""Below this a falling loss scale is no longer a scaler finding its range: it has halved six times from the usual
-65536, so the gradients themselves are at fault."""
+"""A scaler finding its range does not fall below this: that takes six halvings from the usual 65536. A scale that does
+shows that the gradients themselves are at fault."""
 
 
 def is_calibration(loss: float, loss_scale: float, last_skipped_at: float | None) -> bool:
-    """Whether a skipped step is a loss scaler lowering its scale.
+    """Whether a step was skipped because a loss scaler is lowering its scale.
 
-    loss: of the step, nats. loss_scale: in use at it. last_skipped_at: the scale of the skipped step right before it,
-    None if that one was applied. Lowering the scale cannot cure a loss that is itself not finite: forward never sees
-    the scale.
+    loss: of the step, nats.
+    loss_scale: in use at the step.
+    last_skipped_at: the scale of the skipped step right before it; None if that one was applied.
+
+    A loss that is itself not finite is no calibration: forward never sees the scale, so lowering it cannot help.
     """
     falling = last_skipped_at is None or loss_scale < last_skipped_at
     return loss_scale >= CALIBRATION_FLOOR and falling and math.isfinite(loss)

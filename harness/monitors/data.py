@@ -1,4 +1,7 @@
-"""Which samples were unfit to train on, and what is wrong with them."""
+"""Names the samples that cannot be trained on, and what is wrong with them.
+
+The step itself only flags bad data and skips the update. This monitor reads the window again to find the samples.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from harness.monitors.base import BadData, KeptWindow, MonitorContext
 
 NAMED_IN_TEXT = 3
 NAMED_IN_EVIDENCE = 32
-# From the worst to the least: code and words.
+# Code and words of each kind of fault, the worst first.
 _KINDS = {
     BAD_LABEL: ("data.label", "labels or tokens out of range"),
     UNREADABLE: ("data.unreadable", "samples that cannot be read"),
@@ -33,21 +36,29 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """samples: bad ones, in reading order. texts: what is wrong with each, or with a whole micro-batch."""
+    """Faults of one window.
+
+    samples: the numbers of bad samples, in reading order.
+    texts: what is wrong with each of them, or with a whole micro-batch.
+    """
 
     samples: list[int]
     texts: list[str]
 
 
 class DataMonitor(KeptWindow):
-    """Names the samples behind `facts.bad_data` by reading the window again: all of it, on every rank alike.
+    """Names the samples behind `facts.bad_data` by reading the whole window again, on every rank alike.
 
-    policy: what bad samples lead to. skip: only their window's update is lost, as the step itself saw to. fail: the run
-    halts. auto: labels and tokens out of range halt it, since they tell of a broken data set, the rest is skipped.
-    vocab_size, classes: tokens are in [0, vocab_size), labels in [0, classes); None: unknown.
+    batches: the run's data.
+    vocab_size: tokens are in [0, vocab_size); None: unknown.
+    classes: labels are in [0, classes); None: unknown.
+    policy: what bad samples lead to.
+    - skip: only the update of their window is lost; the step itself has skipped it.
+    - fail: the run halts.
+    - auto: labels and tokens out of range halt the run, since they show a broken data set. Other faults skip.
 
-    Verdicts, all unhealthy: `data.label`, `data.unreadable`, `data.nonfinite`, `data.empty` (the worst of a step gives
-    the code, the text has all of them), else `data.ok`. The monitor keeps nothing.
+    Verdicts, all unhealthy: `data.label`, `data.unreadable`, `data.nonfinite`, `data.empty`. The worst fault of a step
+    gives the code, the text names all of them. Else `data.ok`. The monitor keeps no state.
     """
 
     key = "data"
@@ -56,7 +67,8 @@ class DataMonitor(KeptWindow):
         self, batches: Batches, vocab_size: int | None, policy: BadData, classes: int | None = None
     ) -> None:
         self.batches = batches
-        self.vocab_size, self.classes = vocab_size, classes
+        self.vocab_size = vocab_size
+        self.classes = classes
         self.policy: BadData = policy
 
     @classmethod
@@ -73,12 +85,13 @@ class DataMonitor(KeptWindow):
         kinds = [kind for bit, kind in _KINDS.items() if facts.bad_data & bit]
         code, _ = kinds[0]
         found = self._read_again(facts)
-        what = "; ".join(found.texts[:NAMED_IN_TEXT])
-        if len(found.texts) > NAMED_IN_TEXT:
-            what += f"; and {len(found.texts) - NAMED_IN_TEXT} more"
-        if not found.texts:
-            told = ", ".join(words for _, words in kinds)
-            what = f"{told}, but not when read again: the data source or a rank's memory gives other values each time"
+        if found.texts:
+            what = "; ".join(found.texts[:NAMED_IN_TEXT])
+            if len(found.texts) > NAMED_IN_TEXT:
+                what += f"; and {len(found.texts) - NAMED_IN_TEXT} more"
+        else:
+            faults = ", ".join(words for _, words in kinds)
+            what = f"{faults}, but not when read again: the data source or a rank's memory gives other values each time"
         text = f"update skipped, weights unchanged: window {facts.window} of {self.batches.name}: {what}"
         evidence: dict[str, Any] = {
             "window": facts.window,
@@ -86,6 +99,7 @@ class DataMonitor(KeptWindow):
             "found": found.texts[:NAMED_IN_EVIDENCE],
             "count": len(found.texts),
         }
+
         fails = self.policy == "fail" or (self.policy == "auto" and facts.bad_data & BAD_LABEL)
         proposal = Halt(_reason(facts.window, what)) if fails else Continue()
         return Verdict(
@@ -93,12 +107,15 @@ class DataMonitor(KeptWindow):
         )
 
     def _read_again(self, facts: StepFacts) -> _Found:
+        """Check every micro-batch of the window as the step did, and name what is wrong."""
         window = self.batches.window(facts.window)
         numbers = [int(number) for number in window.samples]
         found = _Found([], [])
         first = 0
         for batch in self.batches.micro_batches(window, rank=0, world_size=1):
-            rows = numbers[first : first + len(next(iter(batch.values())))]
+            # The sample numbers of this micro-batch, in the order of its rows.
+            size = len(next(iter(batch.values())))
+            rows = numbers[first : first + size]
             for fault in name_faults(batch, self.vocab_size, self.classes):
                 bad = rows if fault.row is None else rows[fault.row : fault.row + 1]
                 found.samples.extend(number for number in bad if number not in found.samples)
@@ -114,6 +131,6 @@ def _samples(numbers: list[int]) -> str:
 def _reason(window: int, what: str) -> str:
     return (
         f"window {window} is unfit to train on: {what}. Repair the data or leave these samples out, check that the "
-        "tokeniser fits the model's vocab_size, or pass over such windows with data.bad=skip, in a new run: "
+        "tokeniser fits the model's vocab_size, or skip such windows with data.bad=skip, in a new run: "
         "--name NEW --resume runs/<run>/checkpoints/step-<N>"
     )

@@ -1,4 +1,26 @@
-"""When an FP8 slot is bad, and the last observations of every slot: which were, and by how much. Torch-free."""
+"""The evidence that a layer should leave FP8: limits, exceptions, windows and scores. Torch-free.
+
+Every step yields up to nine statistics (`STATISTICS`) of every slot, that is of every quantised tensor of every layer.
+This module judges each slot and statistic on its own. `fallback` decides what follows for the layer.
+
+1. *Limits.* A statistic has a limit for each role (input, weight, gradient of the output). A value beyond its limit
+   makes a bad observation. How far it is beyond is counted in octaves: factors of two, or 6 dB for decibels.
+2. *Exceptions.* Some values beyond a limit are not faults:
+   - A tensor that grows is larger than the scale that was made from its past. Its saturation limit is raised by the
+     headroom that its growth explains (`growth.Growth`), and what it clips within that headroom is excused.
+   - A tensor that was initialised with zeros has no scale of its own in its first uses.
+   - Rows are nearly alike while a model learns what all samples have in common. The SQNR of what varies between rows
+     counts only after it has been low for `centred_steps` steps.
+   - A layer that has just returned to FP8 is left out for one step by the caller.
+3. *Window.* The last `window` observations are kept. Reports show them, and a layer may return once they are clean.
+4. *Score.* A count within the window would forget faults that come less often than the window is long. The score is a
+   CUSUM instead (Page, Continuous inspection schemes, 1954). A bad observation adds 1, and half as much for each octave
+   beyond the limit. A good one takes 1 / (2 * (window - hits)) away. A score of `hits` - 1/2 is enough to leave FP8, if
+   at least `hits` bad observations made it: one huge outlier alone is no fault.
+
+So `hits` bad observations within `window` are always enough. So are faults further apart, if they are far enough beyond
+their limits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +42,11 @@ _Numbers = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """One kind of evidence. sampled: measured in one of `fp8.stats_every` steps only. below: bad under its limit."""
+    """One kind of evidence.
+
+    sampled: measured in one of `fp8.stats_every` steps only.
+    below: bad when under its limit, not when over it.
+    """
 
     name: str
     sampled: bool = False
@@ -28,61 +54,82 @@ class Statistic:
 
 
 STATISTICS = (
+    # amax * scale / fp8_max: over 1 means clipped.
     Statistic("saturation"),
+    # Whether the amax is infinite: 0 or 1.
     Statistic("nonfinite"),
+    # The amax over that of a window before.
     Statistic("amax_growth"),
     Statistic("amax_over"),
+    # Share of values over the format's largest one.
     Statistic("clipped", sampled=True),
+    # Share of non-zero values that become zero.
     Statistic("underflow", sampled=True),
+    # Signal over quantisation noise, dominated by the largest values.
     Statistic("sqnr_db", sampled=True, below=True),
+    # Per-element SQNR: every value (of gradients: every row) weighs the same.
     Statistic("even_db", sampled=True, below=True),
+    # SQNR of what varies between rows, without each channel's mean.
     Statistic("centred_db", sampled=True, below=True),
 )
+"""The order is the second axis of every array of evidence, in memory and in checkpoints."""
 
 _PER_OCTAVE = 0.5
+"""What a bad observation adds to the score for each octave beyond its limit."""
+
 _DECIBELS_PER_OCTAVE = 20 * float(np.log10(2))
-_ENOUGH = 0.5
-"""Of the last of `hits` bad observations, how much is needed: so much may have been taken away between them."""
+
+_SLACK = 0.5
+"""Slack below `hits`: scores decay between observations."""
 
 _FAINT = np.array([2.0**-6, 2.0**-6, 2.0**-14], dtype=np.float32)
-"""Saturation of input, weight and gradient under which a tensor begins to leave what E4M3, or E5M2, resolves."""
+"""Saturation (input, weight, gradient) under which small values begin to fall below what E4M3, or E5M2, resolves."""
 
 _VANISHED = np.array([2.0**-10 / 448, 2.0**-10 / 448, 2.0**-17 / 57344], dtype=np.float32)
 """Saturation under which every value is flushed to zero: half of the smallest value of E4M3, or E5M2, over its largest.
-(Gradients in E4M3 vanish before that.)"""
+Gradients in E4M3 vanish earlier."""
+
+_COMMON = 3.0
+"""Decibels that a centred SQNR must be under the plain SQNR to count: half of the energy is common to all rows."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
+
+# Masks over the statistics, shaped to broadcast over [statistics, layers, roles].
 _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
 _BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
 _OF_LOSS = np.array([kind.name in ("underflow", "even_db") for kind in STATISTICS])[:, None, None]
 _COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
-_SATURATION, _CLIPPED, _UNDERFLOW, _SQNR, _EVEN, _CENTRED = (
-    [kind.name for kind in STATISTICS].index(name)
-    for name in ("saturation", "clipped", "underflow", "sqnr_db", "even_db", "centred_db")
-)
-_COMMON = 3.0
-"""By how many dB the rows' common part must have lowered an SQNR for it to count: half of the energy is that part."""
-PRESSING = np.array([kind.name != "centred_db" for kind in STATISTICS])
-"""Statistics for which a whole run may leave FP8. What the rows of most layers share may be the model's own."""
+# Multiplied by its sign, every statistic is bad when over its limit.
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
+
+PRESSING = np.array([kind.name != "centred_db" for kind in STATISTICS])
+"""Statistics for which the whole run may leave FP8. Rows that are alike in most layers may be the model's nature."""
+
+_NAMES = [kind.name for kind in STATISTICS]
+_SATURATION = _NAMES.index("saturation")
+_CLIPPED = _NAMES.index("clipped")
+_UNDERFLOW = _NAMES.index("underflow")
+_SQNR = _NAMES.index("sqnr_db")
+_EVEN = _NAMES.index("even_db")
+_CENTRED = _NAMES.index("centred_db")
 
 
 def limits_of(config: FallbackConfig) -> Floats:
-    """Limit of each statistic and role, float32 [statistics, 1, 3]; NaN, which no value is beyond, where off."""
+    """Limit of each statistic and role, float32 [statistics, 1, 3]. NaN, which no value exceeds, turns one off."""
     given = config.model_dump()
     given["nonfinite"] = 0.5  # observed as 0 or 1
-    rows = [
-        [given.get(f"{kind.name}_{role}", given.get(kind.name)) for role in ROLES]
-        for kind in STATISTICS
-    ]
+    rows: list[list[float | None]] = []
+    for kind in STATISTICS:
+        for_all_roles = given.get(kind.name)
+        rows.append([given.get(f"{kind.name}_{role}", for_all_roles) for role in ROLES])
     return np.array(rows, dtype=np.float32)[:, None, :]
 
 
 def octaves_beyond(values: _Numbers, limits: _Numbers, below: Bools | bool) -> _Numbers:
-    """How far values are beyond their limits, as powers of two; negative within them, 0 for NaN.
+    """How many octaves (factors of two) values are beyond their limits; negative within them, 0 for NaN.
 
-    below: those are decibels that should be over their limit.
+    below: these values are decibels, and bad when under their limit.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log2(np.clip(values, _SMALLEST, _LARGEST) / limits)
@@ -90,88 +137,146 @@ def octaves_beyond(values: _Numbers, limits: _Numbers, below: Bools | bool) -> _
 
 
 class Score:
-    """The evidence of many series at once, see `FallbackConfig`; arrays are float32 of `shape`."""
+    """The CUSUM scores of many series at once; all arrays are float32 of `shape`.
+
+    value: the scores.
+    bad: bad observations since the score was last zero, `hits` at most.
+    """
 
     def __init__(self, policy: FallbackConfig, shape: tuple[int, ...]) -> None:
-        self._hits, window = policy.hits, policy.window
-        self._relief = 0.5 / (window - self._hits) if window > self._hits else 1.0
-        self._enough = self._hits - _ENOUGH if window > self._hits else float(self._hits)
+        self._hits = policy.hits
+        if policy.window > policy.hits:
+            # The good observations of a window that holds `hits` bad ones use up the slack, and no more.
+            self._relief = 0.5 / (policy.window - policy.hits)
+            self._threshold = policy.hits - _SLACK
+        else:
+            # Every observation of the window must be bad: there is nothing to make allowance for.
+            self._relief = 1.0
+            self._threshold = float(policy.hits)
         self.value: Floats = np.zeros(shape, dtype=np.float32)
         self.bad: Floats = np.zeros(shape, dtype=np.float32)
-        """Bad observations since the value was zero, `hits` at most."""
 
     def add(self, seen: Bools, bad: Bools, octaves: _Numbers) -> None:
-        """One observation of those that were seen. octaves: how far the bad ones are beyond their limits."""
+        """Add one observation to the series in `seen`. octaves: how far the bad ones are beyond their limits."""
         gain = np.where(bad, 1 + _PER_OCTAVE * octaves, -self._relief)
-        # No higher than what a window without a bad value takes under `_enough` again.
-        value = np.clip(self.value + gain, 0, self._enough + _ENOUGH).astype(np.float32)
+        # The cap lets one window without a bad value take any score below the threshold again.
+        value = np.clip(self.value + gain, 0, self._threshold + _SLACK).astype(np.float32)
         self.value = np.where(seen, value, self.value)
-        self.bad = np.where(self.value > 0, np.minimum(self.bad + bad, self._hits), 0).astype(
-            np.float32
-        )
+
+        counted = np.minimum(self.bad + bad, self._hits)
+        self.bad = np.where(self.value > 0, counted, 0).astype(np.float32)
 
     def over(self) -> Bools:
-        """Evidence enough to leave FP8."""
-        return (self.value >= self._enough) & (self.bad >= self._hits)
+        """Which series are evidence enough to leave FP8."""
+        return (self.value >= self._threshold) & (self.bad >= self._hits)
 
     def forget(self, place: Any) -> None:
-        """Start the series at `place` anew."""
-        self.value[place] = self.bad[place] = 0
+        """Start the series at index `place` anew."""
+        self.value[place] = 0
+        self.bad[place] = 0
 
     def restore(self, value: Floats, bad: Floats) -> None:
-        """Be what `value` and `bad` were."""
+        """Load what `value` and `bad` were."""
         self.value = value.reshape(self.value.shape)
         self.bad = bad.reshape(self.bad.shape)
 
 
 class Evidence:
-    """A window of observations for each slot and statistic of `layers`; each statistic has a window of its own.
-
-    Arrays are [window, statistics, layers, roles], newest last: 0 when fine, else the value beyond its limit, NaN when
-    there is none yet.
-    """
+    """The observations and scores of every slot and statistic of `layers`. Each statistic has a window of its own."""
 
     def __init__(self, policy: FallbackConfig, layers: Sequence[str]) -> None:
-        self.policy, self.layers = policy, tuple(layers)
+        self.policy = policy
+        self.layers = tuple(layers)
         self._limits = limits_of(policy)
         count = len(self.layers)
-        self._recent: Floats = np.full(
-            (policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32
-        )
-        # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
+
+        # [window, statistics, layers, roles], newest last. 0: within its limit. NaN: none yet. Else: the bad value.
+        shape = (policy.window, len(STATISTICS), count, 3)
+        self._recent: Floats = np.full(shape, np.nan, dtype=np.float32)
+        self._score = Score(policy, (len(STATISTICS), count, 3))
+
+        # Facts about the tensors themselves, in whatever precision they are multiplied: a switch does not clear them.
         self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
         self._growth = Growth(policy.window, policy.warmup_steps, count)
-        # Steps since the first sample of those without a break in which the rows were nearly alike: of tensors, too.
+        # Steps since the first of the present samples in a row that found the rows nearly alike; 0: they are not.
         self._alike: npt.NDArray[np.int64] = np.zeros((count, 3), dtype=np.int64)
-        self._score = Score(policy, (len(STATISTICS), count, 3))
+
+        # Whether sampled statistics have been seen at all.
         self._samples = False
-        # Slots whose newest saturation is a reason to look closely, and what that step lost: no part of the state.
+
+        # About the newest step alone, so not part of the state: slots whose saturation asks for a closer look, and
+        # what lost its small values.
         self._odd: Bools = np.zeros((count, 3), dtype=np.bool_)
         self._lost: Bools = np.zeros((len(STATISTICS), count, 3), dtype=np.bool_)
+
+        # Where the reported slots go in [layers, roles]; found again when their names change.
         self._index = {layer: index for index, layer in enumerate(self.layers)}
         self._names: tuple[str, ...] = ()
         self._places: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._present: Bools = np.zeros((count, 3), dtype=np.bool_)
 
     def meet(self, slots: SlotStats) -> None:
-        """A run's first step: which tensors are zero. Raises as `record`."""
+        """Note which tensors are zero in a run's first step. Raises as `record`."""
         self._find(slots.names)
         self._growth.meet(self._spread(slots.amax))
 
     def note(self, slots: SlotStats) -> None:
-        """Append a step's scales alone, to know where they go. Raises as `record`."""
+        """Note only a step's scales, to measure growth. Raises as `record`."""
         self._find(slots.names)
         self._growth.note(self._spread(slots.scale), self._spread(slots.amax))
 
     def record(self, slots: SlotStats, ignore: Bools) -> None:
-        """Append one step. ignore: bool [layers], whose values say nothing. Raises MisuseError for unknown slots."""
+        """Judge one step and append it.
+
+        ignore: bool [layers], whose values are no evidence. Raises MisuseError for unknown slots.
+        """
         self.note(slots)
+        values = self._observed(slots)
+        values[:, ignore] = np.nan
+        values[:, self._growth.unset()] = np.nan
+        self._samples = self._samples or not np.isnan(values[_SAMPLED]).all()
+
+        # A saturation this low proves that the whole tensor was flushed to zero. Waiting for the next sample could
+        # miss that, so it counts as an underflow of 100%.
+        vanished = (
+            (values[_SATURATION] > 0)
+            & (values[_SATURATION] < _VANISHED)
+            & np.isnan(values[_UNDERFLOW])
+        )
+        values[_UNDERFLOW] = np.where(vanished, np.float32(1), values[_UNDERFLOW])
+
+        # The exceptions: growth raises limits and excuses clipping, rows that are alike must stay so to count.
+        limits = self._limits.repeat(len(self.layers), axis=1)
+        headroom = self._growth.headroom()
+        limits[_SATURATION] *= headroom
+        values[_CENTRED] = self._common_mode(values, limits)
+        self._without_clipping(values, headroom)
+
+        # Compare, and append to the windows of the statistics that were measured.
+        bad = values * _SIGN > limits * _SIGN
+        seen = ~np.isnan(values)
+        # In a window 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is kept as the smallest number.
+        nonzero = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
+        observations = np.where(bad, nonzero, np.where(seen, np.float32(0), values))
+        appended = np.concatenate([self._recent[1:], observations[None]])
+        self._recent = np.where(seen, appended, self._recent)
+
+        # Infinity is no number of octaves beyond a limit: an infinite amax counts once.
+        beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, limits, _BELOW))
+        self._score.add(seen, bad, beyond)
+
+        ratio = values[_SATURATION]
+        self._odd = bad[_SATURATION] | ((ratio > 0) & (ratio < _FAINT))
+        self._lost = bad & (beyond >= 1) & _OF_LOSS
+
+    def _observed(self, slots: SlotStats) -> Floats:
+        """The statistics of one step, float32 [statistics, layers, roles]; NaN where not measured. Appends the amax."""
         amax = self._spread(slots.amax)
         self._amax = np.concatenate([self._amax[1:], amax[None]])
         infinite = np.isinf(amax)
         with np.errstate(divide="ignore", invalid="ignore"):
             growth = np.where(self._amax[0] > 0, amax / self._amax[0], np.nan)
-        values = np.stack(
+        return np.stack(
             [
                 self._spread(slots.saturation),
                 np.where(np.isnan(amax), np.nan, infinite.astype(np.float32)),
@@ -184,110 +289,96 @@ class Evidence:
                 self._spread(slots.centred_db),
             ]
         )
-        values[:, ignore] = np.nan
-        values[:, self._growth.unset()] = np.nan
-        self._samples = self._samples or not np.isnan(values[_SAMPLED]).all()
-        # That all of a tensor was lost takes no sample, and the next one may come when it is over.
-        vanished = (
-            (values[_SATURATION] > 0)
-            & (values[_SATURATION] < _VANISHED)
-            & np.isnan(values[_UNDERFLOW])
-        )
-        values[_UNDERFLOW] = np.where(vanished, np.float32(1), values[_UNDERFLOW])
-        limits, headroom = self._limits.repeat(amax.shape[0], axis=1), self._growth.headroom()
-        limits[_SATURATION] *= headroom
-        values[_CENTRED] = self._common_mode(values, limits)
-        self._without_clipping(values, headroom)
-        bad = values * _SIGN > limits * _SIGN
-        # 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is told as the smallest number.
-        told = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
-        hits = np.where(bad, told, np.where(np.isnan(values), values, np.float32(0)))
-        ratio = values[_SATURATION]
-        self._odd = bad[_SATURATION] | ((ratio > 0) & (ratio < _FAINT))
-        seen = ~np.isnan(values)
-        self._recent = np.where(seen, np.concatenate([self._recent[1:], hits[None]]), self._recent)
-        beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, limits, _BELOW))
-        self._score.add(seen, bad, beyond)
-        self._lost = bad & (beyond >= 1) & _OF_LOSS
 
     def _common_mode(self, values: Floats, limits: Floats) -> Floats:
-        """The centred SQNRs that count, NaN for the others: float32 [layers, roles].
+        """The centred SQNRs to judge, float32 [layers, roles].
 
-        What is cut off, or lost without a common part, takes the rows' differences with it: clipped share and SQNR say
-        so. In a healthy run, too, rows are nearly alike for a while after the start, while it learns what all of them
-        have in common: a slot counts once it has been so for `centred_steps` steps.
+        NaN: not measured, or low but not for long enough. Largest float: cleared, since something else explains it.
+
+        Clipping, or noise that the plain SQNR shows too, also lowers the centred SQNR. The clipped share and the SQNR
+        report those, so only a loss that the rows' common part hides counts here. Rows of a healthy run are nearly
+        alike for a while after the start: a slot counts once it has been low for `centred_steps` steps.
         """
         centred = values[_CENTRED]
         common = (values[_CLIPPED] <= limits[_CLIPPED]) & (values[_SQNR] - centred > _COMMON)
         low = common & (centred < limits[_CENTRED])
+
+        # Count steps, not samples: a count goes on through steps without a sample, and a good sample ends it.
         self._alike = np.where(self._alike > 0, self._alike + 1, 0)
-        self._alike = np.where(
-            np.isnan(centred), self._alike, np.where(low, np.maximum(self._alike, 1), 0)
-        )
+        sampled = np.where(low, np.maximum(self._alike, 1), 0)
+        self._alike = np.where(np.isnan(centred), self._alike, sampled)
         lasting = self._alike >= self.policy.centred_steps
-        return np.where(
-            low & ~lasting,
-            np.float32(np.nan),
-            np.where(common | np.isnan(centred), centred, _LARGEST),
-        )
+
+        cleared = np.where(common | np.isnan(centred), centred, _LARGEST)
+        return np.where(low & ~lasting, np.float32(np.nan), cleared)
 
     def _without_clipping(self, values: Floats, headroom: Floats) -> None:
-        """Take from `values` what growth alone clips: the scale is on its way. In place.
+        """Excuse in `values`, in place, what tensors clip because they grow: their scales will follow.
 
-        A value that is cut by r, the saturation, is off by at most 1 - 1/r of itself. What a young tensor loses in
-        sqnr_db and even_db beyond what its clipped values can have lost is still judged: it is lost to something else.
+        headroom: float32 [layers, roles], how far over its limit a saturation may be.
+
+        A value that is clipped at a saturation of r loses at most 1 - 1/r of itself. From sqnr_db and even_db of a
+        young tensor only that much noise is subtracted. The rest was lost to something else and is still judged.
         """
-        ratio, clipped = values[_SATURATION], values[_CLIPPED]
+        ratio = values[_SATURATION]
+        clipped = values[_CLIPPED]
         grown = (headroom > 1) & (ratio <= headroom)
         young = grown & self._growth.young() & (ratio > 1)
+
         with np.errstate(divide="ignore", invalid="ignore"):
             cut = np.where(young, (1 - 1 / ratio) ** 2, 0)
+            # Clipped values are the largest and may hold all of the energy; elements weigh by their number.
             for place, share in ((_SQNR, np.sign(clipped)), (_EVEN, clipped)):
-                rest = 10 ** (-values[place] / 10) - np.nan_to_num(share) * cut
+                noise = 10 ** (-values[place] / 10)
+                rest = noise - np.nan_to_num(share) * cut
                 decibels = -10 * np.log10(np.maximum(rest, _SMALLEST))
                 values[place] = np.where(young & ~np.isnan(values[place]), decibels, values[place])
         values[_CLIPPED] = np.where(grown & ~np.isnan(clipped), 0, clipped)
 
     def suspicious(self, among: Bools) -> bool:
-        """Whether anything of a layer in `among` (bool [layers]) is reason to measure everything.
+        """Whether any layer in `among` (bool [layers]) gives reason to measure every statistic at every step.
 
-        A sampled statistic that was bad in its newest observation; or, in the newest step, a saturation that was bad,
-        or so low that what comes of the tensor may be lost: it fell, or something before it was far larger.
+        One reason is a sampled statistic whose newest observation was bad. Another is the newest saturation: bad, or so
+        low that small values may be lost, since the tensor shrank or follows one that was far larger.
         """
         newest = np.nan_to_num(self._recent[-1]) != 0
         return bool(newest[_SAMPLED][:, among].any() or self._odd[among].any())
 
     def forget(self, layers: Bools) -> None:
-        """Start `layers` (bool [layers]) without observations: their precision changed."""
+        """Drop the observations of `layers` (bool [layers]): their precision changed."""
         self._recent[:, :, layers] = np.nan
         self._score.forget((slice(None), layers))
 
     def over(self) -> Bools:
-        """Evidence enough to leave FP8: bool [statistics, layers, roles]."""
+        """Where there is evidence enough to leave FP8: bool [statistics, layers, roles]."""
         return self._score.over()
 
     def lost(self) -> Bools:
-        """Where the newest step shows small values lost, twice beyond a limit: bool [statistics, layers, roles]."""
+        """Where the newest step lost small values, an octave or more beyond: bool [statistics, layers, roles]."""
         return self._lost
 
     def clean(self) -> Bools:
-        """No bad value in a full window: bool [layers].
+        """Which layers have no bad value in a full window: bool [layers].
 
-        Where sampled statistics exist, their last `hits` samples count: a window of them would be long.
+        Where sampled statistics exist, their last `hits` samples count: a full window of them would take too long.
         """
         seen = ~np.isnan(self._recent)
         bad = seen & (self._recent != 0)
+
+        # The saturation is measured at every step, so it tells whether a slot's window is full.
         full = (seen[:, 0].all(axis=0) | ~self._present).all(axis=-1)
         steady = full & ~bad[:, ~_SAMPLED].any(axis=0).any(axis=0).any(axis=-1)
         if not self._samples:
             return steady
-        seen, bad = (array[-self.policy.hits :, _SAMPLED] for array in (seen, bad))
+
         # A slot without values (a gradient that is all zero) has no samples: one role that has them is enough.
+        seen = seen[-self.policy.hits :, _SAMPLED]
+        bad = bad[-self.policy.hits :, _SAMPLED]
         sampled = seen.all(axis=0).any(axis=0).any(axis=-1)
         return steady & sampled & ~bad.any(axis=0).any(axis=0).any(axis=-1)
 
     def excess(self, layers: npt.NDArray[np.int64]) -> Floats:
-        """How far the worst value of each of `layers` is beyond its limit, as a factor: float32 [len(layers)]."""
+        """The factor by which the worst value of each of `layers` is beyond its limit: float32 [len(layers)]."""
         values = np.nan_to_num(self._recent[:, :, layers])
         with np.errstate(over="ignore"):
             ratio = values / self._limits
@@ -300,11 +391,15 @@ class Evidence:
         slots: dict[str, dict[str, Any]] = {}
         for number, role in zip(*np.nonzero(over[:, layer]), strict=True):
             values = np.nan_to_num(self._recent[:, number, layer, role])
-            found = slots.setdefault(f"{self.layers[layer]}.{ROLES[role]}", {})
-            found[STATISTICS[int(number)].name] = [_figure(value) for value in values[values != 0]]
-        for slot, found in slots.items():
-            amaxes = self._amax[:, layer, ROLES.index(slot.rpartition(".")[2])]
-            found["amax"] = [_figure(value) for value in amaxes[~np.isnan(amaxes)]]
+            figures = slots.setdefault(f"{self.layers[layer]}.{ROLES[role]}", {})
+            figures[STATISTICS[int(number)].name] = [
+                _figure(value) for value in values[values != 0]
+            ]
+
+        for slot, figures in slots.items():
+            role_name = slot.rpartition(".")[2]
+            amaxes = self._amax[:, layer, ROLES.index(role_name)]
+            figures["amax"] = [_figure(value) for value in amaxes[~np.isnan(amaxes)]]
         return slots
 
     def state_dict(self) -> Meta:
@@ -330,16 +425,22 @@ class Evidence:
         return spread.reshape(-1, 3)
 
     def _find(self, names: tuple[str, ...]) -> None:
+        """Look up the places of `names`, unless they are those of the step before. Raises MisuseError."""
         if names is not self._names and names != self._names:
             self._place(names)
 
     def _place(self, names: tuple[str, ...]) -> None:
-        parts = [name.rpartition(".") for name in names]
-        known = [layer in self._index and role in ROLES for layer, _, role in parts]
-        if not all(known):
-            unknown = [name for name, ok in zip(names, known, strict=True) if not ok]
+        unknown: list[str] = []
+        places: list[int] = []
+        for name in names:
+            layer, _, role = name.rpartition(".")
+            if layer in self._index and role in ROLES:
+                places.append(self._index[layer] * 3 + ROLES.index(role))
+            else:
+                unknown.append(name)
+        if unknown:
             raise MisuseError(unknown_names(unknown, "slots"))
-        places = [self._index[layer] * 3 + ROLES.index(role) for layer, _, role in parts]
+
         self._places = np.array(places, dtype=np.int64)
         self._present[:] = False
         self._present.reshape(-1)[self._places] = True
@@ -347,20 +448,22 @@ class Evidence:
 
 
 def unknown_names(names: Sequence[str], kind: str) -> Problem:
-    """The problem of facts that are about other layers than the plan's."""
+    """The problem to report when facts name layers that are not among the plan's."""
     return Problem(
-        f"{kind} that are not of the plan's FP8 layers: {', '.join(names)}",
+        f"{kind} that do not belong to the plan's FP8 layers: {', '.join(names)}",
         "step facts",
         fix=f"give the controller every FP8 layer; slots are <layer>.<role> with role one of {', '.join(ROLES)}",
     )
 
 
 def _figure(value: float) -> float:
-    """Four digits; the largest float32 for an infinity, which strict JSON does not have."""
-    return float(f"{min(max(float(value), -_LARGEST), _LARGEST):.4g}")
+    """Four significant digits; the largest float32 for an infinity, which strict JSON does not have."""
+    bounded = min(max(float(value), -_LARGEST), _LARGEST)
+    return float(f"{bounded:.4g}")
 
 
 def _listed(values: Floats) -> list[float | None]:
+    """The values as JSON takes them: None for NaN, the largest float32 for infinity."""
     return [None if value != value else min(value, _LARGEST) for value in values.ravel().tolist()]
 
 

@@ -1,10 +1,21 @@
-"""Which FP8 layers should run in BF16, and when a whole run should: the same decision on every rank, no torch.
+"""Which FP8 layers should run in BF16, and when a whole run should leave its precision.
 
-A slot is bad at a step when one of its statistics is beyond its limit. A layer with a slot and statistic whose score
-says that it was bad often enough, and far enough, asks to be demoted (see `FallbackConfig`). Its tensors go on being
-measured, as if they were still quantised. It may come back once it stayed for its dwell time, which grows with every
-demotion of the same layer, and nothing was bad for a whole window. What is not measured at every step it asks to be
-measured at every step, for a window, after anything that is suspicious, and after a switch; and in the first steps.
+The life of a layer under `FallbackController`:
+
+1. *Demotion.* `evidence` scores every statistic of every slot. A layer with a score over its threshold asks to leave
+   FP8. The worst layers go first, until `max_demoted_share` of all layers are in BF16.
+2. *Stay.* A demoted layer computes in BF16. Its tensors are still measured as if they were quantised.
+3. *Promotion.* It returns after its dwell time, once nothing was bad for a whole window. A layer that leaves again soon
+   after its return stays longer the next time.
+4. *Budget.* If more layers need to leave than the share allows, the run says so. If that lasts for a window, the whole
+   run goes to BF16 for good, unless `over_budget` is "stay".
+
+Some statistics are expensive and only sampled. After a switch, after anything suspicious and in the first steps, the
+controller asks for them at every step.
+
+`WholeRunFallback` is the rule for runs without FP8 layers: it moves a run that fails in fp16 to bf16 or fp32.
+
+Both see all-reduced facts only, so every rank decides alike. Torch-free.
 """
 
 from __future__ import annotations
@@ -24,19 +35,23 @@ from harness.monitors.base import KeptWindow, MonitorContext, is_calibration
 from harness.monitors.evidence import PRESSING, Bools, Evidence, unknown_names
 
 _NEVER = -1
+"""Stands for "not yet" where a step is kept."""
 
 
 class FallbackController(KeptWindow):
-    """Proposes switches from slot statistics; what really runs where it reads from `facts.demoted`.
+    """Proposes switches from slot statistics. It reads from `facts.demoted` what really runs in BF16.
 
-    layers: the FP8 layers of the plan, in order. A proposal is not repeated while it is on its way (facts are judged
-    one step late), nor for a window after it was refused. Only a completed step is evidence, so no layer ever switches
-    before the first step.
+    layers: the FP8 layers of the plan, in order.
 
-    Verdicts, all healthy (clipping costs accuracy; whether the run suffers is for the loss and gradients to say):
-    `precision.demote`, `precision.promote` (one verdict carries both as `precision.demote`); when more layers want to
-    leave than max_demoted_share allows, `precision.budget` (once per streak) and, if that lasts for a window and
-    over_budget says so, `precision.lowered` (the whole run, for good); else `precision.ok`.
+    Facts are judged one step late, so a proposal is not repeated while it is on its way. After it was refused it rests
+    for a window. Only a completed step is evidence, so no layer switches before the first step.
+
+    Verdicts, all healthy: clipping costs accuracy, and whether the run suffers is for the loss and gradients to say.
+    - `precision.demote`: layers leave FP8; the same verdict carries layers that return.
+    - `precision.promote`: layers return.
+    - `precision.budget`: more layers want to leave than max_demoted_share allows, once per streak.
+    - `precision.lowered`: that lasted for a window, and the whole run leaves FP8 for good.
+    - `precision.ok`: nothing to do.
     """
 
     key = "fallback"
@@ -58,17 +73,25 @@ class FallbackController(KeptWindow):
         self.layers = tuple(layers)
         self._index = {layer: index for index, layer in enumerate(self.layers)}
         self._evidence = Evidence(policy, layers)
+
+        # One entry a layer.
         count = len(self.layers)
         self._demoted: Bools = np.zeros(count, dtype=np.bool_)
+        # Back in FP8 since the newest step.
         self._fresh: Bools = np.zeros(count, dtype=np.bool_)
+        # The step of the last switch, either way.
         self._since: npt.NDArray[np.int64] = np.full(count, _NEVER, dtype=np.int64)
         self._demotions: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        # Stays in BF16 that belong together: how long the next one is goes by them.
+        # Stays in BF16 with short returns between them; they set the length of the next stay.
         self._stays: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
+        # The step of the last proposal that has not been carried out.
         self._asked: npt.NDArray[np.int64] = np.full(count, _NEVER, dtype=np.int64)
+
+        # Steps about the run: a layer left FP8 last, the budget was last exceeded, pressing layers began to wait.
         self._left_at = _NEVER
         self._over_budget_at = _NEVER
         self._stuck_since = _NEVER
+        # Whether the whole run has been proposed to leave.
         self._lowering = False
 
     @classmethod
@@ -85,40 +108,46 @@ class FallbackController(KeptWindow):
         if not facts.applied:
             return quiet
         if facts.applied_steps <= self.policy.warmup_steps:
+            # Scales do not fit yet, so the statistics are no evidence. How fast the scales move is.
             if facts.applied_steps > 1:
                 self._evidence.note(facts.slots)
-            else:  # the first step's scales are of no tensor
+            else:  # the first step's scales are the initial ones, made from no tensor
                 self._evidence.meet(facts.slots)
-            # A fault that is there from the start: the first steps that are evidence are measured.
+            # To catch a fault that is there from the start, measure the first steps that are evidence.
             return replace(quiet, sample_steps=self.policy.hits)
+
         # A layer just back in FP8 used a scale made from shadow values: its first ratio says nothing of the next ones.
         self._evidence.record(facts.slots, self._fresh)
         self._fresh[:] = False
         verdict = self._judge(facts.step) or quiet
+
         if self._evidence.suspicious(~self._demoted) or isinstance(verdict.proposal, Switch):
-            # A layer whose values vanish costs more every step: do not wait for samples at their usual distance. What
-            # was hidden behind a layer shows once that one has left, or is back.
+            # A layer whose values vanish costs more every step, so do not wait for the next usual sample. A switch
+            # also changes what the layers behind it receive, and may reveal their faults.
             return replace(verdict, sample_steps=self.policy.window)
         return verdict
 
     def _follow(self, facts: StepFacts) -> None:
-        """Take over what ran in BF16 in this step; a layer that changed starts with no evidence."""
-        if unknown := [layer for layer in facts.demoted if layer not in self._index]:
+        """Take over which layers ran in BF16 in this step. A layer that changed starts with no evidence."""
+        unknown = [layer for layer in facts.demoted if layer not in self._index]
+        if unknown:
             raise MisuseError(unknown_names(unknown, "demoted layers"))
         demoted = np.zeros_like(self._demoted)
         demoted[[self._index[layer] for layer in facts.demoted]] = True
         changed = demoted != self._demoted
         if not changed.any():
             return
+
         self._evidence.forget(changed)
         self._asked[changed] = _NEVER
+
+        # A layer that was back in FP8 for longer than its next stay leaves for another reason: its stays start over.
         for index in np.flatnonzero(changed & demoted).tolist():
-            # A layer that did well in FP8 for longer than it would stay away now left for another reason.
             stays = int(self._stays[index]) + 1
-            again = self._since[index] != _NEVER and facts.step - self._since[
-                index
-            ] < self.policy.dwell(stays)
+            left_before = self._since[index] != _NEVER
+            again = left_before and facts.step - self._since[index] < self.policy.dwell(stays)
             self._stays[index] = stays if again else 1
+
         if (changed & demoted).any():
             self._left_at = facts.step
         self._since[changed] = facts.step
@@ -127,65 +156,81 @@ class FallbackController(KeptWindow):
         self._demoted = demoted
 
     def _judge(self, step: int) -> Verdict | None:
+        """What to propose at `step`; None for nothing."""
         over = self._evidence.over()
         if self._left_at != _NEVER and step - self._left_at < self.policy.hits:
-            # A layer that computes nothing hides what a fault does to those behind it: they have waited long enough.
+            # A layer whose values all vanished hid the faults of the layers behind it. They have waited long enough:
+            # one bad observation is evidence.
             over = over | self._evidence.lost()
-        # One step for the facts' lag, then a window: only then has a proposal that changed nothing been refused.
+
+        # Facts come one step late. A proposal that changed nothing within a window after that was refused.
         ready = (self._asked == _NEVER) | (step > self._asked + self.policy.window)
         wants = over.any(axis=(0, 2)) & ~self._demoted
         on_their_way = ~ready & ~self._demoted
-        room = self.policy.max_demoted(len(self.layers)) - int(
-            self._demoted.sum() + on_their_way.sum()
-        )
+
+        # The worst layers leave, as far as the budget allows; the others are stuck in FP8.
+        taken = int(self._demoted.sum() + on_their_way.sum())
+        room = self.policy.max_demoted(len(self.layers)) - taken
         leaving = self._worst_first(np.flatnonzero(wants & ready))
         demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]
+
+        # Where layers are stuck for a window, and for a fault that can press a whole run, the run leaves FP8.
         pressing = bool(over[PRESSING][:, stuck].any())
-        self._stuck_since = (
-            (step if self._stuck_since == _NEVER else self._stuck_since) if pressing else _NEVER
-        )
-        if (
-            pressing
-            and self.policy.over_budget == "bf16"
-            and step - self._stuck_since >= self.policy.window
-        ):
+        if not pressing:
+            self._stuck_since = _NEVER
+        elif self._stuck_since == _NEVER:
+            self._stuck_since = step
+        lasted = pressing and step - self._stuck_since >= self.policy.window
+        if lasted and self.policy.over_budget == "bf16":
             return self._fall_back(step, stuck, over)
+
         promote = self._returning(step, ready) if self._demoted.any() else []
         self._asked[[*demote, *promote]] = step
-        in_streak = (
-            self._over_budget_at != _NEVER and step - self._over_budget_at <= self.policy.window
-        )
-        tell = bool(stuck) and not in_streak and not (demote or promote)
-        if tell or (stuck and in_streak):
+
+        # Report stuck layers once per streak. A switch has priority: the report can wait for a quiet step.
+        since_report = step - self._over_budget_at
+        in_streak = self._over_budget_at != _NEVER and since_report <= self.policy.window
+        report = bool(stuck) and not in_streak and not (demote or promote)
+        if report or (stuck and in_streak):
             self._over_budget_at = step
+
         if demote or promote:
             return self._switch(step, demote, promote, over)
-        return self._budget(step, stuck, over) if tell else None
+        if report:
+            return self._budget(step, stuck, over)
+        return None
 
     def _worst_first(self, layers: npt.NDArray[np.int64]) -> list[int]:
-        """By how far the worst slot is over its limit; equal ones in the order of the plan."""
+        """Sorted by how far the worst slot is over its limit; equal ones in the order of the plan."""
         if not layers.size:
             return []
         return layers[np.argsort(-self._evidence.excess(layers), kind="stable")].tolist()
 
     def _returning(self, step: int, ready: Bools) -> list[int]:
-        candidates = np.flatnonzero(self._demoted & self._evidence.clean() & ready).tolist()
-        return [
-            i for i in candidates if step - self._since[i] >= self.policy.dwell(int(self._stays[i]))
-        ]
+        """Demoted layers that are clean, have stayed for their dwell time, and have no proposal on its way."""
+        returning: list[int] = []
+        for index in np.flatnonzero(self._demoted & self._evidence.clean() & ready).tolist():
+            dwell = self.policy.dwell(int(self._stays[index]))
+            if step - self._since[index] >= dwell:
+                returning.append(index)
+        return returning
 
     def _switch(self, step: int, demote: list[int], promote: list[int], over: Bools) -> Verdict:
-        down = {self.layers[i]: self._describe(i, over) for i in demote}
-        up = {
-            self.layers[i]: {"demoted_at": int(self._since[i]), "steps": int(step - self._since[i])}
-            for i in promote
-        }
-        told = [f"{layer} to BF16 ({_first_slot(found['slots'])})" for layer, found in down.items()]
-        told += [
-            f"{layer} back to FP8 (after {found['steps']} steps in BF16)"
-            for layer, found in up.items()
-        ]
-        text = "; ".join(told)
+        parts: list[str] = []
+        down: dict[str, dict[str, Any]] = {}
+        for index in demote:
+            layer = self.layers[index]
+            down[layer] = self._describe(index, over)
+            parts.append(f"{layer} to BF16 ({_first_slot(down[layer]['slots'])})")
+
+        up: dict[str, dict[str, int]] = {}
+        for index in promote:
+            layer = self.layers[index]
+            since = int(self._since[index])
+            up[layer] = {"demoted_at": since, "steps": step - since}
+            parts.append(f"{layer} back to FP8 (after {step - since} steps in BF16)")
+
+        text = "; ".join(parts)
         return Verdict(
             "precision.demote" if demote else "precision.promote",
             step,
@@ -195,45 +240,43 @@ class FallbackController(KeptWindow):
         )
 
     def _budget(self, step: int, stuck: list[int], over: Bools) -> Verdict:
-        names = [self.layers[i] for i in stuck]
+        names = ", ".join(self.layers[index] for index in stuck)
         limit = self.policy.max_demoted(len(self.layers))
         return Verdict(
             "precision.budget",
             step,
-            f"{', '.join(names)} should leave FP8, but fallback.max_demoted_share ({self.policy.max_demoted_share:g}) "
+            f"{names} should leave FP8, but fallback.max_demoted_share ({self.policy.max_demoted_share:g}) "
             f"allows {limit} of {len(self.layers)} layers in BF16",
-            evidence={
-                "layers": {self.layers[i]: self._describe(i, over) for i in stuck},
-                "allowed": limit,
-            },
+            evidence={"layers": self._describe_all(stuck, over), "allowed": limit},
         )
 
     def _fall_back(self, step: int, stuck: list[int], over: Bools) -> Verdict:
         self._lowering = True
-        limit, count = self.policy.max_demoted(len(self.layers)), len(self.layers)
+        names = ", ".join(self.layers[index] for index in stuck)
+        count = len(self.layers)
+        limit = self.policy.max_demoted(count)
         text = (
-            f"{', '.join(self.layers[i] for i in stuck)} should have left FP8 for {step - self._stuck_since} steps, "
+            f"{names} should have left FP8 for {step - self._stuck_since} steps, "
             f"beyond the {limit} of {count} layers that fallback.max_demoted_share ({self.policy.max_demoted_share:g}) "
             "allows: the whole run goes to BF16, for good"
         )
-        evidence = {
-            "layers": {self.layers[i]: self._describe(i, over) for i in stuck},
-            "allowed": limit,
-        }
         return Verdict(
             "precision.lowered",
             step,
             text,
             proposal=Switch(reason=text, whole_run_to="bf16"),
-            evidence=evidence,
+            evidence={"layers": self._describe_all(stuck, over), "allowed": limit},
         )
 
     def _describe(self, layer: int, over: Bools) -> dict[str, Any]:
-        """What speaks against `layer`, for the record."""
+        """The evidence against `layer`, for the record."""
         return {
             "slots": self._evidence.describe(layer, over),
             "demotions_before": int(self._demotions[layer]),
         }
+
+    def _describe_all(self, layers: list[int], over: Bools) -> dict[str, dict[str, Any]]:
+        return {self.layers[index]: self._describe(index, over) for index in layers}
 
     def state_dict(self) -> Meta:
         """JSON-able; restores every later decision exactly."""
@@ -245,11 +288,11 @@ class FallbackController(KeptWindow):
         }
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if the state is of other layers or another window."""
+        """Raises CheckpointError if the state belongs to other layers or another window."""
         if tuple(meta["layers"]) != self.layers or meta["window"] != self.policy.window:
             raise CheckpointError(
                 Problem(
-                    "the checkpoint's fallback state is of other FP8 layers or another fallback.window",
+                    "the checkpoint's fallback state belongs to other FP8 layers or another fallback.window",
                     f"checkpoint: {len(meta['layers'])} layers, window {meta['window']}; "
                     f"this run: {len(self.layers)} layers, window {self.policy.window}",
                     fix="resume with the recipe and model that wrote it",
@@ -269,13 +312,15 @@ def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 class WholeRunFallback(KeptWindow):
     """Proposes to leave fp16 after `failed_steps` failed updates in a row.
 
-    A failed update is one that was skipped, not for its samples or a spike, although the loss scale was not just
-    finding its range (see `is_calibration`): lowering the scale does not help it, more range may. precision: where to
-    go, "bf16" or "fp32". failed_steps: None never proposes. It should be under guard.max_consecutive_skips - 1: a
-    proposal takes two steps to act, and at that many skips the guard rolls back.
+    A failed update was skipped although lowering the loss scale does not help: the scaler is not just finding its range
+    (see `is_calibration`). More range may help. Updates skipped for bad samples or a spike do not count.
 
-    Verdicts: `precision.lowered`, once (the responder never refuses it), else `precision.ok`. Both healthy: the
-    failures are for the gradient monitor to say.
+    failed_steps: None never proposes. Keep it under guard.max_consecutive_skips - 1: a proposal takes two steps to act,
+    and at that many skips the guard rolls back.
+    precision: where to go, "bf16" or "fp32".
+
+    Verdicts: `precision.lowered`, once (the responder never refuses it), else `precision.ok`. Both are healthy: the
+    gradient monitor reports the failures.
     """
 
     key = "whole_run"
@@ -297,28 +342,29 @@ class WholeRunFallback(KeptWindow):
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         quiet = Verdict("precision.ok", facts.step)
-        if (
-            self.failed_steps is None
-            or self._proposed
-            or facts.fell_back_to
-            or facts.bad_data
-            or facts.over_limits
-        ):
+        if self.failed_steps is None or self._proposed or facts.fell_back_to:
+            return quiet
+        # Skipped for its samples or as a spike: no sign of too little range.
+        if facts.bad_data or facts.over_limits:
             return quiet
         if facts.applied:
-            self._failures, self._last_scale = 0, None
+            self._failures = 0
+            self._last_scale = None
             return quiet
+
         self._failures += not is_calibration(facts.loss, facts.loss_scale, self._last_scale)
         self._last_scale = facts.loss_scale
         if self._failures < self.failed_steps:
             return quiet
+
         self._proposed = True
         evidence = {
             "failed_steps": self._failures,
             "loss_scale": facts.loss_scale,
             "to": self.precision,
+            "loss": jsonable(facts.loss),
+            "grad_norm": jsonable(facts.grad_norm),
         }
-        evidence |= {key: jsonable(getattr(facts, key)) for key in ("loss", "grad_norm")}
         text = (
             f"{self._failures} updates in a row failed in fp16 (loss {facts.loss:g}, gradient norm "
             f"{facts.grad_norm:g}, loss scale {facts.loss_scale:g}): the run goes on in {self.precision}, for good"

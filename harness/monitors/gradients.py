@@ -1,4 +1,21 @@
-"""Gradients and what they do: skipped updates and limits, clipping, fp16's ends of the range, the weights' norm."""
+"""Gradients and their effects: skipped updates, limits, clipping, the ends of fp16's range, the weights' norm.
+
+How `GradientMonitor` tells a bad gradient from a usual one:
+
+1. *What is usual.* Gradient norms vary by factors, so their logarithms are compared. `base.level` takes the level and
+   the spread (sigma) of the last `window` applied norms. It ignores outliers and follows a fall.
+2. *The limit.* An update is skipped if its norm is over max(skip_growth, e^(6 sigma)) times the usual one. The limit is
+   decided two steps ahead, since facts arrive one step late. The device compares; no host waits.
+3. *Skips in a row.* One large norm may be due to its samples: skipping it is enough. After `max_consecutive_skips` in a
+   row the monitor proposes a rollback past their windows.
+4. *Norms that are right.* Skipping and rolling back do not help where large norms are the nature of the run. Two such
+   cases are accepted (see `GradientMonitor`): weights that give large norms whatever the samples, and samples that give
+   them again and again, with usual norms between.
+
+The other monitors only report: `ClippingMonitor` a run in which nearly every update is clipped, `UnderflowMonitor`
+gradients near the ends of fp16's range, `ParameterMonitor` weights whose norm grows (and weights that are not finite,
+for which it proposes a rollback).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +42,17 @@ from harness.monitors.base import (
 )
 
 SKIP_SIGMA = 6.0
-"""Robust sigmas that a norm must be over the usual one, however small `skip_growth` is: for noisy gradients."""
+"""Robust sigmas that a skipped norm is over the usual one, however small `skip_growth` is: for noisy gradients."""
 GROWTH = 10.0
+"""A norm this many times the earlier ones is reported as growth."""
 GROWTH_WINDOW = 100
 """Applied steps within which a norm that grew `GROWTH`-fold is reported."""
 GROWTH_ARMED_AFTER = 16
+"""Norms needed before growth is reported."""
 OLDEST = 10
+"""Of the window of growth: the oldest norms, which gradual growth is compared with."""
 BASELINE = 8
-"""Measurements of underflow that make the baseline; they are also compared: the latest half against the half before."""
+"""Measurements of underflow that make the baseline. Of as many, the newer half is compared with the older one."""
 MOSTLY = 0.5
 """A share of zeros that is reported whatever the baseline was."""
 
@@ -40,27 +60,34 @@ MOSTLY = 0.5
 class GradientMonitor(KeptWindow):
     """Judges skipped updates, sets the limits for those to come, and reports gradient norms that grow.
 
-    max_consecutive_skips: skipped steps in a row that make it propose a rollback past their windows. skip_growth,
-    clip_growth: how many times the usual norm is not applied, is clipped to. window: applied steps that say what is
-    usual, on a log scale (see `base.level`); armed after 32 of them (or `window`, if that is less).
+    max_consecutive_skips: skipped steps in a row after which it proposes a rollback past their windows.
+    skip_growth: an update with more than this many times the usual norm is skipped.
+    clip_growth: gradients are clipped to this many times the usual norm.
+    window: applied steps that say what is usual (see `base.level`); limits begin after 32 of them, or `window` if less.
 
-    The limit for an update two steps on is max(skip_growth, e^(6 sigma)) times the usual norm. A norm that was skipped
-    does not enter the window.
+    The limit for the update two steps ahead is max(skip_growth, e^(6 sigma)) times the usual norm. The norms of skipped
+    updates do not enter the window.
 
-    A row of `max_consecutive_skips` large norms (two or more) is accepted if every loss in it is within its limit and
-    no norm is over skip_growth times its limit. The weights give such norms, not the samples, so the next window would
-    have one too, and a rollback would lead to the same weights. As many large updates as were skipped are then
-    applied, clipped as before: they may lead to better weights. If norms stay large after that, if they grow further,
-    or if another row comes within `window` applied steps, it is a fault: rollbacks follow, then the halt, whose text
-    names the key to raise.
+    A row of `max_consecutive_skips` large norms (two or more) is *accepted* if every loss in it is within its limit and
+    no norm is over skip_growth times its limit. The weights give such norms, not the samples. The next window would
+    have a large norm too, and a rollback would lead to the same weights. So as many large updates as were skipped are
+    then applied, clipped as before: they may lead to better weights. It was a fault if norms stay large after that, if
+    they grow further, or if another row comes within `window` applied steps. Then rollbacks follow, and at last a halt
+    whose text names the key to raise.
 
-    Large norms with usual norms between them come from the samples. If they recur (see `base.recurring`) and none is
+    Large norms with usual norms between them come from the samples. If they *recur* (see `base.recurring`) and none is
     over skip_growth times its limit, norms up to their size are applied, clipped, for as long as they recur.
 
-    Verdicts: `nonfinite.skip`, `gradient.skip`, `gradient.accepted`, `scaler.calibration` (all unhealthy),
-    `gradient.growth` (healthy, once per streak), else `gradient.ok`, all with limits once armed. Updates skipped for
-    their samples or their loss are other monitors' to judge; they neither extend nor end a row, but with a loss
-    over its limit among them it is not accepted.
+    Verdicts, all with limits once armed:
+    - `nonfinite.skip`, unhealthy: loss or norm is not finite.
+    - `gradient.skip`, unhealthy: the norm is over its limit.
+    - `gradient.accepted`, unhealthy: the same, and the limit is raised for what comes.
+    - `scaler.calibration`, unhealthy: the loss scaler is searching for its range.
+    - `gradient.growth`, healthy, once per streak.
+    - `gradient.ok`: nothing to report.
+
+    Other monitors judge updates that were skipped for their samples or their loss. Such updates neither extend nor end
+    a row. But a row with a loss over its limit in it is not accepted.
     """
 
     key = "gradients"
@@ -90,16 +117,23 @@ class GradientMonitor(KeptWindow):
         self.clip_growth = clip_growth
         self.window = window
         self._norms: deque[float] = deque(maxlen=max(GROWTH_WINDOW, window))
+
+        # The present row of skipped updates; a norm is None where it was not the reason.
         self._bad_windows: list[int] = []
         self._bad_norms: list[float | None] = []
+
+        # The accepted row: its median norm, applied steps until another row may be accepted, and large updates that may
+        # still be applied until then.
         self._accepted = 0.0
-        # Applied steps until norms may be accepted again, and large updates until then that are still to be applied.
         self._probation = 0
         self._left = 0
-        # Whether the newest limit has room for one: that step is on its way when the next limit is decided.
+        # Whether the newest limit lets one of them through: that step is on its way when the next limit is decided.
         self._lifted = False
+
+        # What `base.recurring` looks at, and whether large norms recur by it.
         self._marks: deque[float] = deque(maxlen=RECURRING_SPAN)
         self._recurs = False
+
         self._skip_scale: float | None = None
         self._growing = False
 
@@ -141,21 +175,29 @@ class GradientMonitor(KeptWindow):
         return usual.centre, max(math.log(self.skip_growth), SKIP_SIGMA * usual.sigma)
 
     def _limits(self) -> Limits:
+        """The limits for the step two ahead."""
         usual = self._usual(AHEAD)
         if usual is None:
             return Limits()
         centre, room = usual
-        # The step before the one that this limit is for may apply one of those that are left.
+
+        # An accepted row raises the limit while some of its updates are left. The step before the one that this limit
+        # is for may use up one of them.
         self._lifted = self._left - int(self._lifted) > 0
         accepted = self.skip_growth * self._accepted if self._lifted else 0.0
+
+        # Norms that recur raise it for as long as they do, and by no more than one factor of skip_growth.
         found = recurring(self._marks) if self._recurs else None
         self._recurs = found is not None
         again = 0.0 if found is None else min(found, room + math.log(self.skip_growth))
+
         norm = max(from_log(centre + max(room, again)), accepted)
         return Limits(norm=norm, clip=from_log(centre + math.log(self.clip_growth)))
 
     def _over(self, facts: StepFacts) -> Verdict:
-        limit, usual = facts.limits.norm, median(self._norms) if self._norms else math.nan
+        """The verdict on an update that was skipped because its norm was over the limit."""
+        limit = facts.limits.norm
+        usual = median(self._norms) if self._norms else math.nan
         what = (
             f"gradient norm {facts.grad_norm:.4g} is over its limit of {limit:.4g} (median {usual:.4g}), "
             f"loss {facts.loss:.4g}, window {facts.window}"
@@ -166,30 +208,33 @@ class GradientMonitor(KeptWindow):
             "median": jsonable(usual),
             "loss": facts.loss,
         }
-        row = [*self._bad_norms, facts.grad_norm]
-        near = all(norm is not None and norm <= self.skip_growth * limit for norm in row)
-        # A single norm is its samples' as likely.
-        near = near and len(row) > 1
+
+        # Norms that recur come from the samples. One far beyond its limit ends that.
         if facts.grad_norm > self.skip_growth * limit:
             self._marks.clear()
-        elif (deviation := self._begins_to_recur(facts)) is not None:
-            return self._accept_recurring(facts, deviation, what, evidence)
+        else:
+            deviation = self._begins_to_recur(facts)
+            if deviation is not None:
+                return self._accept_recurring(facts, deviation, what, evidence)
+
+        # A row of norms comes from the weights. A single norm is as likely due to its samples.
+        row = [*self._bad_norms, facts.grad_norm]
+        near = all(norm is not None and norm <= self.skip_growth * limit for norm in row)
+        near = near and len(row) > 1
         if len(row) >= self.max_consecutive_skips and near and not self._probation:
             return self._accept(facts, [norm for norm in row if norm is not None], what, evidence)
+
         advice = f"; if norms like this are right, raise guard.skip_growth ({self.skip_growth:g})"
-        return self._skip(
-            facts,
-            "gradient.skip",
-            what,
-            f"were skipped (last: {what}){advice}",
-            evidence,
-            facts.grad_norm,
-        )
+        why = f"were skipped (last: {what}){advice}"
+        return self._skip(facts, "gradient.skip", what, why, evidence, facts.grad_norm)
 
     def _accept(
         self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]
     ) -> Verdict:
-        self._accepted, self._probation, self._left = median(row), self.window, len(row)
+        """Let as many large updates through as this row has, instead of a rollback."""
+        self._accepted = median(row)
+        self._probation = self.window
+        self._left = len(row)
         self._forget_row()
         evidence = {
             "window": facts.window,
@@ -209,26 +254,31 @@ class GradientMonitor(KeptWindow):
         )
 
     def _count(self, facts: StepFacts) -> None:
-        """An applied norm: usual, or large and let through. Large ones use up what was accepted."""
+        """Note an applied norm: a usual one, or a large one that was let through and uses up what was accepted."""
         usual = self._usual(1)
         if usual is None or not 0 < facts.grad_norm < math.inf:
             return
-        deviation = math.log(facts.grad_norm) - usual[0]
-        self._marks.extend(mark(deviation, usual[1]))
-        if self._left and (deviation > usual[1] or not self._probation):
-            self._left = self._left - 1 if self._probation else 0
+        centre, room = usual
+        deviation = math.log(facts.grad_norm) - centre
+        self._marks.extend(mark(deviation, room))
+        if self._left and not self._probation:
+            self._left = 0
+        elif self._left and deviation > room:
+            self._left -= 1
 
     def _begins_to_recur(self, facts: StepFacts) -> float | None:
-        """If large norms recur by this one: how far over the usual log norm they are let through from now on."""
+        """Note a large norm. If large norms recur from this one on: how far over the usual log norm to let through."""
         usual = self._usual(1)
         if usual is None or not 0 < facts.grad_norm < math.inf:
             return None
-        self._marks.append(max(math.log(facts.grad_norm) - usual[0], math.log(self.clip_growth)))
+        centre, _ = usual
+        self._marks.append(max(math.log(facts.grad_norm) - centre, math.log(self.clip_growth)))
         return None if self._recurs else recurring(self._marks)
 
     def _accept_recurring(
         self, facts: StepFacts, deviation: float, what: str, evidence: dict[str, Any]
     ) -> Verdict:
+        """Let norms of this size through for as long as they recur."""
         self._forget_row()
         self._recurs = True
         over = sum(value > 0 for value in self._marks)
@@ -250,10 +300,12 @@ class GradientMonitor(KeptWindow):
         )
 
     def _forget_row(self) -> None:
+        """End the row of skipped updates."""
         self._bad_windows.clear()
         self._bad_norms.clear()
 
     def _not_finite(self, facts: StepFacts) -> Verdict:
+        """The verdict on an update that was skipped because loss or gradient is not finite."""
         calibrating = is_calibration(facts.loss, facts.loss_scale, self._skip_scale)
         self._skip_scale = facts.loss_scale
         evidence: dict[str, Any] = {
@@ -264,7 +316,7 @@ class GradientMonitor(KeptWindow):
         if calibrating:
             text = f"update skipped: the loss scale {facts.loss_scale:g} was too large and is being lowered"
             evidence["window"] = facts.window
-            # The scale's search for its range is no news: neither budget nor flight record is for it.
+            # A scaler's search for its range is expected: it costs no budget, and no repro bundle is kept for it.
             return Verdict(
                 "scaler.calibration",
                 facts.step,
@@ -287,12 +339,16 @@ class GradientMonitor(KeptWindow):
         evidence: dict[str, Any],
         norm: float | None = None,
     ) -> Verdict:
+        """Extend the row by this update; propose a rollback once the row is long enough.
+
+        what: about this update. why: the same about the row. norm: None where it was not the reason.
+        """
         self._bad_windows.append(facts.window)
         self._bad_norms.append(norm)
         run = len(self._bad_windows)
         proposal: Continue | Rollback = Continue()
         if run >= self.max_consecutive_skips:
-            # The whole run of windows goes: which of them broke the state first cannot be told from here.
+            # Skip all of the row's windows: the facts do not show which of them broke the state first.
             proposal = Rollback(f"{run} updates in a row {why}", tuple(self._bad_windows))
         return Verdict(
             code,
@@ -305,6 +361,7 @@ class GradientMonitor(KeptWindow):
         )
 
     def _applied(self, facts: StepFacts) -> Verdict:
+        """Note an applied norm; report one that grew."""
         norm = facts.grad_norm
         if not 0 < norm < math.inf:
             return Verdict("gradient.ok", facts.step)
@@ -323,7 +380,10 @@ class GradientMonitor(KeptWindow):
         )
 
     def _growth_base(self) -> float | None:
-        """The median of the last 100 norms, or of the oldest of them where growth is gradual and that is less."""
+        """The norm to compare growth with; None while too few norms are known.
+
+        It is the median of the last 100 norms, or of the oldest of them if that is less, to see gradual growth too.
+        """
         norms = list(self._norms)[-GROWTH_WINDOW:]
         if len(norms) < GROWTH_ARMED_AFTER:
             return None
@@ -333,9 +393,12 @@ class GradientMonitor(KeptWindow):
 class ClippingMonitor(KeptWindow):
     """Reports when nearly every update is clipped.
 
-    max_grad_norm: the run's limit. warmup_steps: applied steps of the learning rate's warm-up, which do not count:
-    gradients are large while nothing is learned yet. share: of the last `window` applied steps that makes it speak.
-    A streak ends once under half of that share are clipped, so that a share that wavers about the limit is told once.
+    max_grad_norm: the norm to which the run clips.
+    warmup_steps: applied steps of the learning rate's warm-up. They do not count: gradients of an untrained model are
+    large.
+    share: of the last `window` applied steps; more clipped ones are reported.
+
+    A streak ends when under half of that share are clipped, so a share that wavers about the limit is reported once.
 
     Verdicts: `gradient.clipping` (healthy, once per streak), else `clipping.ok`.
     """
@@ -350,6 +413,7 @@ class ClippingMonitor(KeptWindow):
         self.warmup_steps = warmup_steps
         self.share = share
         self._norms: deque[float] = deque(maxlen=window)
+        # Whether the present streak was reported; its name is a key in checkpoints.
         self._told = False
 
     @classmethod
@@ -382,14 +446,15 @@ class ClippingMonitor(KeptWindow):
 
 
 class UnderflowMonitor(KeptWindow):
-    """Watches the shares of the still scaled gradient that are exactly 0, and over half of fp16's largest value.
+    """Watches which share of the scaled gradient is exactly 0, and which is over half of fp16's largest value.
 
-    rise: the share of zeros is reported when it is this much over that of the run's first measurements and still
-    rising. A model with sparse activations has zeros of its own, but from the start; only over one half is reported
-    without a rise. near_limit: share near the limit that is reported.
+    rise: a share of zeros that is this much over that of the run's first measurements, and still rising, is reported.
+    near_limit: a share near the limit that is over this is reported.
+
+    A model with sparse activations has zeros from the start, so only a share over one half is reported without a rise.
 
     Only applied steps count: in a skipped one the loss scale is about to change. Without a loss scale, or after the
-    run left fp16, nothing is measured and it stays silent.
+    run left fp16, nothing is measured and the monitor stays silent.
 
     Verdicts, all healthy and once per streak: `gradient.underflow`, `gradient.overflow`, else `underflow.ok`.
     """
@@ -419,17 +484,20 @@ class UnderflowMonitor(KeptWindow):
         self._latest.append(facts.grad_zeros)
         if len(self._first) < BASELINE:
             self._first.append(facts.grad_zeros)
-        was_overflowing, self._overflowing = (
-            self._overflowing,
-            facts.grad_near_limit > self.near_limit,
-        )
+
+        was_overflowing = self._overflowing
+        self._overflowing = facts.grad_near_limit > self.near_limit
         if self._overflowing and not was_overflowing:
             return self._overflow(facts)
-        was_vanishing, self._vanishing = self._vanishing, self._vanishes()
-        return self._underflow(facts) if self._vanishing and not was_vanishing else quiet
+
+        was_vanishing = self._vanishing
+        self._vanishing = self._vanishes()
+        if self._vanishing and not was_vanishing:
+            return self._underflow(facts)
+        return quiet
 
     def _vanishes(self) -> bool:
-        """Whether the share of zeros is high for this run; a streak lasts while it stays so, rising or not."""
+        """Whether the share of zeros is high for this run. A streak begins with a rise, and lasts while it is high."""
         half = BASELINE // 2
         if len(self._latest) < half:
             return False
@@ -438,7 +506,9 @@ class UnderflowMonitor(KeptWindow):
         if now > MOSTLY:
             return True
         over = len(self._first) == BASELINE and now > median(self._first) + self.rise
-        return over and (self._vanishing or now > median_low(latest[:-half]))
+        if not over:
+            return False
+        return self._vanishing or now > median_low(latest[:-half])
 
     def _underflow(self, facts: StepFacts) -> Verdict:
         start = median(self._first)
@@ -470,11 +540,12 @@ class UnderflowMonitor(KeptWindow):
 class ParameterMonitor(KeptWindow):
     """Watches the L2 norm of the trainable parameters, at the steps in which it was measured.
 
-    growth: a norm this many times the smallest of the last `within` steps is reported. A norm of 0 is no measure.
+    growth: a norm this many times the smallest of the last `within` steps is reported. A norm of 0 is not compared
+    with.
 
-    Verdicts: `parameters.growth` (unhealthy until the norm has settled, told once per streak), with a proposal to
-    roll back if the weights are not finite; else `parameters.ok`. Such a rollback passes over no windows: the gate
-    lets no bad gradient through, so the data is not to blame.
+    Verdicts: `parameters.growth` (unhealthy until the norm has settled, reported once per streak), else
+    `parameters.ok`. If the weights are not finite it proposes a rollback. Such a rollback skips no windows: no bad
+    gradient passed the gate, so the data is not to blame.
     """
 
     key = "parameters"
@@ -496,18 +567,23 @@ class ParameterMonitor(KeptWindow):
         """The verdict on one step. Deterministic; between measurements it stays what it was."""
         norm = facts.param_norm
         if not math.isnan(norm):
-            self._norms = [
+            recent = [
                 (step, each) for step, each in self._norms if step >= facts.step - self.within
             ]
-            smallest = min((each for _, each in self._norms), default=math.inf)
+            self._norms = recent
+            smallest = min((each for _, each in recent), default=math.inf)
+
             self._infinite = math.isinf(norm)
             if self._infinite:  # neither begins nor ends a streak of growth
                 return self._grown(facts, norm, smallest)
-            told, self._growing = self._growing, norm >= self.growth * smallest
+
+            was_growing = self._growing
+            self._growing = norm >= self.growth * smallest
             if norm > 0:
                 self._norms.append((facts.step, norm))
-            if self._growing and not told:
+            if self._growing and not was_growing:
                 return self._grown(facts, norm, smallest)
+
         bad = self._growing or self._infinite
         return Verdict("parameters.growth" if bad else "parameters.ok", facts.step, healthy=not bad)
 

@@ -1,4 +1,22 @@
-"""The loss: spikes, by the median and MAD of recent losses, and whether the run has stopped learning."""
+"""The loss: spikes, a first loss that cannot be right, and whether the run has stopped learning.
+
+How `LossMonitor` tells a spike from a usual loss:
+
+1. *What is usual.* `base.level` takes the level and the spread (sigma) of the last `spike_window` losses, from medians
+   and the MAD (median absolute deviation): a minority of outliers does not move them. The level follows a fall.
+2. *The bound.* A loss spikes when it is over the level by spike_sigma sigmas, and by half of what the loss has fallen
+   since its start. The second condition is for quiet windows, in which sigma is tiny. Only differences of losses
+   count: a constant added to every loss changes no decision, so losses of zero and below are judged like others.
+3. *The limit.* The bound for the step two ahead is a limit that the device compares with: facts arrive one step late,
+   and the update of a spike must not reach the weights.
+4. *Spikes in a row.* A single spike is due to its samples, and its update is skipped. `spike_steps` in a row propose a
+   rollback past their windows.
+5. *Losses that are right.* Some samples are harder than others, and data may change for good. Losses that recur with
+   usual ones between, and steps up that a rollback did not cure, are accepted (see `LossMonitor`).
+
+`FirstLossMonitor` compares the first loss with that of blind guessing. `PlateauMonitor` reports a loss that no longer
+falls. A slow rise is the subject of `rise`.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +42,47 @@ from harness.monitors.base import (
 )
 
 JUDGED_AFTER = 16
-"""Losses until spikes are told; a limit, which acts by itself, needs twice as many."""
+"""Losses needed before spikes are reported. A limit, which acts by itself, needs twice as many."""
 HALF = 0.5
-"""Of what the loss has fallen since its first median: a rise by less is no spike, however quiet the window is."""
+"""Share of the fall since the first median: a smaller rise is no spike, however quiet the window is."""
 HIGH_FIRST, LOW_FIRST = 1.5, 0.3
-"""Times ln(vocabulary), between which the first loss of an untrained model lies."""
+"""The first loss of an untrained model lies between these multiples of ln(vocabulary)."""
 _OF_TOKENS = ("nats per token", "nats per byte")
 LOOK_EVERY = 16
+"""Applied steps between two looks for a plateau."""
 FIRST_MARK = 512
+"""The applied step at which the loss is first compared with that of half as many steps."""
 NOISE = 0.35
-"""Sigmas of single losses: a fall of the median by less is none. Two medians of 64 differ by 0.22 by chance."""
+"""Sigmas of single losses: a smaller fall of the median is no fall. Two medians of 64 differ by 0.22 by chance."""
 
 
 class LossMonitor(KeptWindow):
-    """Finds losses far above the recent ones, and limits those to come. Differences of losses alone decide: what is
-    added to every loss changes nothing, so losses of zero and below are judged like all others.
+    """Finds losses far above the recent ones, and sets a limit for those to come.
 
-    A loss spikes when it is over centre + room, both from the last `spike_window` losses that were applied, finite and
-    not spikes (see `base.level`). room: spike_sigma * sigma, or half of what the loss has fallen since its first
-    median, whichever is more. Judged after 16 losses (or `spike_window`, if less). After 32 (or `spike_window`) every
-    verdict carries that bound as the limit for the update two steps on, which is skipped if it is over.
+    spike_window: losses that say what is usual: applied, finite, and not spikes.
+    spike_sigma: sigmas over the usual loss that make a spike.
+    spike_steps: spikes in a row that propose a rollback.
+    skip_growth: a gradient norm over this many times its limit is never accepted.
 
-    What is over the limit stays out of the window. Two kinds of it are let through, each told as `loss.accepted`:
-    losses that recur with usual ones between them (see `base.recurring`), for as long as they do; and a step that
-    lasts: `spike_steps` of them in a row at usual norms, right behind windows that a rollback passed over, since going
-    back to sound weights did not help; but none that is further over the first median than a loss had fallen under
-    it. Anything else rolls back, and halts with a text that names the key to raise.
+    A loss spikes when it is over centre + room, of `base.level`. room is the larger of spike_sigma * sigma and half of
+    what the loss has fallen since its first median. Spikes are judged after 16 losses (or `spike_window`, if less).
+    After 32 (or `spike_window`) every verdict carries that bound as the limit for the update two steps ahead.
 
-    Verdicts: `loss.skip` (over the limit, not applied), `loss.accepted` (the same, and the limit was raised for what
-    comes) and `loss.spike` (a spike that was applied, where no limit was in force), all unhealthy; `spike_steps` of
-    them in a row propose a rollback past their windows. Else `loss.ok`. A step skipped for another reason neither
-    extends nor ends a row: it left the weights as they were.
+    Losses over the limit stay out of the window. Two kinds of them are let through from then on, each reported as
+    `loss.accepted`:
+    - Losses that *recur* with usual ones between them (see `base.recurring`), for as long as they do.
+    - A *step that lasts*: `spike_steps` of them in a row, at usual norms, right behind windows that a rollback skipped.
+      Going back to sound weights did not help. If the loss had fallen, it may be over its first median by no more than
+      it had fallen under it.
+    Anything else rolls back, and at last halts with a text that names the key to raise.
+
+    Verdicts:
+    - `loss.skip`, unhealthy: over the limit, not applied.
+    - `loss.accepted`, unhealthy: the same, and the limit is raised for what comes.
+    - `loss.spike`, unhealthy: a spike that was applied, where no limit was in force.
+    - `loss.ok`: nothing to report.
+
+    A step skipped for another reason neither extends nor ends a row of spikes: it left the weights as they were.
     """
 
     key = "loss"
@@ -69,18 +97,23 @@ class LossMonitor(KeptWindow):
         self.spike_steps = spike_steps
         self.skip_growth = skip_growth
         self._losses: deque[float] = deque(maxlen=spike_window)
+
+        # The present row of spikes: their windows and losses. None for a loss whose norm was over its limit, too.
         self._spiking: list[int] = []
-        # The losses of that row; None where the norm was over its limit, too.
         self._row: list[float | None] = []
-        self._marks: deque[float] = deque(maxlen=RECURRING_SPAN)
-        self._recurs = False
-        self._first: float | None = None
-        self._best: float | None = None
-        # Losses up to here were accepted as a step that lasts.
-        self._ceiling: float | None = None
-        # The newest window, and whether the present row follows windows that were passed over.
+        # The newest window, and whether the present row follows windows that were skipped.
         self._window: int | None = None
         self._follows = False
+
+        # What `base.recurring` looks at, and whether large losses recur by it.
+        self._marks: deque[float] = deque(maxlen=RECURRING_SPAN)
+        self._recurs = False
+        # Losses up to here were accepted as a step that lasts.
+        self._ceiling: float | None = None
+
+        # The first and the lowest median of JUDGED_AFTER losses.
+        self._first: float | None = None
+        self._best: float | None = None
 
     @classmethod
     def build(cls, context: MonitorContext) -> LossMonitor:
@@ -90,12 +123,18 @@ class LossMonitor(KeptWindow):
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step, with the limit for the step two on. Deterministic."""
-        usual, why = self._level(1, JUDGED_AFTER), why_skipped(facts)
-        behind = self._window is not None and facts.window > self._window + 1
+        usual = self._level(1, JUDGED_AFTER)
+        why = why_skipped(facts)
+
+        # A gap in the windows: a rollback skipped some of them.
+        gap = self._window is not None and facts.window > self._window + 1
         self._window = facts.window
         if not self._spiking:
-            self._follows = behind
-        skipped, spiked = why == "loss", False
+            self._follows = gap
+
+        # An applied loss is usual, and then part of the past to compare with, or a spike that no limit stopped.
+        skipped = why == "loss"
+        spiked = False
         if not why and math.isfinite(facts.loss):
             bound = math.inf if usual is None else self._bound(usual)
             spiked = facts.loss > bound
@@ -104,14 +143,18 @@ class LossMonitor(KeptWindow):
             if not spiked:
                 self._learn(facts.loss)
                 self._forget_row()
+
         verdict = Verdict("loss.ok", facts.step)
         if skipped or spiked:
             verdict = self._spike(facts, skipped, usual)
+
+        # The limit comes last, since an accepted loss raises it.
         expected = self._level(AHEAD, ARMED_AFTER)
         limits = Limits() if expected is None else Limits(loss=self._bound(expected))
         return replace(verdict, limits=limits)
 
     def _learn(self, loss: float) -> None:
+        """Take a usual loss into the window."""
         self._losses.append(loss)
         newest = list(self._losses)[-JUDGED_AFTER:]
         if len(newest) < min(JUDGED_AFTER, self._losses.maxlen or JUDGED_AFTER):
@@ -121,37 +164,50 @@ class LossMonitor(KeptWindow):
         self._best = now if self._best is None else min(self._best, now)
 
     def _forget_row(self) -> None:
+        """End the row of spikes."""
         self._spiking.clear()
         self._row.clear()
 
     def _level(self, ahead: int, armed_after: int) -> Level | None:
-        """None while too few losses are known. sigma: what rounding to float32 makes of them, or more."""
+        """The usual loss `ahead` steps on; None while too few losses are known.
+
+        Its sigma is at least what rounding to float32 hides.
+        """
         if len(self._losses) < min(armed_after, self._losses.maxlen or armed_after):
             return None
         found = level(list(self._losses), ahead)
-        return Level(found.centre, max(ROUNDING * max(map(abs, self._losses)), found.sigma))
+        rounding = ROUNDING * max(map(abs, self._losses))
+        return Level(found.centre, max(rounding, found.sigma))
 
     @property
     def _fall(self) -> float:
-        return 0.0 if self._first is None or self._best is None else self._first - self._best
+        """How far the loss has fallen since its first median."""
+        if self._first is None or self._best is None:
+            return 0.0
+        return self._first - self._best
 
     def _room(self, usual: Level) -> float:
+        """How far over the usual one a loss may be."""
         return max(self.spike_sigma * usual.sigma, HALF * self._fall)
 
     def _bound(self, usual: Level) -> float:
+        """The loss over which one is a spike, with what was accepted. Notes when losses no longer recur."""
         found = recurring(self._marks) if self._recurs else None
         self._recurs = found is not None
         bound = usual.centre + max(self._room(usual), found or 0.0)
         return bound if self._ceiling is None else max(bound, self._ceiling)
 
     def _spike(self, facts: StepFacts, skipped: bool, usual: Level | None) -> Verdict:
+        """Extend the row by this spike; accept it, or propose a rollback once the row is long enough."""
         near = facts.grad_norm <= facts.limits.norm
         self._spiking.append(facts.window)
         self._row.append(facts.loss if near else None)
         run = len(self._spiking)
+
         expected, sigmas = math.nan, math.nan
         if usual is not None:
-            expected, sigmas = usual.centre, (facts.loss - usual.centre) / usual.sigma
+            expected = usual.centre
+            sigmas = (facts.loss - usual.centre) / usual.sigma
         what = f"loss {facts.loss:.4g} against {expected:.4g} ({sigmas:.1f} sigmas), window {facts.window}"
         evidence = {
             "loss": facts.loss,
@@ -162,7 +218,9 @@ class LossMonitor(KeptWindow):
             "window": facts.window,
             "consecutive": run,
         }
-        if skipped and usual is not None and (accepted := self._accepts(facts, usual, run)):
+
+        accepted = self._accepts(facts, usual, run) if skipped and usual is not None else ""
+        if accepted:
             self._forget_row()
             text = f"update skipped, weights unchanged: {what}. {accepted}"
             return Verdict(
@@ -174,6 +232,7 @@ class LossMonitor(KeptWindow):
                 skip=True,
                 suspect=True,
             )
+
         proposal: Continue | Rollback = Continue()
         if run >= self.spike_steps:
             reason = (
@@ -193,7 +252,8 @@ class LossMonitor(KeptWindow):
         )
 
     def _accepts(self, facts: StepFacts, usual: Level, run: int) -> str:
-        """Why losses of this size are let through from now on, and notes it; empty if they are not."""
+        """Why losses of this size are let through from now on; empty if they are not. Raises the bound if they are."""
+        # Large losses that recur come from the samples.
         if not self._recurs and facts.grad_norm <= self.skip_growth * facts.limits.norm:
             self._marks.append(max(facts.loss - usual.centre, usual.sigma))
             found = recurring(self._marks)
@@ -206,72 +266,83 @@ class LossMonitor(KeptWindow):
                     "are let through, as long as they recur. If those samples should not be there, look at the windows "
                     "that these events name"
                 )
+
+        # A row right behind a rollback comes from the data: sound weights give such losses too.
         row = [loss for loss in self._row if loss is not None]
         if run < self.spike_steps or not self._follows or len(row) < run:
             return ""
+        # Too far above the start of a run that had learned something: a fault, whatever the data is.
         fell = self._fall > self.spike_sigma * usual.sigma
         if fell and self._first is not None and median(row) > self._first + self._fall:
             return ""
-        self._ceiling = max(row) + (max(row) - usual.centre) / 4
+        highest = max(row)
+        self._ceiling = highest + (highest - usual.centre) / 4
         return (
-            f"The last {run} in a row were like this right behind windows that a rollback passed over, with norms "
+            f"The last {run} in a row were like this right behind windows that a rollback skipped, with norms "
             f"within their limit: the data have changed, not the weights. Losses up to {self._ceiling:.4g} are let "
             "through from now on. Look at the windows that these events name"
         )
 
 
 class FirstLossMonitor(KeptWindow):
-    """Holds the first loss of a fresh language model against ln(vocabulary), which guessing blindly costs.
+    """Compares the first loss of a fresh language model with ln(vocabulary), the loss of blind guessing.
 
     An untrained model gives about the same probability to every token, so its first loss is near that, in nats per
-    token. Over HIGH_FIRST times it, or under LOW_FIRST: something is not what it is taken for. Verdict, healthy:
-    `loss.first`, at step 1 alone; else `loss.ok`.
+    token. Over HIGH_FIRST times it, or under LOW_FIRST times, something is not what the user takes it for.
+
+    Verdict, healthy: `loss.first`, at step 1 alone; else `loss.ok`.
     """
 
     key = "first_loss"
 
     def __init__(self, vocab_size: int, tokens_per_sample: int) -> None:
-        self.vocab_size, self.tokens_per_sample = vocab_size, tokens_per_sample
+        self.vocab_size = vocab_size
+        self.tokens_per_sample = tokens_per_sample
 
     @classmethod
     def build(cls, context: MonitorContext) -> FirstLossMonitor | None:
         """For runs on tokens whose vocabulary is known: the model's, else the data's."""
         data = context.data
-        known = context.vocab_size or (getattr(data, "vocab", 0) if getattr(data, "ids", 0) else 0)
-        if data is None or known < 2 or getattr(data, "unit", "") not in _OF_TOKENS:
+        vocab_size = context.vocab_size
+        if not vocab_size:
+            vocab_size = getattr(data, "vocab", 0) if getattr(data, "ids", 0) else 0
+        if data is None or vocab_size < 2 or getattr(data, "unit", "") not in _OF_TOKENS:
             return None
-        return cls(known, data.tokens_per_sample)
+        return cls(vocab_size, data.tokens_per_sample)
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         blind = math.log(self.vocab_size)
-        if (
-            facts.step != 1
-            or not math.isfinite(facts.loss)
-            or LOW_FIRST * blind <= facts.loss <= HIGH_FIRST * blind
-        ):
+        plausible = LOW_FIRST * blind <= facts.loss <= HIGH_FIRST * blind
+        if facts.step != 1 or not math.isfinite(facts.loss) or plausible:
             return Verdict("loss.ok", facts.step)
+
         times = facts.loss / blind
         if times > self.tokens_per_sample / 2:
             why = f"probably the sum over the {self.tokens_per_sample} tokens of a sample, or of a batch, not the mean"
         elif times > 1:
             why = "probably a sum instead of a mean, or weights whose logits are far too large"
         else:
-            why = "probably targets that the model can see (not shifted by one, or no causal mask), or weights that "
-            why += "were trained before: then all is well"
+            why = (
+                "probably targets that the model can see (not shifted by one, or no causal mask), or weights that "
+                "were trained before: then all is well"
+            )
         text = f"the first loss is {facts.loss:.4g}, {times:.3g} times ln({self.vocab_size}) = {blind:.4g}: {why}"
         evidence = {"loss": facts.loss, "expected": blind, "vocab_size": self.vocab_size}
         return Verdict("loss.first", facts.step, text, evidence=evidence)
 
 
 class PlateauMonitor(KeptWindow):
-    """Looks at the loss and the gradient norm of the last `window` applied steps, in two halves.
+    """Reports a loss that no longer falls, from the last `window` applied steps in two halves.
 
-    The loss stands still if the later half's median is not under the earlier one's by NOISE. Differences alone decide:
-    a shift of the loss changes nothing. The gradient has vanished if, besides, its median norm in the later half is
-    under `vanished` times the largest such median of the run so far (single spikes do not count). At applied step 512,
-    1024, 2048, ... the window's median loss is compared with the one at half as many steps: a run on a plateau has
-    gained nothing from all of them.
+    vanished: a gradient norm under this share of its largest counts as vanished.
+
+    - *Vanished gradient.* The later half's median loss is not under the earlier one's by NOISE, and its median norm is
+      under `vanished` times the largest such median of the run. Medians, so single spikes do not count.
+    - *Plateau.* At applied step 512, 1024, 2048, ... the window's median loss is compared with the one at half as many
+      steps. A run on a plateau has gained nothing from all of them.
+
+    Only differences of losses count: a constant added to every loss changes nothing.
 
     Verdicts, healthy: `gradient.vanished`, once until the norm is ten times over the limit again; `loss.plateau`, once
     until a later doubling brought the loss down; else `loss.ok`.
@@ -303,17 +374,21 @@ class PlateauMonitor(KeptWindow):
         self._norms.append(facts.grad_norm)
         if facts.applied_steps % LOOK_EVERY or len(self._losses) < (self._losses.maxlen or 0):
             return quiet
+        # Both keep a state, so both look at every such step, whichever has something to say.
         plateau = self._doubled(facts)
         return self._vanishing(facts) or plateau or quiet
 
     def _vanishing(self, facts: StepFacts) -> Verdict | None:
+        """The verdict on a gradient that vanished; None if it did not, or that was reported before."""
         norm = median(self._norms)
         self._peak = max(self._peak, norm)
         if self._gone:
             self._gone = norm < 10 * self.vanished * self._peak
             return None
+
         half = len(self._losses) // 2
-        before, now = median(islice(self._losses, half)), median(self._later())
+        before = median(islice(self._losses, half))
+        now = median(self._later())
         self._gone = norm < self.vanished * self._peak and self._stands(before, now)
         if not self._gone:
             return None
@@ -325,12 +400,17 @@ class PlateauMonitor(KeptWindow):
         return Verdict("gradient.vanished", facts.step, text, evidence=evidence)
 
     def _doubled(self, facts: StepFacts) -> Verdict | None:
+        """The verdict on a loss that a doubling of the steps did not lower; None otherwise."""
         steps = facts.applied_steps
-        if steps < FIRST_MARK // 2 or steps & (steps - 1):
+        is_power_of_two = steps & (steps - 1) == 0
+        if steps < FIRST_MARK // 2 or not is_power_of_two:
             return None
-        before, now = self._mark, median(self._losses)
+
+        before = self._mark
+        now = median(self._losses)
         self._mark = now
-        was_flat, self._flat = self._flat, before is not None and self._stands(before, now)
+        was_flat = self._flat
+        self._flat = before is not None and self._stands(before, now)
         if before is None or not self._flat or was_flat:
             return None
         text = (
@@ -346,7 +426,9 @@ class PlateauMonitor(KeptWindow):
         return Verdict("loss.plateau", facts.step, text, evidence=evidence)
 
     def _later(self) -> list[float]:
+        """The later half of the window's losses."""
         return list(islice(self._losses, len(self._losses) // 2, None))
 
     def _stands(self, before: float, now: float) -> bool:
+        """Whether a fall from `before` to `now` is within the noise of medians."""
         return before - now <= NOISE * level(self._later(), 0).sigma

@@ -1,4 +1,4 @@
-"""Ranks that no longer agree, and ranks that hold the others up."""
+"""Ranks whose weights no longer agree, and ranks that are slower than the others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ NAMED_IN_EVIDENCE = 32
 
 
 class RanksMonitor(KeptWindow):
-    """Judges `facts.diverged` and the ranks' forward passes.
+    """Reports ranks whose weights differ, and stragglers: a rank on which every step waits.
 
-    ratio: the slowest rank's forward passes over the fastest one's that make a slow step. window: steps looked back on.
-    share: of slow steps in a full window that is reported; the report is repeated once half of it was good.
+    ratio: a step is slow if the slowest rank's forward passes took over this many times the fastest one's.
+    window: steps looked back on.
+    share: of slow steps in a full window that is reported, again only after half of it was good.
 
-    Verdicts: `ranks.diverged` (unhealthy; proposes a rollback to a state that every rank reads from the same file),
-    `ranks.straggler` (healthy, once per streak), else `ranks.ok`. Nothing is kept in checkpoints: wall times are of the
-    machines that this process runs on, and a resume may be on others.
+    Verdicts:
+    - `ranks.diverged`, unhealthy: proposes a rollback to a state that every rank reads from the same file.
+    - `ranks.straggler`, healthy, once per streak.
+    - `ranks.ok`: nothing to report.
+
+    Nothing is kept in checkpoints: times belong to the machines of this process, and a resume may use others.
     """
 
     key = "ranks"
@@ -38,6 +42,7 @@ class RanksMonitor(KeptWindow):
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
+        # Times are noted in every step, also where another verdict comes first.
         slow = self._straggler(facts)
         if facts.diverged:
             return _diverged(facts)
@@ -47,15 +52,18 @@ class RanksMonitor(KeptWindow):
         fastest, slowest = facts.forward_fastest, facts.forward_slowest
         if not 0 < fastest <= slowest < math.inf:
             return None
+
         self._ratios.append(slowest / fastest)
         slow = sum(ratio > self.ratio for ratio in self._ratios)
         length = self._ratios.maxlen or 0
+        # A streak goes on until at most half of the share is slow.
         if self._slow:
             self._slow = slow > self.share / 2 * length
             return None
         self._slow = len(self._ratios) == length and slow >= self.share * length
         if not self._slow:
             return None
+
         usual = sorted(self._ratios)[length // 2]
         text = (
             f"in {slow} of the last {length} steps the slowest rank's forward passes took over {self.ratio:g} times "

@@ -1,4 +1,4 @@
-"""Every monitor there is, which of them watch a run, and their windows in its checkpoints."""
+"""The list of all monitors, those that watch a given run, and their state in its checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MONITORS = (
     Fp8FrozenMonitor,
     WholeRunFallback,
 )
-"""In the order in which they judge a step. A key never changes: it is the monitor's name in every checkpoint."""
+"""In the order in which they judge a step. A monitor's `key` never changes: it names its state in every checkpoint."""
 
 NAMED_IN_TEXT = 5
 
@@ -50,32 +50,38 @@ def build_monitors(context: MonitorContext) -> list[Monitor]:
     """Every monitor that this run needs, in order; none if the guard is off. Collective."""
     if not context.guard.enabled:
         return []
-    return [built for monitor in MONITORS if (built := monitor.build(context)) is not None]
+    monitors: list[Monitor] = []
+    for monitor in MONITORS:
+        built = monitor.build(context)
+        if built is not None:
+            monitors.append(built)
+    return monitors
 
 
 @dataclass
 class MonitorsPart:
-    """The monitors' windows as one part of the TrainState: armed at once after a resume."""
+    """The monitors' state as one part of the TrainState, so that they are armed at once after a resume."""
 
     monitors: Sequence[Monitor]
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """No tensors; meta by the monitors' keys."""
+        """No tensors; the meta has each monitor's state under its key."""
         return {}, {monitor.key: monitor.state_dict() for monitor in self.monitors}
 
     def load_state_dict(self, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Restore every monitor that the checkpoint knows.
+        """Restore every monitor that the checkpoint has. Raises CheckpointError for a key that no monitor has.
 
-        Windows of a monitor that does not watch this run (it has no FP8 layers, or no loss scale) are left; one that
-        did not watch the run before starts without a past. Raises CheckpointError for a key that no monitor has.
+        State of a monitor that does not watch this run is ignored (the run has no FP8 layers, or no loss scale). A
+        monitor that did not watch the run before starts without a past.
         """
-        unknown = sorted(meta.keys() - {monitor.key for monitor in (*MONITORS, *self.monitors)})
+        keys = {monitor.key for monitor in (*MONITORS, *self.monitors)}
+        unknown = sorted(meta.keys() - keys)
         if unknown:
             raise CheckpointError(
                 Problem(
-                    f"windows of monitors that this version does not have: {some(unknown, NAMED_IN_TEXT)}",
+                    f"state of monitors that this version does not have: {some(unknown, NAMED_IN_TEXT)}",
                     "the checkpoint's part monitors",
-                    why="without them the run would be watched by others than before, and nobody would know",
+                    why="without these monitors the run would be watched less than before, and nobody would know",
                     fix="resume with the version that wrote it",
                 )
             )

@@ -1,4 +1,8 @@
-"""What rises and should not: a loss that stays above its best for good, and a learning rate that jumps."""
+"""Slow faults: a loss that stays above its best for good, and a learning rate that jumps.
+
+`LossMonitor` looks at single losses and cannot see a loss that creeps up: each one is near those before it.
+`LossRiseMonitor` compares medians over many steps with the best and the first one instead.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +16,44 @@ from harness.monitors.base import ROUNDING, KeptWindow, MonitorContext, level
 
 FIRST = 16
 """Losses that make the first median."""
+
 HALF = 0.5
-"""Of the fall since the first median: a loss that is higher than its best by more has lost what it had learned."""
+"""Share of the fall since the first median. A loss higher than its best by more has lost what it had learned."""
+
 FLOOR = 6.0
-"""Robust sigmas of single losses that a median must rise by, whatever the fall was. One of 40 losses has a fifth of a
-sigma of its own."""
+"""Robust sigmas of single losses that a median must rise by, whatever the fall was. The median of 40 losses has a
+standard deviation of a fifth of a sigma."""
+
 ACT_AFTER = 200
+"""Updates in a row over the first median (or the best one, for a smaller rise) after which a rise counts as lasting."""
+
 RISING = 100
-"""Updates over which a loss that never fell must go on rising to be acted upon, in each quarter of them: a step that
+"""Updates over which a loss that never fell must go on rising to be acted upon, in each quarter of them. A step that
 lasts moves two quarters at most."""
+
 QUARTER = FLOOR / 8
-"""Robust sigmas that a quarter must rise by. All four together must rise by FLOOR."""
+"""Robust sigmas that each quarter must rise by. All four together must rise by FLOOR."""
+
 LR_JUMP = 10.0
+"""A learning rate over this many times the largest so far is reported."""
 
 
 class LossRiseMonitor(KeptWindow):
-    """Watches the median of the last `window` applied losses against the best it has been. No single step can move it.
+    """Compares the median of the last `window` applied losses with its best. No single step can move a median.
 
-    Differences of losses alone decide. The loss has risen when the median is over the best one by more than half of
-    what it had fallen since the first median, and by six sigmas of the losses about the best one. Over the first median
-    by six sigmas for 200 updates in a row it is acted upon, if `act`: a rollback past their windows, and the halt once
-    the budget is spent. A loss that had not fallen by then must still be rising: a step that lasts is reported alone.
-    So is a smaller rise that lasts: six sigmas over the best for 200 updates in a row.
+    window: losses in the median.
+    act: whether a rise that lasts proposes a rollback; otherwise it is only reported.
 
-    Verdicts: `loss.rise`, told when it has risen or a smaller rise has lasted, once per streak, and when it is acted
-    upon; unhealthy as long as the median is over the first one, if `act`, so that no such state is gone back to. Else
-    `loss.ok`.
+    Only differences of losses count. Three kinds of rise:
+    - *Risen*: the median is over the best one by more than half of what it had fallen since the first median, and by
+      six sigmas of the losses at their best. Reported, once per streak.
+    - *Acted upon*, if `act`: besides, the median was over the first one by six sigmas for 200 updates in a row. It
+      proposes a rollback past their windows; once the budget is spent, that is a halt. A loss that had never fallen
+      must still be rising: a step that lasts is only reported.
+    - *Smaller, but lasting*: six sigmas over the best for 200 updates in a row. Reported once.
+
+    Verdicts: `loss.rise` in these cases, else `loss.ok`. If `act`, every step is unhealthy as long as the median is
+    over the first one, so that no rollback goes back to such a state.
     """
 
     key = "loss_rise"
@@ -46,15 +62,15 @@ class LossRiseMonitor(KeptWindow):
     def __init__(self, window: int, act: bool = True) -> None:
         self.act = act
         self._losses: deque[float] = deque(maxlen=max(FIRST, window))
+        self._medians: deque[float] = deque(maxlen=RISING + 1)
         self._first: float | None = None
         self._best: float | None = None
-        # Of the losses about their trend when the median was at its best.
+        # The spread of the losses about their trend when the median was at its best.
         self._sigma = 0.0
-        self._medians: deque[float] = deque(maxlen=RISING + 1)
-        # The windows of the latest updates in a row at which the median was over the first one.
+        # The windows of the newest updates in a row at which the median was over the first one.
         self._above: deque[int] = deque(maxlen=ACT_AFTER)
         self._risen = False
-        # Updates in a row at which the median was over the best one by the floor; ACT_AFTER + 1 once that is told.
+        # Updates in a row at which the median was over the best by the floor; ACT_AFTER + 1 once that was reported.
         self._higher = 0
 
     @classmethod
@@ -64,31 +80,36 @@ class LossRiseMonitor(KeptWindow):
         return cls(guard.spike_window, guard.loss_rise == "act")
 
     def observe(self, facts: StepFacts) -> Verdict:
-        """The verdict on one step. Deterministic; what was skipped or is not finite counts for nothing."""
+        """The verdict on one step. Deterministic; losses that were skipped or are not finite do not count."""
         if not facts.applied or not math.isfinite(facts.loss):
             return self._as_before(facts)
         self._losses.append(facts.loss)
         if len(self._losses) < (self._losses.maxlen or 0):
             return self._as_before(facts)
+
+        # What to compare with: the first median, the best one, and the spread at the best.
         now = median(self._losses)
         if self._first is None:
             self._first = median(islice(self._losses, FIRST))
         if self._best is None or now < self._best:
             spread = level(list(self._losses), 0).sigma
-            self._best, self._sigma = now, max(spread, ROUNDING * max(map(abs, self._losses)))
+            self._best = now
+            self._sigma = max(spread, ROUNDING * max(map(abs, self._losses)))
         self._medians.append(now)
         floor = FLOOR * self._sigma
-        line = self._best + max(HALF * (self._first - self._best), floor)
 
-        # Once told, the loss has to come halfway back before it is told again.
+        # Once reported, the loss has to come halfway back before it is reported again.
         was_risen = self._risen
-        self._risen = now > (self._best + (line - self._best) / 2 if was_risen else line)
+        line = self._best + max(HALF * (self._first - self._best), floor)
+        if was_risen:
+            line = self._best + (line - self._best) / 2
+        self._risen = now > line
         if now > self._first + floor and self._risen:
             self._above.append(facts.window)
         else:
             self._above.clear()
 
-        # A smaller rise is told once it has lasted. A larger one has been told by then.
+        # A smaller rise is reported once it has lasted. A larger one has been reported by then.
         if now > self._best + floor:
             self._higher = ACT_AFTER + 1 if self._risen else min(self._higher + 1, ACT_AFTER + 1)
         elif now <= self._best + floor / 2:
@@ -98,12 +119,11 @@ class LossRiseMonitor(KeptWindow):
         if self.act and len(self._above) == ACT_AFTER and (fell or self._rising(floor)):
             return self._acted_upon(facts, now)
         if self._risen and not was_risen:
-            return self._told(facts, now, "more than half of what was learned is lost")
+            return self._reported(facts, now, "more than half of what was learned is lost")
         if self._higher == ACT_AFTER:
             self._higher += 1
-            return self._told(
-                facts, now, f"it has been higher than its best for {ACT_AFTER} updates"
-            )
+            why = f"it has been higher than its best for {ACT_AFTER} updates"
+            return self._reported(facts, now, why)
         return self._as_before(facts)
 
     def _rising(self, floor: float) -> bool:
@@ -115,10 +135,11 @@ class LossRiseMonitor(KeptWindow):
         return sum(rises) > floor and min(rises) > QUARTER * self._sigma
 
     def _as_before(self, facts: StepFacts) -> Verdict:
+        """The verdict of a step that changes nothing."""
         bad = self.act and bool(self._above)
         return Verdict("loss.rise" if bad else "loss.ok", facts.step, healthy=not bad)
 
-    def _said(self, now: float) -> str:
+    def _figures(self, now: float) -> str:
         return (
             f"the loss is {now:.4g} (median of {len(self._losses)} updates), {self._best:.4g} at its best and "
             f"{self._first:.4g} at first"
@@ -133,25 +154,25 @@ class LossRiseMonitor(KeptWindow):
             "window": facts.window,
         }
 
-    def _told(self, facts: StepFacts, now: float, why: str) -> Verdict:
-        what = (
-            f"If it stays over the first for {ACT_AFTER} updates the run goes back"
-            if self.act
-            else "It goes on"
-        )
+    def _reported(self, facts: StepFacts, now: float, why: str) -> Verdict:
+        if self.act:
+            setting = "act"
+            what = f"If it stays over the first for {ACT_AFTER} updates the run goes back"
+        else:
+            setting = "report"
+            what = "It goes on"
         text = (
-            f"{self._said(now)}: {why}. {what} (guard.loss_rise: "
-            f"{'act' if self.act else 'report'}). Look at the data from window {facts.window} back (targets whose unit "
+            f"{self._figures(now)}: {why}. {what} (guard.loss_rise: "
+            f"{setting}). Look at the data from window {facts.window} back (targets whose unit "
             "or scale changes, a cache that grows), at train/lr, and at what changed in the model"
         )
+        healthy = not (self.act and self._above)
         evidence = self._evidence(facts, now)
-        return Verdict(
-            "loss.rise", facts.step, text, healthy=not (self.act and self._above), evidence=evidence
-        )
+        return Verdict("loss.rise", facts.step, text, healthy=healthy, evidence=evidence)
 
     def _acted_upon(self, facts: StepFacts, now: float) -> Verdict:
         reason = (
-            f"{self._said(now)}, and was over the first for {len(self._above)} updates; lower the learning rate or "
+            f"{self._figures(now)}, and was over the first for {len(self._above)} updates; lower the learning rate or "
             "mend the data; if a loss that rises is right, set guard.loss_rise: report"
         )
         bad = tuple(self._above)
@@ -168,10 +189,11 @@ class LossRiseMonitor(KeptWindow):
 
 
 class LearningRateMonitor(KeptWindow):
-    """Watches the learning rate for a jump to more than ten times the largest it has been.
+    """Reports a learning rate that jumps to more than ten times the largest of the run so far.
 
-    A schedule that warms up, decays or starts again does no such thing; a unit, an override or a scheduler that is
-    wrong does. Verdict, healthy: `lr.jump`, at the step of the jump; else `lr.ok`.
+    A schedule that warms up, decays or restarts never does that. A wrong unit, override or scheduler does.
+
+    Verdict, healthy: `lr.jump`, at the step of the jump; else `lr.ok`.
     """
 
     key = "lr"

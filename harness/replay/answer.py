@@ -1,4 +1,14 @@
-"""What a replay found: the data of `replay.json`, the cause that follows from it, what to do, and how it is shown."""
+"""The result of a replay: the data of `replay.json`, the cause that follows from it, advice, and how it is printed.
+
+The cause is decided by elimination, in this order (`_cause`):
+
+1. *data*: the samples were found unfit before the model saw them.
+2. *sound*: the step was well in the run and is well here.
+3. *not reproducible*: bad in the run but well here, different when run twice from one state, or different from the
+   journal although the set-up is the same. Nothing that such a re-run shows can be trusted further.
+4. *model or data*: the step is bad in float32 too, so precision is not the reason.
+5. *numerics*: what remains. The step is bad in low precision only.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +32,26 @@ from harness.replay.origin import LOSS, Finding
 SHOWN = 8
 """Parameters, and samples, that the terminal lists."""
 
-DATA = {NON_FINITE_INPUT: "inputs that are not finite", BAD_LABEL: "ids out of range", NO_LABEL: "no label at all",
-        UNREADABLE: "samples that cannot be read"}  # fmt: skip
+DATA = {
+    NON_FINITE_INPUT: "inputs that are not finite",
+    BAD_LABEL: "ids out of range",
+    NO_LABEL: "no label at all",
+    UNREADABLE: "samples that cannot be read",
+}
+"""Words for the bits of `StepFacts.bad_data`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of the window, run alone without an update. number: in the data. first_token: where it begins in the
-    run's training tokens, None in a data set of the user's own. rank: that had it. micro_batch: which of the step's it
-    is in here, from 1. text: how its bytes begin, or what it has."""
+    """One sample of the window, run alone and without an update.
+
+    number: in the data.
+    rank: the rank of the run that had it.
+    micro_batch: that held it in this replay, counted from 1 over the whole step.
+    first_token: where it begins in the run's training tokens; None in a data set of the user's own.
+    text: how its bytes begin, or its tensors.
+    loss, grad_norm, bad_data: as in StepFacts.
+    """
 
     number: int
     rank: int
@@ -44,15 +65,19 @@ class Sample:
     @property
     def bad(self) -> bool:
         """Whether this sample alone cannot be trained on."""
-        return (
-            not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)) or self.bad_data != 0
-        )
+        finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        return not finite or self.bad_data != 0
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One parameter's unscaled gradient: L2 norm, largest magnitude, elements that are not finite, and its norm over
-    that of the step before (NaN if that one was not re-run)."""
+    """One parameter's unscaled gradient.
+
+    norm: L2 norm.
+    largest: largest magnitude.
+    bad: elements that are not finite.
+    growth: norm over that of the step before; NaN if that step was not re-run.
+    """
 
     parameter: str
     norm: float
@@ -63,11 +88,30 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything that was found. base: the checkpoint started from, 0: the initial state. codes: of the recorded
-    verdicts. was_bad: in the run. here, again: the step with and without hooks, both from the same state; again is None
-    where blocks were compiled. in_float32: the step in float32, None if it was not bad here. loss_before: of the step
-    before, None if that was not re-run. difference: the first figure that is not the journal's. setup_differences: why
-    bits cannot be expected to agree, empty if they must."""
+    """Everything that a replay found.
+
+    run, step: which step was replayed.
+    base: the step of the checkpoint started from; 0: the initial state.
+    attempt: of the run; every rollback begins another.
+    window: the step's place in the data order.
+    codes: of the recorded verdicts.
+    was_bad: the step was bad in the run.
+    here: the step, with hooks.
+    again: the step without hooks, from the same state; None where blocks were compiled.
+    in_float32: the step in float32; None if it was not bad here.
+    loss_before: of the step before; None if that was not re-run.
+    journal_loss: of this step, in the run.
+    difference: the first figure that is not the journal's.
+    setup_differences: why bits may differ from the run's; empty if they must not.
+    finding, finding_in_float32: where the first NaN or Inf came from.
+    gradients: by parameter, the largest growth first.
+    samples: each alone, if the step is bad.
+    window_size: samples in the window.
+    ranks: of the run.
+    precision: in which the step ran.
+    anomaly: what autograd's anomaly mode says; empty if not asked for.
+    cause, why, advice: what follows from all of it.
+    """
 
     run: str
     step: int
@@ -121,29 +165,34 @@ def growth(
     now: Mapping[str, tuple[float, float, int]], before: Mapping[str, tuple[float, float, int]], scale: float,
     scale_before: float,
 ) -> list[Gradient]:  # fmt: skip
-    """Gradients by parameter, from `Origin.gradients` and what they were scaled by; largest growth first."""
+    """Gradients by parameter, the largest growth first.
+
+    now, before: `Origin.gradients` of the step and of the one before it.
+    scale, scale_before: what those gradients were multiplied by.
+    """
     found: list[Gradient] = []
     for name, (norm, largest, bad) in now.items():
         usual = before[name][0] / scale_before if name in before else math.nan
         ratio = (norm / scale) / usual if usual > 0 else math.nan
         found.append(Gradient(name, norm / scale, largest / scale, bad, ratio))
 
-    def rank(each: Gradient) -> tuple[float, float]:
+    def order(each: Gradient) -> tuple[float, float]:
         ratio = -math.inf if math.isnan(each.growth) else each.growth
-        return -ratio, -each.norm if math.isfinite(each.norm) else -math.inf
+        norm = each.norm if math.isfinite(each.norm) else math.inf
+        return -ratio, -norm
 
-    return sorted(found, key=rank)
+    return sorted(found, key=order)
 
 
 def _cause(answer: Answer) -> tuple[str, str]:
-    here, again = answer.here, answer.again
-    bad = answer.bad(here)
+    """The cause and its reason, by elimination."""
+    here = answer.here
     if here.bad_data:
         what = " and ".join(text for bit, text in DATA.items() if here.bad_data & bit)
-        return (
-            "data",
-            f"samples of this window have {what}: they were found before the model saw them",
-        )
+        why = f"samples of this window have {what}: they were found before the model saw them"
+        return "data", why
+
+    bad = answer.bad(here)
     if not bad and not answer.was_bad:
         return "sound", "the step was well in the run, and is well here"
     if not bad:
@@ -151,18 +200,21 @@ def _cause(answer: Answer) -> tuple[str, str]:
             "the step was bad in the run and is well here: hardware, a race, another machine, or something that no "
             "checkpoint holds, such as a counter in the model"
         )
-    if again is not None and not (
-        same(here.loss, again.loss) and same(here.grad_norm, again.grad_norm)
-    ):
-        return "not reproducible", (
-            f"twice from the same state the step gave loss {here.loss:g} and {again.loss:g}, gradient norm "
-            f"{here.grad_norm:g} and {again.grad_norm:g}: a race, hardware, or something that no checkpoint holds"
-        )
+
+    again = answer.again
+    if again is not None:
+        repeats = same(here.loss, again.loss) and same(here.grad_norm, again.grad_norm)
+        if not repeats:
+            return "not reproducible", (
+                f"twice from the same state the step gave loss {here.loss:g} and {again.loss:g}, gradient norm "
+                f"{here.grad_norm:g} and {again.grad_norm:g}: a race, hardware, or something that no checkpoint holds"
+            )
     if answer.difference is not None and not answer.setup_differences:
         return "not reproducible", (
             f"from step {answer.difference.step} on the re-run differs from the journal: hardware, a race, or another "
             "machine or version; what is said above is of the re-run"
         )
+
     if answer.in_float32 is not None and answer.bad(answer.in_float32):
         return "model or data", "bad in float32 too: no precision would have helped"
     return "numerics", f"well in float32: only bad in low precision ({answer.precision})"
@@ -207,11 +259,11 @@ def _advice(answer: Answer) -> str:
 
 
 def plain(answer: Answer) -> dict[str, Any]:
-    """The answer as strict JSON takes it; slots, of which a model has thousands, are left to the journal."""
+    """The answer as strict JSON takes it. Slots are left out: a model has thousands, and the journal has them."""
     values = asdict(answer)
     for name in ("here", "again", "in_float32"):
         if values[name] is not None:
-            values[name] = {key: value for key, value in values[name].items() if key != "slots"}
+            del values[name]["slots"]
     values["samples"] = [{**asdict(sample), "bad": sample.bad} for sample in answer.samples]
     return _jsonable(values)
 
@@ -227,26 +279,34 @@ def _jsonable(value: Any) -> Any:
 
 
 def lines(answer: Answer) -> list[str]:
-    """The answer in words."""
-    ranks = [
-        f"ranks: the run had {answer.ranks}; here their micro-batches run one after the other, rank by rank"
-    ]
-    return [
-        *(ranks if answer.ranks > 1 else []),
-        _bits(answer),
-        *_figures(answer),
-        *([f"origin: {described(answer.finding)}"] if answer.finding else _without_origin(answer)),
-        *_gradients(answer),
-        *_samples(answer),
-        *_float32(answer),
-        *(
-            ["anomaly mode:", *(f"  {line}" for line in answer.anomaly.splitlines())]
-            if answer.anomaly
-            else []
-        ),
-        f"verdict: {answer.cause}: {answer.why}",
-        *([f"what to do: {answer.advice}"] if answer.advice else []),
-    ]
+    """The answer in words, as the terminal shows it."""
+    found: list[str] = []
+    if answer.ranks > 1:
+        found.append(
+            f"ranks: the run had {answer.ranks}; here their micro-batches run one after the other, rank by rank"
+        )
+
+    # The step itself: does it repeat, what are its figures, where did it go bad?
+    found.append(_bits(answer))
+    found += _figures(answer)
+    if answer.finding:
+        found.append(f"origin: {described(answer.finding)}")
+    else:
+        found += _without_origin(answer)
+    found += _gradients(answer)
+
+    # The experiments: sample by sample, in float32, under anomaly mode.
+    found += _samples(answer)
+    found += _float32(answer)
+    if answer.anomaly:
+        found.append("anomaly mode:")
+        found += [f"  {line}" for line in answer.anomaly.splitlines()]
+
+    # What follows.
+    found.append(f"verdict: {answer.cause}: {answer.why}")
+    if answer.advice:
+        found.append(f"what to do: {answer.advice}")
+    return found
 
 
 def described(finding: Finding) -> str:
@@ -266,24 +326,23 @@ def described(finding: Finding) -> str:
         text += f"; {own}: {', '.join(finding.parameters)}"
     if finding.into:
         text += f"; computed by the module itself, and first given to {finding.into}"
-    return text + (f"; {finding.where}" if finding.where else "")
+    if finding.where:
+        text += f"; {finding.where}"
+    return text
 
 
 def _bits(answer: Answer) -> str:
-    steps = (
-        f"steps {answer.base + 1} to {answer.step}"
-        if answer.base + 1 < answer.step
-        else f"step {answer.step}"
-    )
+    """Whether the re-run has the journal's figures."""
+    steps = f"step {answer.step}"
+    if answer.base + 1 < answer.step:
+        steps = f"steps {answer.base + 1} to {answer.step}"
     if answer.difference is None:
         return f"bits: {steps} reproduced bit for bit (loss, gradient norm, loss scale)"
     found = answer.difference
     text = f"bits: step {found.step} differs: {found.metric} {found.here!r} here, {found.journal!r} in the journal"
-    return text + (
-        f" (to be expected: {'; '.join(answer.setup_differences)})"
-        if answer.setup_differences
-        else ""
-    )
+    if answer.setup_differences:
+        text += f" (to be expected: {'; '.join(answer.setup_differences)})"
+    return text
 
 
 def _figures(answer: Answer) -> list[str]:
@@ -301,20 +360,20 @@ def _figures(answer: Answer) -> list[str]:
 
 
 def _without_origin(answer: Answer) -> list[str]:
-    if (
-        not (math.isfinite(answer.here.loss) and math.isfinite(answer.here.grad_norm))
-        and not answer.here.bad_data
-    ):
+    """What to say where no module's tensor was found to be NaN or Inf."""
+    here = answer.here
+    if here.bad_data:  # the model never saw them
+        return []
+    if not (math.isfinite(here.loss) and math.isfinite(here.grad_norm)):
         return [
             "origin: no module's tensor is NaN or Inf, only their sum: the gradients below are too large for a norm"
         ]
-    return (
-        ["origin: no tensor is NaN or Inf"] if answer.was_bad and not answer.here.bad_data else []
-    )
+    return ["origin: no tensor is NaN or Inf"] if answer.was_bad else []
 
 
 def _gradients(answer: Answer) -> list[str]:
-    if bad := [each for each in answer.gradients if each.bad]:
+    bad = [each for each in answer.gradients if each.bad]
+    if bad:
         named = some([each.parameter for each in bad], SHOWN)
         return [
             f"gradients not finite in the end: {len(bad)} of {len(answer.gradients)} parameters: {named}"
@@ -331,31 +390,36 @@ def _gradients(answer: Answer) -> list[str]:
 
 
 def _samples(answer: Answer) -> list[str]:
+    """The samples that are bad alone; if none is, those that contributed most."""
     if not answer.samples:
         return []
-    if bad := [sample for sample in answer.samples if sample.bad]:
+    bad = [sample for sample in answer.samples if sample.bad]
+    if bad:
         head = f"samples: {len(bad)} of {answer.window_size} are bad alone:"
         return [head, *(f"  {_sample(sample)}" for sample in bad[:SHOWN])]
-    # What went over its limit in the window is what to look for in its samples.
-    by_norm = (
-        answer.here.grad_norm > answer.here.limits.norm
-        and not answer.here.loss > answer.here.limits.loss
-    )
-    worst = sorted(
-        answer.samples, key=lambda sample: -(sample.grad_norm if by_norm else sample.loss)
-    )[:SHOWN]
+
+    # Look in the samples for the figure that went over its limit in the whole window.
+    here = answer.here
+    by_norm = here.grad_norm > here.limits.norm and not here.loss > here.limits.loss
+
+    def size(sample: Sample) -> float:
+        return sample.grad_norm if by_norm else sample.loss
+
+    largest = sorted(answer.samples, key=lambda sample: -size(sample))[:SHOWN]
     what = "gradient norms" if by_norm else "losses"
     head = f"samples: none is bad alone; largest {what} of {answer.window_size}:"
-    return [head, *(f"  {_sample(sample)}" for sample in worst)]
+    return [head, *(f"  {_sample(sample)}" for sample in largest)]
 
 
 def _sample(sample: Sample) -> str:
     where = f"rank {sample.rank}, micro-batch {sample.micro_batch}"
-    begins = "" if sample.first_token is None else f", training token {sample.first_token} on"
-    text = f"sample {sample.number} ({where}{begins})"
-    text += f": loss {sample.loss:g}, gradient norm {sample.grad_norm:g}"
+    if sample.first_token is not None:
+        where += f", training token {sample.first_token} on"
+    text = f"sample {sample.number} ({where}): loss {sample.loss:g}, gradient norm {sample.grad_norm:g}"
     what = ", ".join(text for bit, text in DATA.items() if sample.bad_data & bit)
-    return text + (f", {what}" if what else "") + f": {sample.text!r}"
+    if what:
+        text += f", {what}"
+    return f"{text}: {sample.text!r}"
 
 
 def _float32(answer: Answer) -> list[str]:

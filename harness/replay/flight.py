@@ -1,9 +1,12 @@
-"""What is known of a step that is to be run again: its flight record, and what journal and run folder tell of it.
+"""Repro bundles of bad steps, and the way back to any step through the journal and the run folder.
 
-`runs/<run>/flight/step-00000123/` has `record.json` and, under `base/`, hard links to a checkpoint shortly before that
-step, so that retention cannot take it. It is kept when the step is judged. Links cost no space, and steps after the
-same checkpoint share its bytes. The newest three records are kept; of consecutive bad steps the first and the last.
-Journal and folder tell on which branch a step ran, and from which state it can be reached.
+A repro bundle, `runs/<run>/flight/step-00000123/`, is kept when a bad step is judged. It has `record.json` (`BadStep`)
+and, under `base/`, hard links to a checkpoint shortly before that step, so that retention cannot delete its bytes.
+Links cost no space, and steps after the same checkpoint share them. The newest three bundles are kept. Of consecutive
+bad steps only the first and the last are.
+
+A rollback makes a run repeat steps: each repetition is another *attempt*, a branch of the run's history. `Branches`
+finds on which branch a step ran, and the checkpoints of that branch to start from.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from harness.tracking.history import RunHistory
 
 FOLDER = "flight"
 KEEP = 3
-"""Records kept."""
+"""Bundles kept."""
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -43,18 +46,23 @@ _RECORD = "record.json"
 _BASE = "base"
 _STEP = re.compile(r"step-(\d{8,})")
 
-
 Figure = float | Literal["nan", "inf", "-inf"]
+"""A figure as JSON has it: text for what strict JSON has no number for."""
 
 
 class BadStep(Strict):
-    """What is kept of one bad step. base: step of the checkpoint to start from; 0: the run's initial state, a function
-    of its seed.
+    """The record of one bad step.
 
-    window: the step's place in the data order. samples: sample numbers, in reading order. limits: [loss, norm, clip]
-    in force, None where there was none. codes: of the verdicts that were not ok. demoted, bad_data: as in StepFacts;
-    lowered: its fell_back_to. loss, grad_norm, loss_scale: figures, or "nan", "inf" as text. incidents: the run's
-    ledger, then. world_size, engine, threads, torch_version, device: where the step ran.
+    base: the step of the checkpoint to start from; 0: the run's initial state, a function of its seed.
+    window: the step's place in the data order.
+    samples: sample numbers, in reading order.
+    incidents: the run's ledger at that time.
+    limits: [loss, norm, clip] in force; None where there was none.
+    codes: of the verdicts that were not ok.
+    applied, bad_data, demoted: as in StepFacts.
+    lowered: StepFacts.fell_back_to.
+    loss, grad_norm, loss_scale: of the step.
+    recipe, world_size, engine, threads, torch_version, device: where the step ran.
     """
 
     step: Count
@@ -80,7 +88,7 @@ class BadStep(Strict):
 
     @property
     def attempt(self) -> int:
-        """Of the run; raised by every rollback."""
+        """The run's attempt; every rollback begins another."""
         return self.incidents.attempt
 
     @property
@@ -90,8 +98,8 @@ class BadStep(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Where a run computes; part of every record."""
+class Environment:
+    """The environment of a run; part of every record."""
 
     recipe: str
     world_size: int
@@ -102,12 +110,13 @@ class Surroundings:
 
 
 class FlightRecorder:
-    """Keeps records for one run folder. For rank 0, under the run's lock."""
+    """Keeps the repro bundles of one run folder. For rank 0, under the run's lock."""
 
-    def __init__(self, run_dir: Path, store: Store, surroundings: Surroundings) -> None:
+    def __init__(self, run_dir: Path, store: Store, environment: Environment) -> None:
         self.folder = run_dir / FOLDER
         self._store = store
-        self.surroundings = surroundings
+        self.environment = environment
+        # The first step of the present streak of bad steps, and the newest one with its attempt.
         self._first = 0
         self._last = (0, 0)
 
@@ -116,17 +125,28 @@ class FlightRecorder:
     ) -> bool:
         """Record the step of `facts`; True if it begins a streak of bad steps. Raises OSError.
 
-        What stands from an earlier attempt at the same step is replaced.
+        A bundle of the same step from an earlier attempt is replaced.
         """
         base = nearest(self._store.steps(), facts.step)
         record = {
-            "step": facts.step, "base": base, "window": facts.window,
-            "samples": [int(sample) for sample in samples], "incidents": asdict(ledger),
-            "limits": facts.limits.as_json(), "applied": facts.applied,
-            **{name: jsonable(getattr(facts, name)) for name in ("loss", "grad_norm", "loss_scale")},
-            "bad_data": facts.bad_data, "codes": codes, "demoted": facts.demoted, "lowered": facts.fell_back_to,
-            **asdict(self.surroundings),
-        }  # fmt: skip
+            "step": facts.step,
+            "base": base,
+            "window": facts.window,
+            "samples": [int(sample) for sample in samples],
+            "incidents": asdict(ledger),
+            "limits": facts.limits.as_json(),
+            "applied": facts.applied,
+            "loss": jsonable(facts.loss),
+            "grad_norm": jsonable(facts.grad_norm),
+            "loss_scale": jsonable(facts.loss_scale),
+            "bad_data": facts.bad_data,
+            "codes": codes,
+            "demoted": facts.demoted,
+            "lowered": facts.fell_back_to,
+            **asdict(self.environment),
+        }
+
+        # Complete under a temporary name first: a process that is killed leaves no half bundle.
         final = self.folder / step_name(facts.step)
         temporary = self.folder / f".tmp-{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -142,17 +162,17 @@ class FlightRecorder:
         return self._in_streak(facts.step, ledger.attempt)
 
     def _in_streak(self, step: int, attempt: int) -> bool:
-        """Whether `step` begins a streak; records that are no longer wanted are deleted."""
+        """Whether `step` begins a streak of bad steps. Deletes the bundles that are no longer needed."""
         begins = self._last != (step - 1, attempt)
         if begins:
             self._first = step
-        elif step - 1 != self._first:
+        elif step - 1 != self._first:  # neither the first of its streak nor, now, the last
             self._remove(step - 1)
         self._last = (step, attempt)
-        newest = sorted(
-            read_records(self.folder.parent), key=lambda record: (record.attempt, record.step)
-        )
-        for record in newest[:-KEEP]:
+
+        records = read_records(self.folder.parent)
+        records.sort(key=lambda record: (record.attempt, record.step))
+        for record in records[:-KEEP]:
             self._remove(record.step)
         return begins
 
@@ -161,21 +181,22 @@ class FlightRecorder:
 
 
 def nearest(steps: Sequence[int], step: int) -> int:
-    """Which checkpoint to start from on the way to `step`, 0 if none lies before it.
+    """The checkpoint to start from on the way to `step`; 0 if none lies before it.
 
-    Not the one just before, if there is another: the step before is to be run too, to compare with.
+    If possible not the one just before `step`: the step before is run too, to compare with.
     """
     before = [each for each in steps if each < step]
-    return max([each for each in before if each < step - 1] or before, default=0)
+    earlier = [each for each in before if each < step - 1]
+    return max(earlier or before, default=0)
 
 
 def record_folder(run_dir: Path, step: int) -> Path:
-    """Where the record of `step` is, or would be."""
+    """Where the repro bundle of `step` is, or would be."""
     return run_dir / FOLDER / step_name(step)
 
 
 def base_store(run_dir: Path, step: int) -> Store:
-    """The checkpoint that the record of `step` holds, as a store to read."""
+    """The checkpoint in the repro bundle of `step`, as a store to read."""
     return Store(record_folder(run_dir, step) / _BASE, readonly=True)
 
 
@@ -185,23 +206,28 @@ def read_records(run_dir: Path) -> list[BadStep]:
         names = sorted(os.listdir(run_dir / FOLDER))
     except OSError:
         return []
-    found = (_read(run_dir / FOLDER / name / _RECORD) for name in names if _STEP.fullmatch(name))
-    return sorted(
-        (record for record in found if record is not None), key=lambda record: record.step
-    )
+    records: list[BadStep] = []
+    for name in names:
+        if not _STEP.fullmatch(name):
+            continue
+        record = _read(run_dir / FOLDER / name / _RECORD)
+        if record is not None:
+            records.append(record)
+    return sorted(records, key=lambda record: record.step)
 
 
 def _read(path: Path) -> BadStep | None:
-    """None for what no recorder wrote. Steps name folders, which are deleted when they are old."""
+    """The record at `path`; None if no recorder wrote it."""
     try:
         found = BadStep.model_validate_json(json.dumps(read_json(path)))
     except (OSError, ValueError):
         return None
+    # Old records are deleted by their step, so a record must be in the folder of that step.
     return found if path.parent.name == step_name(found.step) else None
 
 
 def _link(source: Path, target: Path) -> None:
-    """Every file of a checkpoint under a second name; copied where the file system has no hard links."""
+    """Give every file of a checkpoint a second name. Where the file system has no hard links, copy it."""
     target.mkdir(parents=True)
     for path in sorted(source.iterdir()):
         try:
@@ -211,6 +237,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 _COMPARED = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/loss_scale": "loss_scale"}
+"""Metrics that must agree bit for bit, and their fields in StepFacts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,34 +251,38 @@ class Difference:
 
 
 class Branches:
-    """The attempts of a run, and what each had in common with the others."""
+    """The attempts of a run: which of them ran a step, and which checkpoints they share."""
 
     def __init__(self, folder: Path) -> None:
-        """Of the run in `folder`. Raises ConfigError if it is none, CheckpointError if its ledger cannot be read."""
+        """Read the run in `folder`. Raises ConfigError if it is none, CheckpointError for an unreadable ledger."""
         history = RunHistory.read(folder)
         self.folder = history.run_dir
         self.records = {record.step: record for record in read_records(folder)}
         self.ledger = load_ledger(folder)
         self.rollbacks = history.rollbacks
         self._figures = history.rows
-        done = [
-            points
-            for each in (history.series, history.abandoned)
-            if (points := each.get("train/loss"))
-        ]
-        self._last = max((int(points.steps[-1]) for points in done), default=0)
+
+        # The last step that any attempt did.
+        self._last = 0
+        for series in (history.series, history.abandoned):
+            points = series.get("train/loss")
+            if points:
+                self._last = max(self._last, int(points.steps[-1]))
+
         self.changed = [event for event in history.events if event["code"] == "run.changed"]
         started = [event["step"] for event in history.events if event["code"] == "run.started_from"]
         self.started_from: int | None = started[-1] if started else None
 
     def _rows(self, step: int) -> dict[int, MetricsRow]:
         """The figures of `step`, by attempt."""
-        return {
-            row.attempt: row for row in self._figures.of_step(step) if "train/loss" in row.values
-        }
+        rows: dict[int, MetricsRow] = {}
+        for row in self._figures.of_step(step):
+            if "train/loss" in row.values:
+                rows[row.attempt] = row
+        return rows
 
     def attempt_of(self, step: int) -> int:
-        """The attempt in which `step` went bad, else the last one that ran it. Raises ConfigError if none did."""
+        """The attempt in which `step` went bad; else the last one that ran it. Raises ConfigError if none did."""
         if step in self.records:
             return self.records[step].attempt
         attempts = [*self._rows(step)]
@@ -263,40 +294,51 @@ class Branches:
         return max(attempts)
 
     def ledger_of(self, step: int) -> RunLedger:
-        """What earlier rollbacks meant for the attempt in which `step` is replayed."""
+        """The run's ledger as it was when `step` ran: without the rollbacks that came later."""
         if step in self.records:
             return copy.deepcopy(self.records[step].incidents)
-        attempt, now = self.attempt_of(step), self.ledger
-        later = {
-            window
-            for each in self.rollbacks
-            if each.attempt >= attempt
-            for window in each.passed_over
-        }
-        back: list[int] = []
-        for each in self.rollbacks:
-            if each.attempt < attempt:
-                back = [*(min(earlier, each.to_step) for earlier in back), each.to_step]
-        skipped = [window for window in now.skipped_windows if window not in later]
+
+        attempt = self.attempt_of(step)
+        later: set[int] = set()
+        returned_to: list[int] = []
+        for rollback in self.rollbacks:
+            to_step = rollback.to_step
+            if rollback.attempt >= attempt:
+                later.update(rollback.passed_over)
+            else:
+                # A return to an earlier step also undoes the returns to later ones.
+                returned_to = [min(earlier, to_step) for earlier in returned_to]
+                returned_to.append(to_step)
+
+        now = self.ledger
         return RunLedger(
-            attempt=attempt, skipped_windows=skipped, returned_to=back, hashes=list(now.hashes)
+            attempt=attempt,
+            skipped_windows=[window for window in now.skipped_windows if window not in later],
+            returned_to=returned_to,
+            hashes=list(now.hashes),
         )
 
     def config_of(self, step: int, config: RunConfig) -> RunConfig:
-        """The config under which `step` ran: a resume may have changed it since."""
+        """The config under which `step` ran. config: the run's present one; a resume may have changed it since."""
         later = [event for event in self.changed if event["step"] >= step]
-        if later:  # the earliest of them has the config of before
+        if (
+            later
+        ):  # every change records the config before it, and the earliest later one has this step's
             config = validate(RunConfig, later[0]["config"], f"{self.folder}: run.changed")
+
+        # A run may also have been extended, which changes its schedule.
         row = self._rows(step).get(self.attempt_of(step))
         steps = row.total if row and row.total is not None else config.train.steps
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
     def ranks_of(self, step: int) -> tuple[int, str]:
-        """How many ranks `step` ran on, and their engine: by its record, else by the journal; (1, "") if untold."""
+        """How many ranks `step` ran on, and their engine; (1, "") if neither record nor journal says."""
         if step in self.records:
             return self.records[step].world_size, self.records[step].engine
         row = self._rows(step).get(self.attempt_of(step))
-        return (1, "") if row is None else (row.ranks or 1, row.engine)
+        if row is None:
+            return 1, ""
+        return row.ranks or 1, row.engine
 
     def row(self, step: int, attempt: int) -> Mapping[str, float] | None:
         """The journal's figures of `step` on the branch of `attempt`."""
@@ -305,7 +347,7 @@ class Branches:
         return rows[max(attempts)].values if attempts else None
 
     def difference(self, facts: StepFacts, attempt: int) -> Difference | None:
-        """Where the journal has other figures; None if every bit agrees, or it has no row."""
+        """The first figure that differs from the journal's; None if every bit agrees, or the journal has no row."""
         row = self.row(facts.step, attempt)
         for metric, name in _COMPARED.items():
             here: float = getattr(facts, name)
@@ -314,31 +356,33 @@ class Branches:
         return None
 
     def bases(self, step: int) -> Iterator[tuple[int, Store]]:
-        """Checkpoints on the branch of `step` that lie before it, the best to start from first; not verified."""
+        """Checkpoints before `step` on its branch, the best to start from first. They are not verified."""
+        # All there are, with the attempt that wrote them: the run's own, and those in repro bundles.
         attempt = self.attempt_of(step)
         current = Store(self.folder / "checkpoints", readonly=True)
         found = [(each, self.ledger.attempt, current) for each in current.steps()]
         for record in self.records.values():
             store = base_store(self.folder, record.step)
             found += [(each, record.attempt, store) for each in store.steps()]
-        usable = [
-            (base, store)
-            for base, of, store in found
-            if base < step and self._shared(base, of, attempt)
-        ]
+
+        usable: list[tuple[int, Store]] = []
+        for base, written_in, store in found:
+            if base < step and self._shared(base, written_in, attempt):
+                usable.append((base, store))
+
+        # The same checkpoint may be in several stores.
         while usable:
             best = nearest([base for base, _ in usable], step)
             yield from (each for each in usable if each[0] == best)
             usable = [each for each in usable if each[0] != best]
 
     def _shared(self, step: int, one: int, other: int) -> bool:
-        """Whether attempts `one` and `other` have the state after `step` in common."""
+        """Whether attempts `one` and `other` share the state after `step`: no rollback between them went behind it."""
         between = range(min(one, other), max(one, other))
-        return all(
-            step <= rollback.to_step for rollback in self.rollbacks if rollback.attempt in between
-        )
+        rollbacks = [each for each in self.rollbacks if each.attempt in between]
+        return all(step <= rollback.to_step for rollback in rollbacks)
 
 
 def same(a: float, b: float) -> bool:
-    """Bit for bit, but for which NaN."""
+    """Whether two figures are equal bit for bit; all NaNs count as one."""
     return a == b or (math.isnan(a) and math.isnan(b))

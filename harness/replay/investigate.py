@@ -1,7 +1,13 @@
-"""One step of a run, run again under observation: where it went bad, and why.
+"""Runs one step of a run again under observation, to find where it went bad and why.
 
-The run is built again in one process, taken to the state before the step by the training loop's own code, and its step
-is run with hooks on every module, again without them, sample by sample, and in float32.
+1. Build the run again in one process, load the newest checkpoint before the step, and go up to the step with the
+   training loop's own code. The ranks of the run become shares that are computed one after the other.
+2. Watch the step before, to know which non-finite values are usual (a mask of -inf, for example).
+3. Run the step with hooks on every module, and again without them from the same state: does it repeat?
+4. Run every sample of its window alone: is it one of them?
+5. Run the step in float32 from the same weights: is it precision?
+
+`answer` draws the conclusion.
 """
 
 from __future__ import annotations
@@ -24,28 +30,35 @@ from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
 from harness.core.protocols import Batch, Meta, Tensors
 from harness.core.state import RunLedger
-from harness.replay.answer import Answer, Sample, growth, unfit
-from harness.replay.flight import BadStep, Branches, Difference, Surroundings
+from harness.replay.answer import Answer, Gradient, Sample, growth, unfit
+from harness.replay.flight import BadStep, Branches, Difference, Environment
 from harness.replay.origin import Finding, Origin, locate, watch
 from harness.run import Run, Share, next_window, observe, train_step
 from harness.run_folder import read_plan
 
 NEVER_APPLIED = Limits(loss=float("-inf"))
-"""Limits that no update keeps to."""
+"""Limits that every update exceeds: nothing is applied."""
 
 Kept = tuple[Tensors, Meta]
+"""A copy of the whole state: tensors by part and name, and the rest."""
 
 
 @dataclass
 class Rerun:
-    """run: at its initial state, with a journal that nobody reads. ranks: of the run that is run again; here their
-    shares of a window are computed one after the other. resolved: the rung. surroundings: where this one computes."""
+    """A run that is run again in one process.
+
+    run: at its initial state, with a journal that nobody reads.
+    model: the user's, without wrappers.
+    ranks: of the original run. Here their shares of a window are computed one after the other.
+    resolved: the rung of the recipe.
+    environment: of this process.
+    """
 
     run: Run
     model: nn.Module
     ranks: int
     resolved: str
-    surroundings: Surroundings
+    environment: Environment
 
     @property
     def compiled(self) -> bool:
@@ -53,91 +66,100 @@ class Rerun:
         return self.run.watch is not None
 
     def start(self, step: int, store: Store) -> None:
-        """Go to the checkpoint of `step`, with the budgets that were spent by then. Raises CheckpointError."""
-        recovery, ledger = self.run.recovery, self.run.state.ledger
+        """Load the checkpoint of `step` and the budgets that were spent by then. Raises CheckpointError."""
+        recovery = self.run.recovery
+        ledger = self.run.state.ledger
         recovery.store = store
         meta = recovery.load(step)
         budgets = meta["budgets"]
-        ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
+        ledger.skips = budgets["skips"]
+        ledger.switches = budgets["switches"]
         ledger.recent_skips = list(budgets["recent_skips"])
         self.run.guard.judge.stay_fallen_back()
 
     def close(self) -> None:
-        """Nothing more will be run; the state can still be read."""
+        """Release telemetry and engine. The state can still be read."""
         self.run.telemetry.close()
         self.run.engine.close()
 
     def shares(self, window: Window) -> list[Share]:
-        """What each rank of the run computed of a window."""
+        """The share of a window that each rank of the run computed."""
         batches = self.run.data.micro_batches
         return [Share(rank, batches(window, rank, self.ranks)) for rank in range(self.ranks)]
 
     def samples(self, window: Window) -> list[int]:
-        """Sample numbers in the order in which they are taken: rank 0's, then rank 1's, and so on."""
+        """Sample numbers in the order in which they are computed here: rank 0's, then rank 1's, and so on."""
         rows = window.samples.reshape(-1, self.run.config.train.micro_batch)
-        return [
-            int(sample)
-            for rank in range(self.ranks)
-            for sample in rows[rank :: self.ranks].reshape(-1)
-        ]
+        numbers: list[int] = []
+        for rank in range(self.ranks):
+            numbers += [int(sample) for sample in rows[rank :: self.ranks].reshape(-1)]
+        return numbers
 
     def advance(self) -> StepFacts:
-        """The run's own next step, judged at once; what the guard would do beside switches and limits is not done."""
+        """Do the run's next step and judge it. Of the guard's actions only switches and limits are carried out."""
         facts = self.take()
         self.run.state.advance()
         observe(self.run, facts)
         return facts
 
     def take(self, limits: Limits | None = None) -> StepFacts:
-        """The next step, without moving on. limits: in place of its own."""
+        """Do the next step without advancing. limits: used in place of the step's own."""
         window = next_window(self.run)
         return train_step(self.run, window, self.shares(window), limits).facts()
 
     def watched(
         self, known: set[str] | None, limits: Limits | None = None
     ) -> tuple[StepFacts, Origin]:
-        """`take`, as eager code with hooks on every module."""
+        """`take`, as eager code with hooks on every module. known: non-finite values that are usual."""
         with eager(self.compiled), watch(self.model, known, lines=True) as origin:
             facts = self.take(limits)
         return facts, origin
 
     def located(self, finding: Finding) -> Finding:
-        """A finding in forward with its operation and line, from `take` as eager code."""
+        """Add operation and source line to a finding in forward, by `take` as eager code."""
         with eager(self.compiled), locate(self.model, finding) as first:
             self.take()
         return replace(finding, operation=first.operation, where=first.where)
 
     def alone(self, place: int, kept: Kept) -> tuple[Batch, StepFacts]:
-        """The next step with the sample at `place` of `samples` only: that sample, as a batch, and its facts.
+        """Do the next step with one sample only, the one at `place` of `samples`. Returns it as a batch, and the facts.
 
-        No update: weights and optimizer stay, the rest goes back to `kept`.
+        There is no update: weights and optimizer stay as they are, and everything else is restored from `kept`.
         """
         window = next_window(self.run)
         number, row = divmod(place, self.run.config.train.micro_batch)
-        taken = [(share.rank, batch) for share in self.shares(window) for batch in share.batches]
-        rank, batch = taken[number]
+
+        # Its micro-batch, counted over all ranks.
+        micro_batches: list[tuple[int, Batch]] = []
+        for share in self.shares(window):
+            micro_batches += [(share.rank, batch) for batch in share.batches]
+        rank, batch = micro_batches[number]
         one = one_sample(batch, row)
+
         try:
             with eager(self.compiled):  # another batch size would be compiled anew
-                return one, train_step(
-                    self.run, window, [Share(rank, [one])], NEVER_APPLIED
-                ).facts()
+                step = train_step(self.run, window, [Share(rank, [one])], NEVER_APPLIED)
+                return one, step.facts()
         finally:
-            self._put_back(*kept)
+            self._restore_the_rest(*kept)
 
     def keep(self) -> Kept:
         """A copy of the whole state on the host."""
         tensors, meta = self.run.state.state_dict()
-        copied = {part: {name: t.detach().to("cpu", copy=True) for name, t in each.items()} for part, each in
-                  tensors.items()}  # fmt: skip
+        copied: Tensors = {}
+        for part, of_part in tensors.items():
+            copied[part] = {
+                name: tensor.detach().to("cpu", copy=True) for name, tensor in of_part.items()
+            }
         return copied, copy.deepcopy(meta)
 
     def restore(self, kept: Kept) -> None:
-        """Back to `kept`; the ledger stays."""
+        """Load `kept`. The ledger stays as it is."""
         tensors, meta = kept
         self.run.state.load_state_dict(tensors, copy.deepcopy(meta))
 
-    def _put_back(self, tensors: Tensors, meta: Meta) -> None:
+    def _restore_the_rest(self, tensors: Tensors, meta: Meta) -> None:
+        """Load all but weights and optimizer. Buffers of the model may have changed in forward, so they are loaded."""
         for name, part in self.run.state.parts.items():
             if name not in ("model", "optimizer"):
                 part.load_state_dict(tensors.get(name, {}), copy.deepcopy(meta["parts"][name]))
@@ -149,7 +171,7 @@ class Rerun:
 
 @contextmanager
 def eager(compiled: bool) -> Iterator[None]:
-    """Compiled code off, where there is any: its inside cannot be watched."""
+    """Run eager code inside of the block: hooks see nothing inside of compiled code."""
     if not compiled:
         yield
         return
@@ -158,111 +180,154 @@ def eager(compiled: bool) -> Iterator[None]:
 
 
 _PROGRESS_SECONDS = 5.0
+# The unit of the loss where tokens are bytes.
 _BYTES = "nats per byte"
 # Tokens of a sample that are shown.
 _TEXT = 48
 
 Say = Callable[[str], None]
 Builder = Callable[[RunConfig, str, RunLedger, int], Rerun]
-"""(config, recipe, ledger, ranks of the run) -> that run at its initial state, in one process."""
+"""(config, recipe, ledger, ranks of the run) -> the run at its initial state, in one process."""
 
 
 class Investigation:
-    """One step on its way to an answer."""
+    """The replay of one step."""
 
     def __init__(
         self, branches: Branches, step: int, config: RunConfig, build: Builder, say: Say
     ) -> None:
-        self.folder, self.history, self.step, self.say = branches.folder, branches, step, say
-        self.config, self.build = branches.config_of(step, config), build
+        self.folder = branches.folder
+        self.history = branches
+        self.step = step
+        self.say = say
+        self.config = branches.config_of(step, config)
+        self.build = build
         self.attempt = branches.attempt_of(step)
         self.record: BadStep | None = branches.records.get(step)
         self.world_size, _ = branches.ranks_of(step)
         if self.record:
+            # The number of threads decides the order in which sums are rounded.
             torch.set_num_threads(self.record.threads)
         self.run = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
         self.difference: Difference | None = None
+        # Facts and observations of the step before; None if it is not re-run.
         self.before: tuple[StepFacts, Origin] | None = None
 
     def answer(self, anomaly: bool) -> Answer:
-        """Everything that can be said of the step."""
+        """Everything that can be said of the step. anomaly: run it under autograd's anomaly mode too."""
+        # Get to the state before the step, with the limits that were in force.
         base = self._start()
         self._up_to_the_step()
-        run, step, before = self.run, self.step, self.before
+        run = self.run
         if self.record is not None:
-            run.run.state.limits[step] = self.record.limits_then
+            run.run.state.limits[self.step] = self.record.limits_then
         window = next_window(run.run)
         kept = run.keep()
-        self.say(f"step {step}: under observation")
-        plainly = self._again(kept) if run.compiled else None  # compiled code is what ran
-        watched, origin = run.watched(before[1].usual if before else None)
+
+        # With hooks, and without. Where blocks are compiled, the run without hooks is what the run computed.
+        self.say(f"step {self.step}: under observation")
+        compiled = self._again(kept) if run.compiled else None
+        watched, origin = run.watched(self._usual())
         run.restore(kept)
-        here = plainly or watched
+        here = compiled or watched
         again = None if run.compiled else self._again(kept)
         finding = origin.first
         if finding is not None and finding.direction == "forward":
             finding = run.located(finding)
             run.restore(kept)
+
+        # Against the journal.
         self._compare(here)
-        row = self.history.row(step, self.attempt) or {}
+        row = self.history.row(self.step, self.attempt) or {}
         codes = list(self.record.codes) if self.record else []
-        usual, scale = (before[1].gradients, before[0].loss_scale) if before else ({}, 1.0)
+        gradients = self._gradients(watched, origin)
+
+        # If it is bad: sample by sample, under anomaly mode, in float32.
         bad = unfit(here) or "loss.spike" in codes
         samples = self._samples(kept, window) if bad else []
         trace = self._anomaly(kept) if anomaly else ""
         run.close()
-        exact, exact_origin = (
-            self._in_float32(kept) if bad and not here.bad_data else (None, Origin())
-        )
+        exact: StepFacts | None = None
+        exact_origin = Origin()
+        if bad and not here.bad_data:
+            exact, exact_origin = self._in_float32(kept)
+
         return Answer(
-            run=str(self.folder), step=step, base=base, attempt=self.attempt, window=here.window, codes=codes,
-            was_bad=self.record is not None or _was_bad(row), here=here, again=again, in_float32=exact,
-            loss_before=before[0].loss if before else None, journal_loss=row.get("train/loss", here.loss),
-            difference=self.difference, setup_differences=self._setup_differences(), finding=finding,
+            run=str(self.folder),
+            step=self.step,
+            base=base,
+            attempt=self.attempt,
+            window=here.window,
+            codes=codes,
+            was_bad=self.record is not None or _was_bad(row),
+            here=here,
+            again=again,
+            in_float32=exact,
+            loss_before=self.before[0].loss if self.before else None,
+            journal_loss=row.get("train/loss", here.loss),
+            difference=self.difference,
+            setup_differences=self._setup_differences(),
+            finding=finding,
             finding_in_float32=exact_origin.first,
-            gradients=growth(
-                origin.gradients, usual, watched.loss_scale * self.world_size, scale * self.world_size
-            ),
-            samples=samples, window_size=len(window.samples), ranks=self.world_size,
-            precision=_precision(run.resolved, here), anomaly=trace,
-        )  # fmt: skip
+            gradients=gradients,
+            samples=samples,
+            window_size=len(window.samples),
+            ranks=self.world_size,
+            precision=_precision(run.resolved, here),
+            anomaly=trace,
+        )
+
+    def _usual(self) -> set[str] | None:
+        """Non-finite values of the step before, which was well; None if it was not re-run."""
+        return self.before[1].usual if self.before else None
+
+    def _gradients(self, watched: StepFacts, origin: Origin) -> list[Gradient]:
+        """The step's gradients against those of the step before."""
+        usual: dict[str, tuple[float, float, int]] = {}
+        scale = 1.0
+        if self.before:
+            facts, origin_before = self.before
+            usual = origin_before.gradients
+            scale = facts.loss_scale
+        # What hooks see is the sum over all ranks' shares, still scaled.
+        ranks = self.world_size
+        return growth(origin.gradients, usual, watched.loss_scale * ranks, scale * ranks)
 
     def _start(self) -> int:
-        """Load the newest state before the step that verifies; its step."""
+        """Load the best state before the step that verifies. Returns its step, 0 for the initial state."""
         for base, store in self.history.bases(self.step):
             try:
                 self.run.start(base, store)
             except CheckpointError as error:
-                self.say(f"passed over: {error}")
+                self.say(f"skipped: {error}")
                 continue
             self.say(f"from the checkpoint of step {base}: {store.path(base)}")
             return base
+
+        # The seed gives the initial state, unless it was another run's checkpoint.
         if self.history.started_from is not None:
             what = (
                 f"no checkpoint before step {self.step} is left, and the run began from another's"
             )
-            kept = ", ".join(map(str, sorted(self.history.records))) or "none"
-            raise CheckpointError(
-                Problem(
-                    what, str(self.folder), fix=f"replay a later step, or one with a record: {kept}"
-                )
-            )
+            recorded = ", ".join(map(str, sorted(self.history.records))) or "none"
+            fix = f"replay a later step, or one with a record: {recorded}"
+            raise CheckpointError(Problem(what, str(self.folder), fix=fix))
         self.say("from the run's initial state, which its seed gives")
         return 0
 
     def _up_to_the_step(self) -> None:
-        """Run the steps before it as the loop does; the last of them is watched, to know what is usual."""
-        state, told = self.run.run.state, time.monotonic()
+        """Run the steps before it as the loop does. Watch the last of them, to know what is usual."""
+        state = self.run.run.state
+        reported = time.monotonic()
         while state.step < self.step - 1:
             if state.step == self.step - 2:
                 self.before = self._watch_the_step_before()
             facts = self.run.advance()
             self._compare(facts)
-            if time.monotonic() - told > _PROGRESS_SECONDS:
-                told = time.monotonic()
-                self.say(
-                    f"step {facts.step}: re-run, {self.step - 1 - facts.step} more before step {self.step}"
-                )
+            if time.monotonic() - reported > _PROGRESS_SECONDS:
+                reported = time.monotonic()
+                left = self.step - 1 - facts.step
+                self.say(f"step {facts.step}: re-run, {left} more before step {self.step}")
 
     def _watch_the_step_before(self) -> tuple[StepFacts, Origin]:
         kept = self.run.keep()
@@ -271,51 +336,52 @@ class Investigation:
         return watched
 
     def _compare(self, facts: StepFacts) -> None:
+        """Note the first figure of all steps that is not the journal's."""
         if self.difference is None:
             self.difference = self.history.difference(facts, self.attempt)
 
     def _again(self, kept: Kept) -> StepFacts:
+        """The step without hooks."""
         facts = self.run.take()
         self.run.restore(kept)
         return facts
 
     def _samples(self, kept: Kept, window: Window) -> list[Sample]:
         """Every sample of the window alone."""
-        order, told, found = self.run.samples(window), time.monotonic(), list[Sample]()
-        data, own = self.run.run.data, self.config.data.target is not None
+        order = self.run.samples(window)
+        data = self.run.run.data
+        own_data = self.config.data.target is not None
+        reported = time.monotonic()
+
+        found: list[Sample] = []
         for place, number in enumerate(order):
-            sample, facts = self.run.alone(place, kept)
-            first = None if own else number * data.tokens_per_sample
-            micro_batch, rank = (
-                place // self.config.train.micro_batch,
-                place * self.world_size // len(order),
+            batch, facts = self.run.alone(place, kept)
+            sample = Sample(
+                number=number,
+                rank=place * self.world_size // len(order),
+                micro_batch=place // self.config.train.micro_batch + 1,
+                first_token=None if own_data else number * data.tokens_per_sample,
+                text=_text(batch, data.unit),
+                loss=facts.loss,
+                grad_norm=facts.grad_norm,
+                bad_data=facts.bad_data,
             )
-            found.append(
-                Sample(
-                    number,
-                    rank,
-                    micro_batch + 1,
-                    first,
-                    _text(sample, data.unit),
-                    facts.loss,
-                    facts.grad_norm,
-                    facts.bad_data,
-                )
-            )
-            if time.monotonic() - told > _PROGRESS_SECONDS:
-                told = time.monotonic()
+            found.append(sample)
+            if time.monotonic() - reported > _PROGRESS_SECONDS:
+                reported = time.monotonic()
                 self.say(f"sample {place + 1} of {len(order)}")
         return found
 
     def _anomaly(self, kept: Kept) -> str:
-        """What autograd's own search for NaN says: the forward call behind the operation, and the operation."""
-        with warnings.catch_warnings(record=True) as told, eager(self.run.compiled):
+        """What autograd's anomaly mode says: the forward call behind the operation, and the operation."""
+        with warnings.catch_warnings(record=True) as caught, eager(self.run.compiled):
             warnings.simplefilter("always")
             try:
                 with torch.autograd.set_detect_anomaly(True):
                     self.run.take()
             except RuntimeError as error:
-                traces = [str(each.message) for each in told if "forward call" in str(each.message)]
+                messages = [str(each.message) for each in caught]
+                traces = [message for message in messages if "forward call" in message]
                 return "\n".join([*traces, str(error)])
             finally:
                 self.run.model.zero_grad(set_to_none=True)
@@ -333,53 +399,61 @@ class Investigation:
         exact.run.state.step = self.step - 1
         try:
             limits = self.run.run.state.limits.get(self.step)
-            return exact.watched(self.before[1].usual if self.before else None, limits)
+            return exact.watched(self._usual(), limits)
         finally:
             exact.close()
 
     def _setup_differences(self) -> list[str]:
-        """Why the bits of this re-run need not be the run's."""
+        """Why the bits of this re-run may differ from the run's."""
         found: list[str] = []
         planned = read_plan(self.folder).get("resolved")
         if planned and planned != self.run.resolved:
             found.append(f"the run computed with {planned}, this machine with {self.run.resolved}")
         if self.record is None:
             return found
-        here = self.run.surroundings
+        here = self.run.environment
         if self.world_size > 1:
             found.append(
                 f"the run had {self.world_size} ranks; here their samples run one after the other, and sums are "
                 "rounded in another order"
             )
         for name in ("engine", "torch_version", "device", "threads"):
-            was, now = getattr(self.record, name), getattr(here, name)
-            if was != now and (name, was) != ("engine", "ddp"):
+            was = getattr(self.record, name)
+            now = getattr(here, name)
+            # One process stands in for the ranks of DDP; the number of ranks is named above.
+            expected = name == "engine" and was == "ddp"
+            if was != now and not expected:
                 found.append(f"{name}: {was} in the run, {now} here")
         return found
 
 
 def _precision(resolved: str, facts: StepFacts) -> str:
-    """The rung, and what of it ran in another precision by then."""
+    """The rung of the recipe, and how much of it ran in another precision by then."""
     if facts.fell_back_to:
         return f"{resolved}, all of it in {facts.fell_back_to}"
-    return f"{resolved}, {len(facts.demoted)} layers in bf16" if facts.demoted else resolved
+    if facts.demoted:
+        return f"{resolved}, {len(facts.demoted)} layers in bf16"
+    return resolved
 
 
 def _was_bad(row: Mapping[str, float]) -> bool:
-    figures = [row.get(name, 0.0) for name in ("train/loss", "train/grad_norm")]
-    return row.get("train/step_applied", 1.0) == 0.0 or not all(map(math.isfinite, figures))
+    """Whether the journal's row is that of a bad step."""
+    skipped = row.get("train/step_applied", 1.0) == 0.0
+    loss = row.get("train/loss", 0.0)
+    norm = row.get("train/grad_norm", 0.0)
+    return skipped or not (math.isfinite(loss) and math.isfinite(norm))
 
 
 def _text(sample: Batch, unit: str) -> str:
-    """How a sample begins, if its tokens are bytes; else its names and shapes, and how its whole numbers begin."""
+    """How a sample begins, if its tokens are bytes; else the names, shapes and first whole numbers of its tensors."""
     if unit == _BYTES and sample["inputs"].min() >= 0 and sample["inputs"].max() < 256:
-        return bytes(sample["inputs"].reshape(-1)[:_TEXT].tolist()).decode(
-            errors="backslashreplace"
-        )
-    told = {
-        name: "" if values.is_floating_point() else f" {values.reshape(-1)[:_TEXT].tolist()}"
-        for name, values in sample.items()
-    }
-    return ", ".join(
-        f"{name} {list(sample[name].shape[1:])}{numbers}" for name, numbers in told.items()
-    )
+        first = sample["inputs"].reshape(-1)[:_TEXT].tolist()
+        return bytes(first).decode(errors="backslashreplace")
+
+    parts: list[str] = []
+    for name, values in sample.items():
+        numbers = ""
+        if not values.is_floating_point():
+            numbers = f" {values.reshape(-1)[:_TEXT].tolist()}"
+        parts.append(f"{name} {list(values.shape[1:])}{numbers}")
+    return ", ".join(parts)

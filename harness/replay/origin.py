@@ -1,16 +1,20 @@
-"""Where the first NaN or Inf of a step comes from: hooks on every module, used only when a step is replayed.
+"""Finds where the first NaN or Inf of a step comes from, with hooks on every module. Used only in replays.
 
-Forward: the first module in the order of execution that was given finite tensors and returned one that is not. A
-module's children return before it does, so the innermost one is named, and a parent only for what it computes itself.
-Backward: the first operation of autograd that was given finite gradients and returned one that is not, and the module
-in whose forward that operation was recorded. Operations, not hooks on tensors: these see the sum over all uses of a
-tensor, so that two layers with one input could not be told apart, and miss what is modified in place.
+*Forward.* The origin is the first module, in the order of execution, that was given finite tensors and returned one
+that is not. A module's children return before it does, so the innermost module is named, and a parent only for what it
+computes itself.
 
-Operations of autograd are numbered in the order in which forward records them, so those recorded between a module's
-entry and its exit, and not inside of one of its children, are its own. In forward, calls of torch's functions are
-watched; either way the line of the program that called the operation is named.
+*Backward.* The origin is the first operation of autograd that was given finite gradients and returned one that is not.
+The module named is the one whose forward recorded that operation. Hooks on tensors would not do: they see the sum over
+all uses of a tensor, so they cannot tell two layers with one input apart, and they miss what is modified in place.
 
-Hooks see eager code only: turn compiled code off around them. They read the device at every call.
+*Which module an operation belongs to.* Autograd numbers operations in the order in which forward records them. Those
+recorded between a module's entry and its exit, and not inside of one of its children, are its own (`GraphWatch.claim`).
+
+*Which line of the program.* In forward, a function mode watches calls of torch's functions (`locate`). In backward,
+anomaly mode has recorded where forward called the operation.
+
+Hooks see eager code only: turn compiled code off around them. They read the device at every call, which is slow.
 """
 
 from __future__ import annotations
@@ -29,13 +33,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 # pyright: standard
-# Strict typing would be wasted here: torch types operations of autograd, and what it hands to a function mode, in part.
+# Strict typing would be wasted here: torch types hooks, operations of autograd and function modes only in part.
 
 
 LOSS = "<loss>"
-"""In place of a module: what was computed from the model's output."""
+"""Stands for a module: everything computed from the model's output."""
 
-# Between a parameter and the operation that uses it: casts and views.
+# Operations that may lie between a parameter and the operation that uses it: casts and views.
 _IN_BETWEEN = (
     "ToCopy",
     "T",
@@ -52,8 +56,9 @@ _PASSED = {f"{name}Backward{number}" for name in _IN_BETWEEN for number in (0, 1
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
-# What these return is memory as it was, or a constant of the program's.
+# Functions that return uninitialised memory, or a constant of the program's: not finite by intent.
 _ALLOCATE = ("empty", "full")
+# The worst result of `badness`.
 _WORST = 2
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)'
@@ -62,11 +67,15 @@ _FRAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """A gradient that is not finite while all that it was computed from is.
+    """A gradient that is not finite although everything that it was computed from is.
 
-    module: whose forward recorded the operation. what: in words. parameters: those whose gradient it is. where: the
-    line of forward, if it was recorded. replaces: it is a cause, while what was told before was only where a gradient
-    arrived.
+    module: whose forward recorded the operation.
+    operation: autograd's name for it.
+    what: which gradient, in words.
+    tensor: the gradient.
+    parameters: those whose gradient it is.
+    where: the line of forward, if it was recorded.
+    replaces: this is a cause; what was reported before was only where a bad gradient arrived.
     """
 
     module: str
@@ -79,19 +88,27 @@ class Spoiled:
 
 
 class GraphWatch:
-    """Hooks on the operations of one micro-batch's graph. parameters: names by id."""
+    """Hooks on the operations of one micro-batch's graph.
 
-    def __init__(self, parameters: Mapping[int, str], tell: Callable[[Spoiled], None]) -> None:
-        self._parameters, self._tell = parameters, tell
+    parameters: names by id.
+    report: called for every finding.
+    """
+
+    def __init__(self, parameters: Mapping[int, str], report: Callable[[Spoiled], None]) -> None:
+        self._parameters = parameters
+        self._report = report
         self._counter = torch.zeros((), requires_grad=True)
-        # The graph hands out one Python object per operation as long as somebody holds it.
+        # The graph returns the same Python object for an operation only as long as somebody holds it.
         self._hooked: set[Any] = set()
+        # Operations that were recorded before the module that reached them began: left to a parent.
         self._unclaimed: list[Any] = []
         self._handles: list[Any] = []
-        self._arrived = self._caused = False
+        # Whether a bad gradient has arrived somewhere without a cause, and whether a cause has been found.
+        self._arrived = False
+        self._caused = False
 
     def next_number(self) -> int:
-        """The number of the operation that is recorded next."""
+        """The number of the operation that is recorded next, read from an operation recorded for this purpose."""
         with torch.enable_grad():
             return _number((self._counter + 0).grad_fn)
 
@@ -102,13 +119,16 @@ class GraphWatch:
         self._handles.clear()
         self._hooked.clear()
         self._unclaimed.clear()
-        self._arrived = self._caused = False
+        self._arrived = False
+        self._caused = False
 
     def claim(self, outputs: Iterable[Tensor], module: str, first: int) -> None:
-        """Operations behind `outputs` with numbers from `first` on that no child has claimed are `module`'s."""
-        waiting = [
-            tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None
-        ] + self._unclaimed
+        """Assign operations to `module`: those behind `outputs`, from number `first` on, that no child has claimed.
+
+        Children return first, so they have claimed their own operations by now.
+        """
+        waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        waiting += self._unclaimed
         self._unclaimed = []
         seen: set[Any] = set()
         while waiting:
@@ -118,15 +138,18 @@ class GraphWatch:
             seen.add(node)
             variable = getattr(node, "variable", None)
             if variable is not None:
-                self._hook(node, self._parameters.get(id(variable), "").rpartition(".")[0])
+                # Where a leaf accumulates its gradient: it belongs to the module that has the parameter.
+                owner = self._parameters.get(id(variable), "").rpartition(".")[0]
+                self._hook(node, owner)
             elif _number(node) < first:
+                # Recorded before this module began: a parent's.
                 self._unclaimed.append(node)
             else:
                 self._hook(node, module)
                 waiting += [after for after, _ in node.next_functions]
 
     def arrives_from_loss(self, outputs: Sequence[Tensor]) -> None:
-        """`outputs` are the whole model's: what comes back to them has been computed outside of it."""
+        """Watch the gradients of `outputs`, the whole model's: they come from outside of it, from the loss."""
         for tensor in outputs:
             if tensor.requires_grad:
                 self._handles.append(tensor.register_hook(self._from_loss))
@@ -134,9 +157,10 @@ class GraphWatch:
     def _from_loss(self, gradient: Tensor) -> None:
         if not _finite(gradient) and not self._caused:
             self._caused = True
-            self._tell(Spoiled(LOSS, "", "gradient of the model's output", gradient))
+            self._report(Spoiled(LOSS, "", "gradient of the model's output", gradient))
 
     def _hook(self, node: Any, module: str) -> None:
+        """Judge `node`, an operation of `module`, when backward runs it."""
         self._hooked.add(node)
 
         def ran(
@@ -154,42 +178,52 @@ class GraphWatch:
         produced: tuple[Tensor | None, ...],
         given: tuple[Tensor | None, ...],
     ) -> None:
-        came = next(
-            (gradient for gradient in given if gradient is not None and not _finite(gradient)), None
-        )
-        if came is not None:
-            # Whatever produced it was well: a hook changed it, or a sum over several uses overflowed.
-            if not self._arrived:
-                self._arrived = True
-                name = self._parameters.get(id(getattr(node, "variable", None)), "")
-                what = (
-                    "gradient of a parameter, as it arrived"
-                    if name
-                    else "gradient of its output, as it arrived"
-                )
-                self._tell(
-                    Spoiled(
-                        module, node.name(), what, came, (name,) if name else (), recorded(node)
-                    )
-                )
-            return
-        bad = [
-            place
-            for place, gradient in enumerate(produced)
-            if gradient is not None and not _finite(gradient)
-        ]
+        """Report an operation that made bad gradients of good ones, or the first that was given bad ones."""
+        for gradient in given:
+            if gradient is not None and not _finite(gradient):
+                self._judge_arrival(node, module, gradient)
+                return
+
+        bad: list[int] = []
+        for place, gradient in enumerate(produced):
+            if gradient is not None and not _finite(gradient):
+                bad.append(place)
         if not bad:
             return
         self._caused = True
-        targets = [self._parameter_behind(node, place) for place in bad]
-        what = "gradient of its input" if "" in targets else "gradient of a parameter"
-        tensor = produced[bad[targets.index("") if "" in targets else 0]]
+
+        # Which gradient to show: that of an activation, which goes on through the model, before that of a parameter.
+        parameters = [self._parameter_behind(node, place) for place in bad]
+        if "" in parameters:
+            what = "gradient of its input"
+            tensor = produced[bad[parameters.index("")]]
+        else:
+            what = "gradient of a parameter"
+            tensor = produced[bad[0]]
         assert tensor is not None
-        names = tuple(name for name in targets if name)
-        self._tell(Spoiled(module, node.name(), what, tensor, names, recorded(node), self._arrived))
+        names = tuple(name for name in parameters if name)
+        where = recorded(node)
+        self._report(Spoiled(module, node.name(), what, tensor, names, where, self._arrived))
+
+    def _judge_arrival(self, node: Any, module: str, gradient: Tensor) -> None:
+        """Report a bad gradient that no operation made: a hook changed it, or a sum over several uses overflowed.
+
+        Only the first one, and only until a cause is found.
+        """
+        if self._arrived:
+            return
+        self._arrived = True
+        parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
+        if parameter:
+            what = "gradient of a parameter, as it arrived"
+            names = (parameter,)
+        else:
+            what = "gradient of its output, as it arrived"
+            names = ()
+        self._report(Spoiled(module, node.name(), what, gradient, names, recorded(node)))
 
     def _parameter_behind(self, node: Any, place: int) -> str:
-        """The parameter that this gradient is of, through casts and views; empty if it is of an activation."""
+        """The parameter whose gradient this is, through casts and views; empty for that of an activation."""
         after = node.next_functions[place][0] if place < len(node.next_functions) else None
         while after is not None:
             variable = getattr(after, "variable", None)
@@ -202,6 +236,7 @@ class GraphWatch:
 
 
 def _number(node: Any) -> int:
+    """The place of an operation in the order in which forward recorded them."""
     return int(node._sequence_nr())
 
 
@@ -212,37 +247,48 @@ def _finite(gradient: Tensor) -> bool:
 class FirstBad(TorchFunctionMode):
     """Watches calls of torch's functions while `inside` is set.
 
-    badness: of a value, as `origin.badness`. operation, where: of the first call that
-    was given finite values and returned a NaN or inf, else of the first that returned -inf, which may be a mask.
+    badness: of a value, as `origin.badness`.
+    operation, where: name and source line of the call that was given finite values and returned a NaN or inf. If there
+        is none: of the first call that returned -inf, which may be a mask.
     """
 
     def __init__(self, badness: Callable[[Any], int]) -> None:
         super().__init__()
         self.inside = False
-        self.operation = self.where = ""
+        self.operation = ""
+        self.where = ""
         self._badness = badness
+        # The badness of the call that was found.
         self._found = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
-        watching = (
-            self.inside and self._found < _WORST and not any(word in name for word in _ALLOCATE)
-        )
-        clean = watching and not self._badness(
-            (args, kwargs)
-        )  # before the call, which may work in place
+        allocates = any(word in name for word in _ALLOCATE)
+        watching = self.inside and self._found < _WORST and not allocates
+        # The inputs are looked at before the call, which may work in place.
+        clean = watching and not self._badness((args, kwargs))
         result = func(*args, **kwargs)
-        if clean and (badness := self._badness(result)) > self._found:
-            self._found = badness
-            self.operation = resolve_name(func) or name
-            self.where = _innermost(f'File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in
-                                    traceback.extract_stack())  # fmt: skip
+        if clean:
+            badness = self._badness(result)
+            if badness > self._found:
+                self._found = badness
+                self.operation = resolve_name(func) or name
+                self.where = _calling_line()
         return result
 
 
+def _calling_line() -> str:
+    """The line of the program that is running now."""
+    frames: list[str] = []
+    for frame in traceback.extract_stack():
+        place = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+        frames.append(f"{place}\n    {frame.line}")
+    return _innermost(frames)
+
+
 def recorded(node: Any) -> str:
-    """Where forward recorded an operation of autograd, if anomaly mode was on then."""
+    """The line of forward that recorded an operation of autograd, if anomaly mode was on then."""
     return _innermost(node.metadata.get("traceback_", ()))
 
 
@@ -256,10 +302,6 @@ def _innermost(frames: Iterable[str]) -> str:
     return found
 
 
-# pyright: standard
-# Strict typing would be wasted here: torch types hooks and operations of autograd only in part.
-
-
 MAX_ROWS = 16
 """Rows of a tensor that a finding lists at most."""
 
@@ -268,14 +310,21 @@ MAX_ROWS = 16
 class Finding:
     """One place where finite values became non-finite.
 
-    module: qualified name, empty for the model itself, LOSS for what comes after it. kind: its class. direction:
-    "forward" or "backward". tensor: which one, such as "output" or "gradient of its input". nan, inf: how many elements
-    of `elements`. rows: indices along its first dimension that have any, at most MAX_ROWS. operation: autograd's name
-    for it, in backward; torch's, in forward, once located. parameters: forward: those of the module that are not finite
-    themselves, the cause; backward: those whose gradient it is. into: where the module has children: the first module
-    that was given the value. micro_batch, call: which forward of the model, which call of this module in it, from 1.
-    doubtful: nothing but -inf, as in a mask, and no step that was well to compare with. where: the line of the program
-    that computed it, if asked for.
+    module: qualified name; empty for the model itself, LOSS for what comes after it.
+    kind: the module's class.
+    direction: "forward" or "backward".
+    tensor: which one, such as "output" or "gradient of its input".
+    shape, dtype, elements: of that tensor.
+    nan, inf: how many of its elements.
+    rows: indices along its first dimension that have any, at most MAX_ROWS.
+    operation: autograd's name in backward; torch's in forward, once located.
+    parameters: forward: parameters of the module that are not finite themselves, which is the cause; backward: those
+        whose gradient the tensor is.
+    into: where the module has children: the first module that was given the value.
+    micro_batch: which forward of the model, from 1.
+    call: which call of this module in it, from 1.
+    doubtful: nothing but -inf, as in a mask, and no well step to compare with.
+    where: the line of the program that computed it, if asked for.
     """
 
     module: str
@@ -299,7 +348,7 @@ class Finding:
 
 @dataclass
 class MicroBatch:
-    """What one forward and backward of the model showed. lost: whether the model's own output was not finite."""
+    """Findings in one forward and backward of the model. lost: the model's own output was not finite."""
 
     forward: Finding | None = None
     backward: Finding | None = None
@@ -308,10 +357,12 @@ class MicroBatch:
 
 @dataclass
 class Origin:
-    """What `watch` saw. usual: places that had non-finite values, to be passed as `known` when watching another step.
+    """What `watch` saw.
 
+    micro_batches: in order.
+    usual: places that had non-finite values, to pass as `known` when another step is watched.
     gradients: by parameter, (L2 norm, largest magnitude, non-finite elements) of the accumulated gradient as it was
-    in the last micro-batch, still scaled.
+        in the last micro-batch, still scaled.
     """
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
@@ -322,14 +373,17 @@ class Origin:
     def first(self) -> Finding | None:
         """The first finding, in the order of execution.
 
-        One that may be meant (a mask of -inf) counts if it reached the model's output, or if there is no other.
+        A doubtful one (perhaps a mask of -inf) counts if it reached the model's output, or if there is no other.
         """
         for seen in self.micro_batches:
             if seen.forward is not None and (seen.lost or not seen.forward.doubtful):
                 return seen.forward
             if seen.backward is not None:
                 return seen.backward
-        return next((seen.forward for seen in self.micro_batches if seen.forward is not None), None)
+        for seen in self.micro_batches:
+            if seen.forward is not None:
+                return seen.forward
+        return None
 
 
 @contextmanager
@@ -338,12 +392,16 @@ def watch(
 ) -> Iterator[Origin]:
     """Watch every forward and backward of `model` inside of the block.
 
-    known: `Origin.usual` of a step that was well: what is not finite there is not finite by intent. lines: find the
-    line of the program behind a finding in backward too (slow; for one in forward, see `locate`).
+    known: `Origin.usual` of a step that was well; values that were not finite there are so by intent.
+    lines: also find the line of the program behind a finding in backward. Slow. For one in forward, see `locate`.
     """
     watcher = _Watcher(model, None if known is None else frozenset(known))
+    # Anomaly mode records the stack of every operation; its own search for NaN is off.
+    records_lines = (
+        torch.autograd.set_detect_anomaly(True, check_nan=False) if lines else nullcontext()
+    )
     try:
-        with torch.autograd.set_detect_anomaly(True, check_nan=False) if lines else nullcontext():
+        with records_lines:
             yield watcher.origin
     finally:
         watcher.remove()
@@ -351,14 +409,14 @@ def watch(
 
 @contextmanager
 def locate(model: nn.Module, finding: Finding) -> Iterator[FirstBad]:
-    """Find the operation and the line behind a `finding` in forward, when its step is run once more in the block."""
+    """Find the operation and the line behind a `finding` in forward while the block runs its step once more."""
     mode = FirstBad(lambda value: max((badness(tensor) for _, tensor in tensors(value)), default=0))
     guilty = model.get_submodule(finding.module)
     running: list[nn.Module] = []
 
     def enter(module: nn.Module, *_: Any) -> None:
         running.append(module)
-        mode.inside = module is guilty  # not in its children: they are well
+        mode.inside = module is guilty  # not inside of its children: their outputs were finite
 
     def leave(*_: Any) -> None:
         running.pop()
@@ -376,7 +434,12 @@ def locate(model: nn.Module, finding: Finding) -> Iterator[FirstBad]:
 
 @dataclass
 class _Call:
-    """A module's forward that has begun. first: number of the next autograd operation then."""
+    """A module's forward that has begun.
+
+    first: number of the next operation of autograd at that time.
+    clean: its inputs were finite, but for what is known.
+    number: which call of the module in this micro-batch, from 1.
+    """
 
     module: nn.Module
     first: int
@@ -385,18 +448,23 @@ class _Call:
 
 
 class _Watcher:
+    """The hooks of `watch` on one model.
+
+    known: places that may be non-finite; None: there is no well step to compare with.
+    """
+
     def __init__(self, model: nn.Module, known: frozenset[str] | None) -> None:
         self.origin = Origin()
-        self._model, self._known, self._compared = (
-            model,
-            known or frozenset[str](),
-            known is not None,
-        )
+        self._model = model
+        self._known = known or frozenset[str]()
+        self._compared = known is not None
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self._graph = GraphWatch(self._parameters, self._on_backward)
+        # The forwards that have begun, the innermost last, and how often each module was called in this micro-batch.
         self._stack: list[_Call] = []
         self._calls: dict[nn.Module, int] = {}
+        # The first module of this micro-batch that was given a bad value.
         self._received = ""
         self._handles: list[Any] = []
         for module in self._names:
@@ -409,17 +477,20 @@ class _Watcher:
                 )
 
     def remove(self) -> None:
+        """Take all hooks off the model."""
         self._graph.forget()
         for handle in self._handles:
             handle.remove()
 
     @property
     def _now(self) -> MicroBatch:
+        """The present micro-batch."""
         if not self.origin.micro_batches:
             self.origin.micro_batches.append(MicroBatch())
         return self.origin.micro_batches[-1]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward begins. That of the whole model begins a micro-batch."""
         if module is self._model:
             self.origin.micro_batches.append(MicroBatch())
             self._graph.forget()
@@ -433,30 +504,34 @@ class _Watcher:
         self._stack.append(_Call(module, self._graph.next_number(), clean, self._calls[module]))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A forward ends: is it the first one that made a bad output from good inputs?"""
         while self._stack and self._stack[-1].module is not module:
             self._stack.pop()  # a recomputation that was cut short never left them
         if not self._stack:
             return
         call = self._stack.pop()
+
         spoiled = self._new(module, "output", output)
         if call.clean and spoiled and self._now.forward is None:
             self._now.forward = self._forward_finding(module, call, *spoiled[0])
         self._now.lost = self._now.lost or (module is self._model and bool(spoiled))
+
+        # For backward: which operations are this module's, and where the model ends.
         found = [tensor for _, tensor in tensors(output)]
         self._graph.claim(found, self._names[module], call.first)
         if module is self._model:
             self._graph.arrives_from_loss(found)
 
     def _new(self, module: nn.Module, place: str, value: Any) -> list[tuple[str, Tensor]]:
-        """Tensors in `value` with a NaN or Inf that is not known of this place."""
+        """Tensors in `value` with a NaN or Inf that is not known of this place. Notes all places that have one."""
         new: list[tuple[str, Tensor]] = []
         for path, tensor in tensors(value, place):
             nan, inf = count_bad(tensor)
-            keys = {
-                f"{self._names[module]}:{path}:{kind}"
-                for kind, count in (("nan", nan), ("inf", inf))
-                if count
-            }
+            keys: set[str] = set()
+            if nan:
+                keys.add(f"{self._names[module]}:{path}:nan")
+            if inf:
+                keys.add(f"{self._names[module]}:{path}:inf")
             self.origin.usual |= keys
             if keys - self._known:
                 new.append((path, tensor))
@@ -465,48 +540,74 @@ class _Watcher:
     def _forward_finding(
         self, module: nn.Module, call: _Call, path: str, tensor: Tensor
     ) -> Finding:
-        own = [
-            (self._parameters[id(p)], p)
-            for p in module.parameters(recurse=False)
-            if id(p) in self._parameters
-        ]
+        # Parameters that are not finite themselves are the cause.
+        bad_parameters: list[str] = []
+        for parameter in module.parameters(recurse=False):
+            name = self._parameters.get(id(parameter))
+            if name is not None and any(count_bad(parameter)):
+                bad_parameters.append(name)
+
+        has_children = next(module.children(), None) is not None
         return self._finding(
             self._names[module],
             "forward",
             path,
             tensor,
-            parameters=tuple(name for name, parameter in own if any(count_bad(parameter))),
-            into=self._received if next(module.children(), None) is not None else "",
+            parameters=tuple(bad_parameters),
+            into=self._received if has_children else "",
             call=call.number,
-            doubtful=not self._compared and badness(tensor) < 2,
+            doubtful=not self._compared and badness(tensor) < _WORST,
         )
 
     def _on_backward(self, spoiled: Spoiled) -> None:
-        if self._now.lost or (self._now.backward is not None and not spoiled.replaces):
+        """Note the first finding in backward; a cause replaces a place of arrival."""
+        if self._now.lost:  # backward of a bad output is bad everywhere
+            return
+        if self._now.backward is not None and not spoiled.replaces:
             return
         self._now.backward = self._finding(
-            spoiled.module, "backward", spoiled.what, spoiled.tensor,
-            operation=spoiled.operation, parameters=spoiled.parameters, where=spoiled.where,
-        )  # fmt: skip
+            spoiled.module,
+            "backward",
+            spoiled.what,
+            spoiled.tensor,
+            operation=spoiled.operation,
+            parameters=spoiled.parameters,
+            where=spoiled.where,
+        )
 
     def _finding(
         self, name: str, direction: str, what: str, tensor: Tensor, **rest: Any
     ) -> Finding:
         nan, inf = count_bad(tensor)
-        module = next((module for module, each in self._names.items() if each == name), None)
+        kind = ""
+        for module, each in self._names.items():
+            if each == name:
+                kind = type(module).__name__
+                break
         return Finding(
-            module=name, kind="" if module is None else type(module).__name__, direction=direction, tensor=what,
-            shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), nan=nan, inf=inf,
-            elements=tensor.numel(), rows=bad_rows(tensor), micro_batch=len(self.origin.micro_batches), **rest,
-        )  # fmt: skip
+            module=name,
+            kind=kind,
+            direction=direction,
+            tensor=what,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            nan=nan,
+            inf=inf,
+            elements=tensor.numel(),
+            rows=bad_rows(tensor),
+            micro_batch=len(self.origin.micro_batches),
+            **rest,
+        )
 
     def _accumulated(self, parameter: Tensor) -> None:
+        """Note the size of a parameter's gradient, as far as it is accumulated."""
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             return
         values = gradient.detach().double()
+        norm = float(torch.linalg.vector_norm(values))
         largest = float(values.abs().max()) if values.numel() else 0.0
-        entry = (float(torch.linalg.vector_norm(values)), largest, sum(count_bad(gradient)))
+        entry = (norm, largest, sum(count_bad(gradient)))
         self.origin.gradients[self._parameters[id(parameter)]] = entry
 
 
@@ -528,7 +629,7 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def count_bad(tensor: Tensor) -> tuple[int, int]:
-    """Elements that are NaN, and that are infinite."""
+    """How many elements are NaN, and how many are infinite."""
     values = _plain(tensor)
     if bool(torch.isfinite(values).all()):
         return 0, 0
@@ -538,7 +639,11 @@ def count_bad(tensor: Tensor) -> tuple[int, int]:
 def badness(tensor: Tensor) -> int:
     """0: finite. 1: nothing worse than -inf, which may be a mask. 2: NaN or inf."""
     nan, inf = count_bad(tensor)
-    return 2 if nan or (inf and bool((_plain(tensor) == math.inf).any())) else min(inf, 1)
+    if nan:
+        return 2
+    if not inf:
+        return 0
+    return 2 if bool((_plain(tensor) == math.inf).any()) else 1
 
 
 def bad_rows(tensor: Tensor) -> tuple[int, ...]:
@@ -551,5 +656,6 @@ def bad_rows(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """FP8 types have no isfinite."""
-    return tensor.detach().float() if tensor.dtype.itemsize == 1 else tensor.detach()
+    """The values without their graph, in float32 if they are FP8, which has no isfinite."""
+    values = tensor.detach()
+    return values.float() if values.dtype.itemsize == 1 else values

@@ -96,9 +96,9 @@ def rebuild(
         build_plan,
         build_run,
         build_task,
+        environment_of,
         open_store,
         open_telemetry,
-        surroundings,
     )
     from harness.precision.recipe import load_recipe
     from harness.replay.investigate import Rerun
@@ -129,4 +129,4 @@ def rebuild(
         config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store, task
     )
     run.keep_flight = None
-    return Rerun(run, model, ranks, plan.resolved, surroundings(config, worker, run.engine))
+    return Rerun(run, model, ranks, plan.resolved, environment_of(config, worker, run.engine))

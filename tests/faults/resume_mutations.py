@@ -243,13 +243,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a first loss that cannot be one is told",
-        (
-            "if (\n"
-            "            facts.step != 1\n"
-            "            or not math.isfinite(facts.loss)\n"
-            "            or LOW_FIRST * blind <= facts.loss <= HIGH_FIRST * blind\n"
-            "        ):"
-        ),
+        "if facts.step != 1 or not math.isfinite(facts.loss) or plausible:",
         "if True or LOW_FIRST * blind <= facts.loss <= HIGH_FIRST * blind:",
         "tests/unit/monitors/test_first_loss.py -k blind",
     ),

@@ -17,7 +17,7 @@ from harness.core.facts import StepFacts
 from harness.core.files import step_name, write_json
 from harness.core.state import RunLedger
 from harness.models import build_model
-from harness.replay.flight import FlightRecorder, Surroundings, read_records
+from harness.replay.flight import Environment, FlightRecorder, read_records
 from harness.report import page as report
 from harness.run_folder import RunLock, read_outcome
 from harness.tracking.journal import Journal
@@ -86,7 +86,7 @@ def test_records_of_bad_steps_cannot_have_other_folders_deleted(run_dir: Path) -
     facts = StepFacts(step=900, window=900, loss=1.0, grad_norm=1.0, lr=1e-3, loss_scale=1.0, applied=False,
                       applied_steps=1, tokens=4, seconds=0.1)  # fmt: skip
     recorder = FlightRecorder(
-        run_dir, Store(run_dir / "checkpoints"), Surroundings("fp32", 1, "single", "cpu")
+        run_dir, Store(run_dir / "checkpoints"), Environment("fp32", 1, "single", "cpu")
     )
     recorder.keep(facts, [1], ["loss.skip"], RunLedger())
     kept = json.loads((run_dir / "flight" / "step-00000900" / "record.json").read_bytes())

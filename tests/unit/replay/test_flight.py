@@ -14,15 +14,15 @@ from harness.core.facts import Limits, StepFacts
 from harness.core.state import RunLedger
 from harness.replay.flight import (
     KEEP,
+    Environment,
     FlightRecorder,
-    Surroundings,
     base_store,
     nearest,
     read_records,
     record_folder,
 )
 
-HERE = Surroundings("fp8_hybrid", 2, "ddp", "cpu")
+HERE = Environment("fp8_hybrid", 2, "ddp", "cpu")
 
 
 def facts(step: int) -> StepFacts:
