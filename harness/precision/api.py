@@ -515,7 +515,7 @@ class Precision:
         return self._standard
 
     def _outside(self, call: str) -> Prepared:
-        """Raises MisuseError where `call` may not come: in `context()`, beside another thread, some in `evaluating()`."""
+        """What was prepared. Raises MisuseError if `call` may not come now, above all inside of `context()`."""
         ready = self._ready(call)
         self.turn.check(call)
         if self.is_evaluating and call in ("backward()", "step()"):
@@ -530,7 +530,7 @@ class Precision:
         return ready
 
     def _between_steps(self, call: str) -> Prepared:
-        """As `_outside`, and raises MisuseError between `backward()` and `step()`."""
+        """As `_outside`. Raises MisuseError between `backward()` and `step()`, too."""
         ready = self._outside(call)
         if ready.window.backwards:
             what = "called between backward() and step()"

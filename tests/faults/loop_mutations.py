@@ -251,12 +251,8 @@ LOOP = (
     Mutation(
         15,
         "a loop of one's own hears of FP8 layers that nobody calls",
-        (
-            "built = (\n"
-            "            kind.build(self.context) for kind in (Fp8Monitor, FallbackController, WholeRunFallback)\n"
-            "        )"
-        ),
-        "built = (kind.build(self.context) for kind in (FallbackController, WholeRunFallback))",
+        "for kind in (Fp8Monitor, FallbackController, WholeRunFallback):",
+        "for kind in (FallbackController, WholeRunFallback):",
         "tests/unit/precision/test_api_misuse.py -k never_called",
     ),
 )
