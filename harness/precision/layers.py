@@ -275,8 +275,9 @@ def keep_in_fp32(model: nn.Module, names: Sequence[str], device_type: str) -> No
 
 @cache
 def _fp32_class(base: type[nn.Module], device_type: str) -> type[nn.Module]:
-    """A subclass of `base` that computes in float32. One for each `base`: torch.compile compiles a block again for
-    every new class of the modules in it.
+    """A subclass of `base` that computes in float32.
+
+    There is one for each `base`: torch.compile compiles a block again for every new class of the modules in it.
     """
 
     @wraps(base.forward)
@@ -284,11 +285,13 @@ def _fp32_class(base: type[nn.Module], device_type: str) -> type[nn.Module]:
         with torch.autocast(device_type, enabled=False):
             return base.forward(self, *widened(args), **widened(kwargs))
 
+    # A deep copy computes in float32, too. Python would make it from `reduce`, of the module's own class.
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = object.__new__(type(self))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
 
+    # This class cannot be imported where a pickle is loaded, so a pickle is of the module's own class.
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return object.__new__, (base,), self.__getstate__()
 
@@ -535,11 +538,15 @@ def swap_linears(
     wanted = set(names)
     swapped: dict[str, M] = {}
     replacements: dict[nn.Module, M] = {}
+
+    # Make each replacement once. named_children() gives a module one name only.
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}" if parent_name else child_name
             if name in wanted and is_linear(child):
                 replacements[child] = swapped[name] = make(child)
+
+    # Set it wherever the Linear was, under every name.
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):
             if child is not None and child in replacements:
@@ -557,8 +564,9 @@ def twin(linear: nn.Linear, to: type[L]) -> L:
 def pickled_as_linear(
     module: nn.Module, own: Collection[str], plain: type[nn.Module] = nn.Linear
 ) -> tuple[Any, ...]:
-    """`__reduce_ex__` of a converted layer: pickle it as a `plain` one, without its `own` attributes. FP8 state belongs
-    to a run.
+    """`__reduce_ex__` of a converted layer: its pickle is a `plain` one, without its `own` attributes.
+
+    FP8 state belongs to a run, not to a model.
     """
     state = {name: value for name, value in module.__dict__.items() if name not in own}
     return object.__new__, (plain,), state
