@@ -1,4 +1,8 @@
-"""`harness.Precision`: recipes, FP8 state, gate and per-layer fallback for a training loop that is not ours."""
+"""`harness.Precision`: FP8 recipes, gated updates and per-layer fallback in somebody else's training loop.
+
+The class checks every call and keeps the window's state. `Prepared` (prepared.py) holds what runs the model: plan,
+backend, loss scale, judge. `Standard` (standard.py) makes torch's own loop work without explicit calls.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +37,14 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Result of one step; the tensors are 0-d, on the model's device, and not yet read by the host.
+    """The result of one step. The tensors are 0-d, on the model's device, and the host has not read them yet.
 
-    applied: bool; False when loss or gradients were not finite on some rank and nothing was changed. grad_norm:
-    float32, of the unscaled gradients before clipping. loss_scale: float32, in use at this step (1 unless fp16).
-    switch: what the recipe's fallback moved at the end of this step: layers between FP8 and BF16, or, for good, the
-    whole run to another precision; else None, as under a `harness.Guard`, which tells of it itself.
+    applied: bool. False if loss or gradients were not finite on some rank; nothing was changed then.
+    grad_norm: float32, of the unscaled gradients before clipping.
+    loss_scale: float32, in use at this step (1 unless fp16).
+    switch: what the recipe's fallback moved at the end of this step. Layers move between FP8 and BF16; the whole run
+        may move to another precision for good. None if nothing moved, and under a `harness.Guard`, which reports moves
+        itself.
     """
 
     applied: Tensor
@@ -64,7 +70,7 @@ class Precision:
             precision.step(optimizer, max_grad_norm=1.0)
             optimizer.zero_grad()
 
-    Or torch's standard loop, with an optimizer that was wrapped:
+    Or torch's own loop, with a wrapped optimizer:
 
         optimizer = precision.wrap(optimizer, max_grad_norm=1.0)
         for x, y in batches:
@@ -73,54 +79,64 @@ class Precision:
             optimizer.zero_grad()
 
     The contract is torch's own: you divide the loss by the number of micro-batches, zero the gradients and step the
-    schedulers. Evaluate inside `evaluating()`: that leaves no trace in the FP8 state. Without `wrap` do not clip or
-    read gradients between `backward` and `step`: under fp16 they are scaled; pass `max_grad_norm` instead.
+    schedulers. Evaluate inside `evaluating()`, which leaves no trace in the FP8 state. Without `wrap`, do not clip or
+    read gradients between `backward` and `step`: under fp16 they are scaled. Pass `max_grad_norm` instead.
     docs/guide/api.md has the details.
 
-    seed: of the steps in which FP8 statistics are sampled, the same on every rank; `harness train` takes `train.seed`.
+    seed: decides in which steps FP8 statistics are sampled. The same on every rank; `harness train` takes `train.seed`.
     """
 
     def __init__(self, recipe: Recipe, seed: int = 0) -> None:
         if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
             fix = 'Precision.from_recipe("fp8_hybrid"), or the path of a recipe\'s file'
             raise misuse("Precision()", f"{recipe!r:.60} is no Recipe", fix=fix)
-        self.recipe, self.seed = recipe, seed
+        self.recipe = recipe
+        self.seed = seed
         self._prepared: Prepared | None = None
         self._standard: Standard | None = None
-        self._inside = self.in_backward = self.is_evaluating = self._training = False
+
+        # Where the loop is now. `_training`: the mode of the window's first forward.
+        self._inside = False
+        self.in_backward = False
+        self.is_evaluating = False
+        self._training = False
         self.turn = Turn()
+
+        # The current window: its clock (None before its first forward) and the sum of its losses.
         self._clock: StepClock | None = None
         self._loss = torch.zeros(())
 
     @classmethod
     def from_recipe(cls, name_or_path: str, seed: int = 0) -> Precision:
-        """A shipped recipe by name or your own by path. Raises ConfigError with every problem in it."""
+        """Load a shipped recipe by name, or your own by path. Raises ConfigError with every problem in it."""
         return cls(load_recipe(name_or_path), seed)
 
     def prepare(self, model: M) -> M:
-        """Decide for every module of `model`, convert it in place and return it.
+        """Decide the precision of every module of `model`, convert the model in place and return it.
 
-        Parameters keep their identity, so optimizers and ties survive; nothing moves between devices, the model's own
-        device is used. Under an initialised process group every rank must call it, and the weakest rank decides; ranks
-        that meet later must have come to the same plan. Sets torch's float32 matmul precision for the whole process, as
-        the recipe says. An FP8 rung on which no layer of the model can run is passed over: the plan has the reason, and
-        the logger `harness.precision` a warning.
+        Parameters keep their identity, so optimizers and tied weights survive. Nothing moves between devices: the
+        device of the model is used. torch's float32 matmul precision is set for the whole process, as the recipe says.
+
+        Under an initialised process group every rank must call it, and the weakest rank decides. Ranks that meet later
+        must have the same plan.
+
+        An FP8 rung on which no layer of the model can run is skipped. The plan gives the reason, and the logger
+        `harness.precision` a warning.
 
         Raises MisuseError (second call, wrapped model, parameters not float32 or not on one usable device),
-        MachineError (a GPU that torch cannot use, no rung that runs here), ConfigError (a pattern that matches
+        MachineError (a GPU that torch cannot use, no rung that runs here) and ConfigError (a pattern that matches
         nothing; no layer that can run in FP8, and no other rung in the recipe).
         """
         if self._prepared is not None:
-            raise misuse(
-                "prepare()", "it was called before", fix="make one Precision for each model"
-            )
+            fix = "make one Precision for each model"
+            raise misuse("prepare()", "it was called before", fix=fix)
         self._prepared = Prepared(self.recipe, model, self.seed)
         self._standard = Standard(self, self._prepared)
         self._end_window(self._prepared)
         return model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of a prepared one neither copy nor pickle: it belongs to one model, with hooks, windows and optimizers."""
+        """Refuse to copy or pickle a prepared one: it belongs to one model, with hooks, windows and optimizers."""
         if self._prepared is not None:
             what = "a Precision, or an optimizer that it wrapped, is copied or pickled"
             why = "it belongs to one model, whose hooks and scales a copy would share or lose"
@@ -135,11 +151,11 @@ class Precision:
 
     @property
     def prepared(self) -> Prepared:
-        """What stands behind the interface, for `harness.Guard` and `harness.Telemetry`; raises as `plan`."""
+        """What stands behind the interface, for `harness.Guard` and `harness.Telemetry`. Raises as `plan` does."""
         return self._ready("prepared")
 
     def drop_window(self) -> None:
-        """Forget a window that was begun, after an error in it say; zero the gradients too."""
+        """Forget a window that has begun, for example after an error in it. Zero the gradients too."""
         self._end_window(self._ready("drop_window()"))
 
     @property
@@ -158,27 +174,30 @@ class Precision:
         max_grad_norm: float | None = None,
         tokens: int = 0,
     ) -> WrappedOptimizer:
-        """An optimizer for the standard loop: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
+        """An optimizer for torch's own loop: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
 
-        What `standard_loop` does, and the wrapped optimizer's `step()` is `step`.
+        Calls `standard_loop`, and returns an optimizer whose `step()` is `Precision.step`.
 
-        optimizers: one, or all of them when several share the model, as one. max_grad_norm, tokens: as for `step`.
+        optimizers: one, or all of them as one when several share the model.
+        max_grad_norm, tokens: as for `step`.
+
         Raises MisuseError naming everything that is wrong with the call.
         """
         ready = self._ready("wrap()")
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        problems = optimizer_problems(
-            "wrap()", chosen, max_grad_norm, ready.owns_any
-        ) + wrap_problems(chosen)
+        problems = optimizer_problems("wrap()", chosen, max_grad_norm, ready.owns_any)
+        problems += wrap_problems(chosen)
         if problems:
             raise MisuseError(problems)
         self.standard_loop()
         return WrappedOptimizer(self, chosen, max_grad_norm, tokens)
 
     def standard_loop(self) -> None:
-        """From now on a call of the model, or of a module of it, is a `context()` of its own, from which outputs come
-        in float32, and `backward()` of a loss that reaches the model is `backward`. Under fp16 gradients come out
-        unscaled, so that torch's own clipping, logging and hooks are right. What is called by hand keeps its meaning.
+        """From now on torch's own calls mean the precision's.
+
+        Each call of the model, or of a module of it, is a `context()` of its own, and its outputs come in float32.
+        `backward()` of a loss that reaches the model is `Precision.backward`. Under fp16 gradients come out unscaled,
+        so torch's own clipping, logging and hooks are right. `context`, `backward` and `step` still work.
         """
         self._between_steps("standard_loop()")
         if not self._hooks.begun:
@@ -186,31 +205,34 @@ class Precision:
 
     @contextmanager
     def passing_over(self, module: nn.Module) -> Iterator[None]:
-        """Around one call of `module` that is no forward but a whole step, in which it calls itself: what Lightning
-        makes of DDP's forward. After `standard_loop`; that call is no `context()`, those within are.
+        """Around one call of `module` that is not a forward but a whole step, as Lightning makes of `DDP.forward`.
+
+        Call it after `standard_loop`. This call of `module` is not a `context()`; the calls inside of it are.
         """
         standard = self._hooks
         assert standard.begun, "before standard_loop()"
-        standard.passed_over = module
+        standard.skipped = module
         try:
             yield
         finally:
-            standard.passed_over = None
+            standard.skipped = None
 
     @property
     def busy(self) -> bool:
-        """Inside of `context()`, or in a backward, which may run forwards again."""
+        """Whether it is inside of `context()`, or in a backward, which may run forwards again."""
         return self._inside or self.in_backward
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around any number of forwards that train nothing: eval mode, no gradients, the plan's precision, no trace.
+        """Around any number of forwards for evaluation: eval mode, no gradients, the plan's precision, no trace.
 
-        Each call of the model, or of a module of it, is a `context()` of its own, from which outputs come in float32;
-        everything else in here computes as it would anywhere. Every module's mode is put back afterwards. Raises
-        MisuseError inside of `context()`, and while another thread works with the model.
+        Each call of the model, or of a module of it, is a `context()` of its own, and its outputs come in float32.
+        Everything else in here computes as it would anywhere. Afterwards every module has its mode back.
+
+        Raises MisuseError inside of `context()`, and while another thread works with the model.
         """
-        ready, before = self._outside("evaluating()"), self.is_evaluating
+        ready = self._outside("evaluating()")
+        before = self.is_evaluating
         with self.turn.hold("evaluating()"), torch.no_grad():
             modes = [(module, module.training) for module in ready.model.modules()]
             self.is_evaluating = True
@@ -226,86 +248,70 @@ class Precision:
     def context(self) -> Iterator[None]:
         """Around every forward, loss included. With gradients off nothing is recorded.
 
-        Forwards with gradients in eval mode are an evaluation, which leaves nothing, if the model goes back to train
-        mode without a backward. Raises MisuseError if nested, where the model is not what was prepared any more, and
-        for such a forward after one in train mode that no step has followed yet.
+        Forwards with gradients on in eval mode may be an evaluation. They leave no trace if the model goes back to
+        train mode without a backward.
+
+        Raises MisuseError if it is nested, if the model is no longer what was prepared, and for such an evaluation
+        after a training forward that no step has followed yet.
         """
         ready = self._outside("context()")
-        if moved := ready.moved():
-            why = "what runs where was decided for the model as it was; weights in less than float32 lose small updates"
-            raise misuse(
-                "context()",
-                f"the model {moved}",
-                why,
-                "move and cast the model first, then call prepare()",
-            )
-        if (
-            torch.is_grad_enabled()
-            and self._clock is not None
-            and self._training is not ready.model.training
-        ):
-            if self._training:
-                what = "in the middle of a window the model is in eval() mode, and gradients are on"
-                why = "an evaluation would enter the window's amaxes, as if it trained"
-                fix = "evaluate in precision.evaluating(), or torch.no_grad(); to train stay in one mode for a window"
-                raise misuse("context()", what, why, fix)
-            if not ready.window.backwards:
-                self._end_window(
-                    ready
-                )  # it was an evaluation: what its forwards left is dropped with the window
-        if torch.is_grad_enabled() and self._clock is None:
-            self._training = ready.model.training
-            ready.window.begun = True
-            ready.backend.begin_window(sample=ready.judge.samples(self.recipe.fp8.stats_every))
-            self._clock = StepClock(ready.device)
-            ready.buffers.begin()
-        # Inside an autocast of the caller's (a disabled one too) torch would serve weights cast before the last update.
+        moved = ready.moved()
+        if moved:
+            why = "the plan was made for the model as it was; weights in less than float32 lose small updates"
+            fix = "move and cast the model first, then call prepare()"
+            raise misuse("context()", f"the model {moved}", why, fix)
+
+        recording = torch.is_grad_enabled()
+        if recording:
+            if self._clock is not None and self._training is not ready.model.training:
+                self._mode_changed(ready)
+            if self._clock is None:
+                self._begin_window(ready)
+
+        # Inside an autocast of the caller (a disabled one too) torch would use weights cast before the last update.
         torch.clear_autocast_cache()
         with self.turn.hold("context()"):
             self._inside = True
             try:
-                clock = ready.forward_clock if torch.is_grad_enabled() else None
+                clock = ready.forward_clock if recording else None
                 with clock.forward() if clock else nullcontext(), ready.backend.context():
                     yield
             finally:
                 self._inside = False
 
+    def _mode_changed(self, ready: Prepared) -> None:
+        """The model's mode is not that of the window's first forward: one of the two is an evaluation."""
+        if self._training:
+            what = "in the middle of a window the model is in eval() mode, and gradients are on"
+            why = "an evaluation would enter the window's amaxes, as if it trained"
+            fix = "evaluate in precision.evaluating(), or torch.no_grad(); to train stay in one mode for a window"
+            raise misuse("context()", what, why, fix)
+        # Without a backward the earlier forwards were an evaluation: what they left is dropped with the window.
+        if not ready.window.backwards:
+            self._end_window(ready)
+
+    def _begin_window(self, ready: Prepared) -> None:
+        self._training = ready.model.training
+        ready.window.begun = True
+        ready.backend.begin_window(sample=ready.judge.samples(self.recipe.fp8.stats_every))
+        self._clock = StepClock(ready.device)
+        ready.buffers.begin()
+
     @torch.compiler.disable(reason="Precision.backward() is no part of a graph")
     def backward(self, loss: Tensor, **options: Any) -> None:
         """`loss.backward(**options)` under the loss scale, after leaving `context()`; once per micro-batch.
 
-        loss: one element, already divided by the number of micro-batches. Raises MisuseError without a forward in
-        `context()` since the last step, inside of it, on a loss without a graph, where the gradients are gone or were
-        not zeroed, or where ranks that met after `prepare` have other plans.
+        loss: one element, already divided by the number of micro-batches.
+
+        Raises MisuseError
+        - without a forward in `context()` since the last step, and inside of it;
+        - for a loss without a graph;
+        - if the gradients of earlier micro-batches are gone, or those of the last window were not zeroed;
+        - if ranks that met after `prepare` have different plans.
         """
         ready = self._outside("backward()")
-        if self._clock is None:
-            why = "outside of context() the model runs in plain precision, against the plan"
-            fix = "with precision.context(): loss = ..."
-            if self._hooks.begun:
-                why = "a model that was traced, scripted or exported runs in plain precision, past what wrap() hooks in"
-                fix = "call the prepared model itself, or a torch.compile of it, once for every loss.backward()"
-            raise misuse("backward()", "no forward in context() since the last step", why, fix)
-        if loss.numel() != 1 or not loss.requires_grad:
-            what = (
-                "does not require grad"
-                if loss.numel() == 1
-                else f"has shape {list(loss.shape)}, not one element"
-            )
-            raise misuse(
-                "backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled"
-            )
-        if not ready.window.backwards:
-            ready.agree()
-            ready.window.check_zeroed(ready.model.parameters())
-        elif all(parameter.grad is None for parameter in ready.model.parameters()):
-            what = (
-                f"the gradients of {ready.window.backwards} backward() since the last step are gone"
-            )
-            why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
-            fix = "zero_grad() only after step(); to give up a window, after an error say, drop_window() too"
-            raise misuse("backward()", what, why, fix)
-        ready.window.check_gradients("backward()")
+        self._check_loss(loss)
+        self._check_window(ready)
         with self.turn.hold("backward()"):
             self.in_backward = True
             try:
@@ -316,17 +322,47 @@ class Precision:
                     true,
                     own_backward(),
                 ):
-                    (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward(
-                        **options
-                    )
+                    scaled = loss if ready.loss_scale is None else loss * ready.loss_scale.value
+                    scaled.backward(**options)
             finally:
                 self.in_backward = False
+
+        # The loss of the window, and whether its gradients carry a scale that nobody must touch.
         self._loss += loss.detach().float().reshape(()).to(ready.device)
-        scaled = (
+        carry_scale = (
             ready.loss_scale is not None and not ready.loss_scale.retired and not self._hooks.begun
         )
-        ready.window.backward_done(ready.model.parameters(), scaled)
+        ready.window.backward_done(ready.model.parameters(), carry_scale)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
+
+    def _check_loss(self, loss: Tensor) -> None:
+        """Raises MisuseError if `loss` cannot be that of a forward in this window."""
+        if self._clock is None:
+            why = "outside of context() the model runs in plain precision, against the plan"
+            fix = "with precision.context(): loss = ..."
+            if self._hooks.begun:
+                why = "a model that was traced, scripted or exported runs in plain precision, past the hooks of wrap()"
+                fix = "call the prepared model itself, or a torch.compile of it, once for every loss.backward()"
+            raise misuse("backward()", "no forward in context() since the last step", why, fix)
+        if loss.numel() != 1 or not loss.requires_grad:
+            what = "does not require grad"
+            if loss.numel() != 1:
+                what = f"has shape {list(loss.shape)}, not one element"
+            fix = "compute a mean loss with gradients enabled"
+            raise misuse("backward()", f"the loss {what}", fix=fix)
+
+    def _check_window(self, ready: Prepared) -> None:
+        """Raises MisuseError if the gradients are not what this backward may be added to."""
+        if not ready.window.backwards:
+            ready.agree()
+            ready.window.check_zeroed(ready.model.parameters())
+        elif all(parameter.grad is None for parameter in ready.model.parameters()):
+            count = ready.window.backwards
+            what = f"the gradients of {count} backward() since the last step are gone"
+            why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
+            fix = "zero_grad() only after step(); to give up a window, for example after an error, drop_window() too"
+            raise misuse("backward()", what, why, fix)
+        ready.window.check_gradients("backward()")
 
     @torch.compiler.disable(reason="Precision.step() is no part of a graph")
     @torch.no_grad()
@@ -339,17 +375,17 @@ class Precision:
         """Gate, unscale, clip, apply, then roll the FP8 scales.
 
         optimizers: one, or all of them when several share the model: a window has one verdict and one norm.
-        max_grad_norm: clip to this global L2 norm over all their parameters; None does not clip. tokens: of the window
-        over all ranks, for the speed in the telemetry; 0: not known.
+        max_grad_norm: clip to this global L2 norm over all their parameters; None does not clip.
+        tokens: of the window over all ranks, for the speed in the telemetry; 0: not known.
 
-        If a loss or gradient of the window is not finite on any rank, weights, persistent buffers (BatchNorm's means),
-        optimizer state and FP8 state stay bit for bit as they were (an fp16 loss scale backs off) and `applied` is
-        False. With fused Adam, AdamW, SGD or Adagrad the gate reads nothing on the host; any other optimizer costs one
-        host read. Gradients may be overwritten. Under a process group amax and verdict travel in one MAX reduction.
+        The gate: if a loss or gradient of the window is not finite on any rank, `applied` is False. Weights, persistent
+        buffers (BatchNorm's means), optimizer state and FP8 state stay bit for bit as they were; an fp16 loss scale
+        backs off. Gradients may be overwritten. Fused Adam, AdamW, SGD and Adagrad need no host read for the gate; any
+        other optimizer costs one. Under a process group amax and verdict travel in one MAX reduction.
 
-        The recipe's fallback judges the step before this one, whose figures have arrived by now, and moves layers at
-        the end of this step: the window after the next is the first that can react to a window. Under a
-        `harness.Guard`, whose limits the update keeps to, all of that is done by `guard.end_step()`.
+        The fallback: the recipe's fallback judges the previous step, whose figures have arrived by now, and moves
+        layers at the end of this one. So the first window that can react to a window is the one after the next. Under a
+        `harness.Guard`, `guard.end_step()` does all of that, and the update keeps to the guard's limits.
 
         Raises MisuseError naming everything that is wrong with the call.
         """
@@ -363,7 +399,7 @@ class Precision:
         ready.window.check_gradients("step()")
         ready.window.step_begins()
 
-        # What this process measured of the window itself.
+        # What only this process can measure of the window.
         own: dict[str, float | Tensor] = {"loss": mean_over_ranks(self._loss)}
         if ready.forward_clock is not None:
             own["forward_fastest"] = own["forward_slowest"] = ready.forward_clock.step()
@@ -375,7 +411,7 @@ class Precision:
             overflow=None if true is None else true.found,
         )
 
-        # Gate and update, then the facts leave for the host: as in `harness train`.
+        # Gate and update, then the facts leave for the host. `harness train` makes the same call.
         with self.turn.hold("step()"):
             figures, facts = finish_step(
                 gradients,
@@ -389,6 +425,8 @@ class Precision:
                 window=ready.state.ledger.window_index(ready.state.step),
                 tokens=tokens,
             )
+
+        # The window is over. Its figures are still on their way, so what is judged now is the step before.
         self._end_window(ready)
         ready.window.stepped(chosen)
         switch = ready.judge_earlier(facts)
@@ -397,27 +435,30 @@ class Precision:
         )
 
     def facts(self) -> StepFacts | None:
-        """What the last step did, read to the host now; None before the first.
+        """What the last step did, read to the host now; None before the first step.
 
-        seconds go from the window's first `context()` to the end of `step()`.
+        `seconds` go from the window's first `context()` to the end of `step()`.
         """
         last = self._ready("facts()").last
         return None if last is None else last.facts()
 
     def stats(self) -> SlotStats | None:
-        """Per-slot statistics of the last step, read to the host now; None before the first and without FP8 layers.
+        """Per-slot statistics of the last step, read to the host now; None before the first step and without FP8
+        layers.
 
-        underflow, clipped and sqnr_db are NaN but in one of `fp8.stats_every` steps, and for a while after a bad one.
+        underflow, clipped and sqnr_db are NaN except in one of `fp8.stats_every` steps, and for a while after a bad
+        one.
         """
         facts = self.facts()
         return None if facts is None else facts.slots
 
     def demote(self, layers: str | Iterable[str]) -> tuple[str, ...]:
-        """Run FP8 layers in BF16 from the next step on, until `promote`; call it between steps, on every rank.
+        """Run FP8 layers in BF16 from the next step on, until `promote`. Call it between steps, on every rank.
 
-        layers: shell patterns on module names, as in the model or, if none matches, padded. Returns what moved, names
-        padded; layers that the plan keeps out of FP8 anyway are not among them. Raises MisuseError for a pattern that
-        matches no Linear.
+        layers: shell patterns on module names, as in the model or, if none matches, zero-padded.
+
+        Returns the padded names of the layers that moved. Layers that the plan keeps out of FP8 anyway are not among
+        them. Raises MisuseError for a pattern that matches no Linear.
         """
         ready = self._between_steps("demote()")
         names = ready.select("demote()", layers)
@@ -427,13 +468,12 @@ class Precision:
         return moved
 
     def promote(self, layers: str | Iterable[str]) -> tuple[str, ...]:
-        """Bring demoted layers back to FP8, with the scale that was kept warm; otherwise as `demote`."""
+        """Bring demoted layers back to FP8, with the scale that was kept warm. Otherwise as `demote`."""
         ready = self._between_steps("promote()")
         if ready.backend.fell_back_to:
             what = f"the whole run went to {ready.backend.fell_back_to}, for good"
-            raise misuse(
-                "promote()", what, fix="raise fallback.max_demoted_share, or load an earlier state"
-            )
+            fix = "raise fallback.max_demoted_share, or load an earlier state"
+            raise misuse("promote()", what, fix=fix)
         names = ready.select("promote()", layers)
         ready.judge.held -= set(names)
         moved = tuple(name for name in names if name in ready.backend.demoted)
@@ -441,24 +481,21 @@ class Precision:
         return moved
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What a bit-identical continuation needs beside model, optimizer and schedulers; copies.
+        """Copies of what a bit-identical continuation needs beside model, optimizer and schedulers.
 
-        {"tensors": {name: Tensor}, "meta": JSON-able}: torch.save and torch.load(weights_only=True) take all of it,
-        safetensors the first half. Raises MisuseError between `backward` and `step`.
+        {"tensors": {name: Tensor}, "meta": JSON-able}. torch.save and torch.load(weights_only=True) take all of it,
+        safetensors takes "tensors". Raises MisuseError between `backward` and `step`.
         """
         ready = self._between_steps("state_dict()")
         if ready.guarded and len(ready.pending) > 1:
-            raise misuse(
-                "state_dict()",
-                "the guard has not judged the last step",
-                fix="call guard.end_step() first",
-            )
+            what = "the guard has not judged the last step"
+            raise misuse("state_dict()", what, fix="call guard.end_step() first")
         return ready.save()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Continue from `state`, after `prepare` or to roll back; a window already begun is dropped.
+        """Continue from `state`, after `prepare` or to roll back. A window that has begun is dropped.
 
-        After a rollback zero the gradients. Raises CheckpointError if `state` is not whole, of another rung, or of
+        After a rollback zero the gradients. Raises CheckpointError if `state` is not whole, is of another rung, or of
         other FP8 layers.
         """
         ready = self._outside("load_state_dict()")
@@ -466,10 +503,10 @@ class Precision:
         self._end_window(ready)
 
     def _ready(self, call: str) -> Prepared:
+        """What was prepared. Raises MisuseError before `prepare`."""
         if self._prepared is None:
-            raise misuse(
-                call, "no model was prepared", fix="model = precision.prepare(model) first"
-            )
+            fix = "model = precision.prepare(model) first"
+            raise misuse(call, "no model was prepared", fix=fix)
         return self._prepared
 
     @property
@@ -478,36 +515,31 @@ class Precision:
         return self._standard
 
     def _outside(self, call: str) -> Prepared:
+        """What was prepared. Raises MisuseError if `call` may not come now, above all inside of `context()`."""
         ready = self._ready(call)
         self.turn.check(call)
         if self.is_evaluating and call in ("backward()", "step()"):
-            raise misuse(
-                call,
-                "called inside evaluating()",
-                "nothing trains in there",
-                f"leave it before {call}",
-            )
+            what, why = "called inside evaluating()", "nothing trains in there"
+            raise misuse(call, what, why, f"leave it before {call}")
         if self._inside:
-            fix = (
-                "leave the first context before the next"
-                if call == "context()"
-                else f"leave context() before {call}"
-            )
-            raise misuse(
-                call, "called inside context(), which is for one forward and its loss", fix=fix
-            )
+            what = "called inside context(), which is for one forward and its loss"
+            fix = f"leave context() before {call}"
+            if call == "context()":
+                fix = "leave the first context before the next"
+            raise misuse(call, what, fix=fix)
         return ready
 
     def _between_steps(self, call: str) -> Prepared:
+        """As `_outside`. Raises MisuseError between `backward()` and `step()`, too."""
         ready = self._outside(call)
         if ready.window.backwards:
+            what = "called between backward() and step()"
             why = "scales and amax of a window are settled in step()"
-            raise misuse(
-                call, "called between backward() and step()", why, f"call {call} right after step()"
-            )
+            raise misuse(call, what, why, f"call {call} right after step()")
         return ready
 
     def _end_window(self, ready: Prepared) -> None:
+        """Forget the window: it was stepped, dropped, or was an evaluation."""
         self._clock = None
         ready.window.close()
         ready.buffers.drop()
@@ -517,6 +549,7 @@ class Precision:
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Backward inside an autocast of the caller's would run in that one's dtype, whatever the plan says."""
-    around = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if around else nullcontext()
+    """Switch off the caller's autocast: backward would run in its dtype, whatever the plan says."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -1,7 +1,7 @@
 """The repeated blocks of a model, and which FP8 layers are compiled together with each.
 
-Whether a block has a layer in BF16, or one that is measured, is one flag for the whole block: no number of switches
-compiles it more than twice.
+A block's compiled code depends on one flag: whether any of its layers runs in BF16 or is measured in this window. So a
+block is compiled twice at most, however often layers switch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     def search(module: nn.Module) -> None:
         for child in module.children():
-            if isinstance(module, nn.ModuleList) and not isinstance(
-                child, nn.ModuleList | nn.ModuleDict
-            ):
+            # A list of lists is no block itself; its inner elements are.
+            nested = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if isinstance(module, nn.ModuleList) and not nested:
                 found[child] = None
             else:
                 search(child)
@@ -31,34 +31,43 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 @dataclass(slots=True)
 class Block:
-    """Layers that are compiled together. switching: in this window one of them is in BF16, or measured."""
+    """Layers that are compiled together.
+
+    switching: in this window one of them is in BF16, or measured.
+    """
 
     switching: bool = False
 
 
 class Blocks:
-    """The layers of class `kind` in `model`, by the block that they are compiled with; the rest of it counts as one."""
+    """The layers of class `kind` in `model`, by the block that they are compiled with. What is outside of all blocks
+    counts as one block.
+    """
 
     def __init__(self, model: nn.Module, kind: type[nn.Module]) -> None:
-        found = [
-            (Block(), {child for child in block.modules() if isinstance(child, kind)})
-            for block in (*blocks_of(model), model)
-        ]
-        taken: dict[nn.Module, Block] = {}
+        # The model itself comes last, for the layers that no block holds.
+        found: list[tuple[Block, set[nn.Module]]] = []
+        for module in (*blocks_of(model), model):
+            layers = {child for child in module.modules() if isinstance(child, kind)}
+            found.append((Block(), layers))
+
+        # A layer belongs to the first block that holds it.
+        self._of: dict[nn.Module, Block] = {}
         for block, layers in found:
             for layer in layers:
-                taken.setdefault(layer, block)
-        self._blocks = [
-            (block, [layer for layer in layers if taken[layer] is block]) for block, layers in found
-        ]
-        self._of = taken
+                self._of.setdefault(layer, block)
+        self._blocks: list[tuple[Block, list[nn.Module]]] = []
+        for block, layers in found:
+            self._blocks.append((block, [layer for layer in layers if self._of[layer] is block]))
 
     def of(self, layer: nn.Module) -> Block:
-        """The first block with `layer` in it."""
+        """The first block that holds `layer`."""
         return self._of[layer]
 
     def mark(self, sampling: bool, demoted: Iterable[nn.Module]) -> None:
-        """Set every flag. One for both reasons: a guard each would compile a block once for each combination."""
+        """Set the flag of every block. One flag for both reasons: two flags would compile a block once for each
+        combination.
+        """
         apart = set(demoted)
         for block, layers in self._blocks:
             block.switching = sampling or not apart.isdisjoint(layers)

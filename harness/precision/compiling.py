@@ -1,7 +1,7 @@
 """torch.compile, block by block, and a watch for blocks that run eager after all.
 
-Blocks are compiled, not the whole model: equal blocks share their compiled code, so a model of any depth compiles as
-long as one block does, and whatever else in the model cannot be compiled stays out of the way.
+Blocks are compiled, not the whole model. Equal blocks share their compiled code, so a model of any depth compiles in
+the time of one block. What else in the model cannot be compiled does not matter.
 """
 
 from __future__ import annotations
@@ -25,45 +25,39 @@ _WHERE = "engine.compile=blocks"
 def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Problem]:
     """Why the blocks of `model` cannot be compiled on this rung and machine; empty if they can."""
     problems: list[Problem] = []
-    if why := BACKENDS[rung.backend].not_compiled:
+    why = BACKENDS[rung.backend].not_compiled
+    if why:
         *others, last = (name for name, backend in BACKENDS.items() if not backend.not_compiled)
+        what = f"the {rung.backend} backend does not compile"
         fix = f"take a recipe whose rung here is {', '.join(others)} or {last}, or engine.compile=none"
-        problems.append(Problem(f"the {rung.backend} backend does not compile", _WHERE, why, fix))
+        problems.append(Problem(what, _WHERE, why, fix))
     if not blocks_of(model):
+        what = f"{type(model).__name__} has no nn.ModuleList with blocks in it"
         fix = "keep the repeated blocks in an nn.ModuleList, or engine.compile=none"
-        problems.append(
-            Problem(
-                f"{type(model).__name__} has no nn.ModuleList with blocks in it", _WHERE, fix=fix
-            )
-        )
-    if device.type == "cpu" and not any(
-        map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))
-    ):
+        problems.append(Problem(what, _WHERE, fix=fix))
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if device.type == "cpu" and not any(map(shutil.which, compilers)):
         why = "torch.compile writes C++ for a CPU"
-        problems.append(
-            Problem("no C++ compiler", _WHERE, why, "install g++, or engine.compile=none")
-        )
+        fix = "install g++, or engine.compile=none"
+        problems.append(Problem("no C++ compiler", _WHERE, why, fix))
     if device.type == "cuda" and find_spec("triton") is None:
         why = "torch.compile writes Triton kernels for a GPU"
-        problems.append(
-            Problem(
-                "triton is not installed", _WHERE, why, "pip install triton, or engine.compile=none"
-            )
-        )
+        fix = "pip install triton, or engine.compile=none"
+        problems.append(Problem("triton is not installed", _WHERE, why, fix))
     return problems
 
 
 class EagerWatch(logging.Handler):
-    """Remembers that compiled code was given up for eager.
+    """Notices when torch gives up compiled code and runs a function eager.
 
-    torch gives up a function after torch._dynamo.config.recompile_limit variants of it (shapes, dtypes, branches), and
-    says so to its logger alone.
+    torch does so after torch._dynamo.config.recompile_limit variants of the function (shapes, dtypes, branches). It
+    reports that to its logger only.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._found = ""
-        self._told = False
+        self._taken = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by torch's logger."""
@@ -72,15 +66,15 @@ class EagerWatch(logging.Handler):
             self._found = "; ".join(line.strip() for line in text.splitlines()[:3])
 
     def take(self) -> str:
-        """Which function fell back to eager, the first one, and why; told once, empty before and after."""
-        if self._told or not self._found:
+        """The first function that runs eager, and why. Given once; empty before and after."""
+        if self._taken or not self._found:
             return ""
-        self._told = True
+        self._taken = True
         return self._found
 
 
 def compile_blocks(model: nn.Module) -> EagerWatch:
-    """Compile the blocks of `model` in place, each at its first call; state_dict keys stay as they are."""
+    """Compile the blocks of `model` in place, each at its first call. state_dict keys stay as they are."""
     watch = EagerWatch()
     logging.getLogger("torch._dynamo").addHandler(watch)
     for block in blocks_of(model):

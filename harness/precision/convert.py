@@ -1,5 +1,7 @@
-"""From a plan to a running backend: convert the model and set matmul precision; and what monitors and engines must know
-of the backend.
+"""From a plan to a running backend, and what monitors and engines need to know about it.
+
+`build_backend` converts the model and sets torch's matmul precision. `monitor_context` describes the result to
+monitors. `check_half_weights` and `autocast_dtype` are for DeepSpeed, which owns part of the precision itself.
 """
 
 from __future__ import annotations
@@ -26,37 +28,40 @@ def build_backend(
     device: torch.device,
     loss_scale: LossScale | None = None,
 ) -> PrecisionBackend:
-    """Convert `model` in place as the plan says and return the backend that runs it.
+    """Convert `model` in place as the plan says, and return the backend that runs it.
 
     Parameters keep their identity. Call it before the model is wrapped and before the optimizer is built.
 
-    Raises MisuseError where a layer to be converted was compiled by itself before.
+    Raises MisuseError if a layer to be converted was compiled by itself before.
     """
     _refuse_compiled(plan, model)
     torch.set_float32_matmul_precision(recipe.float32_matmul)
+
+    # Only fp16 backends take a loss scale.
     scaled = {} if loss_scale is None else {"loss_scale": loss_scale}
-    backend: PrecisionBackend = BACKENDS[plan.rung.backend].load()(
-        plan, recipe, model, device, **scaled
-    )
+    kind = BACKENDS[plan.rung.backend].load()
+    backend: PrecisionBackend = kind(plan, recipe, model, device, **scaled)
+
+    # On an fp32 rung everything computes in float32 already.
     if plan.rung.precision != "fp32":
         keep_in_fp32(model, plan.keep_fp32, device.type)
     return backend
 
 
 def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
-    """A layer that was compiled alone keeps computing what it was: it would go past its FP8 or float32 in silence.
+    """Raises MisuseError for a layer that was compiled alone: it would silently go on computing what it was.
 
-    A block or model around such layers is traced at its first call, and sees what they have become.
+    A compiled block or model around such layers is fine: it is traced at its first call, after they were converted.
     """
     compiled = {id(each) for each in model.modules() if each._compiled_call_impl is not None}
     changed = {row.module for row in plan.layers if row.precision == "fp8"} | set(plan.keep_fp32)
     named = dict(model.named_modules(remove_duplicate=False))
-    if found := sorted(name for name in changed if name in named and id(named[name]) in compiled):
+    found = sorted(name for name in changed if name in named and id(named[name]) in compiled)
+    if found:
+        what = "was compiled before it was prepared"
         why = "its compiled call would go on computing what it was, whatever the plan says"
         fix = "compile after prepare(), or the blocks around it"
-        raise MisuseError(
-            [Problem("was compiled before it was prepared", name, why, fix) for name in found]
-        )
+        raise MisuseError([Problem(what, name, why, fix) for name in found])
 
 
 def monitor_context(
@@ -67,9 +72,10 @@ def monitor_context(
     scales_loss: bool,
     leaves_fp16: bool,
 ) -> MonitorContext:
-    """What monitors may ask of a model under `backend`; guard, data and schedule are the loop's to add.
+    """What monitors may ask about a model under `backend`. The caller adds guard, data and schedule.
 
-    scales_loss: there is an fp16 loss scale. leaves_fp16: it is ours, so that the whole run may leave fp16.
+    scales_loss: there is an fp16 loss scale.
+    leaves_fp16: the loss scale is owned here, not by an engine, so the whole run may leave fp16.
     """
     return MonitorContext(
         guard=GuardConfig(),
@@ -83,29 +89,27 @@ def monitor_context(
 
 
 def check_half_weights(recipe: Recipe, rung: Rung) -> list[Problem]:
-    """What an fp16 engine with half-precision weights and a loss scale of its own (DeepSpeed's) cannot do of `recipe`.
+    """What of `recipe` an fp16 engine with half-precision weights and its own loss scale (DeepSpeed's) cannot do.
 
-    Empty on every other rung: there weights are fp32 and the scale is ours.
+    Empty on every other rung: there weights are fp32, and no engine scales the loss.
     """
     if rung.precision != "fp16":
         return []
-    where, fix = f"recipe {recipe.name}", "start it with torchrun or python instead of deepspeed"
+    where = f"recipe {recipe.name}"
+    fix = "start it with torchrun or python instead of deepspeed"
     problems: list[Problem] = []
     if recipe.layers.keep_fp32:
+        what = "DeepSpeed cannot keep modules in fp32"
         why = "its fp16 engine turns all weights to half precision"
-        problems.append(
-            Problem("DeepSpeed cannot keep modules in fp32", f"{where}: layers.keep_fp32", why, fix)
-        )
+        problems.append(Problem(what, f"{where}: layers.keep_fp32", why, fix))
     if recipe.loss_scale != LossScaleConfig():
+        what = "DeepSpeed does not follow this loss scale"
         why = "its fp16 engine has a loss scale of its own"
-        problems.append(
-            Problem("DeepSpeed does not follow this loss scale", f"{where}: loss_scale", why, fix)
-        )
+        problems.append(Problem(what, f"{where}: loss_scale", why, fix))
     return problems
 
 
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
-    """What an engine that owns autocast (DeepSpeed) must be told: None for fp32."""
-    return {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[
-        plan.rung.precision
-    ]
+    """The dtype for an engine that owns autocast (DeepSpeed); None for fp32."""
+    dtypes = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+    return dtypes[plan.rung.precision]

@@ -1,18 +1,20 @@
-"""A model's layers: which may run in FP8, which stay in float32, which are computed in one; and how one is replaced.
+"""A model's layers: which may run in FP8, which stay in float32, which are computed together, and how one is replaced.
 
-Every layer that may not run in FP8 (by name, block, kind or size) gets one reason.
+FP8 (`LayerFilter`). Every Linear that may not run in FP8 gets one reason: its name, block, kind or size.
+transformers' Conv1D (GPT-2) counts as a Linear here; its weight is [in, out], which not every backend computes from.
 
-`layers.keep_fp32` is for what overflows or loses too much in 16 bits: attention scores, a router, the head, the loss.
-Autocast is off in such a module's forward, half-precision inputs are cast up. The module's class is replaced by a
-subclass of its own class, so Parameters, hooks, names and state_dict keys stay as they are, activation checkpointing
-recomputes the same, and equal modules still share their compiled code.
+`layers.keep_fp32` (`find_kept`, `keep_in_fp32`) is for what overflows or loses too much in 16 bits: attention scores, a
+router, the head, the loss. In such a module's forward autocast is off, and half-precision inputs are cast up. The
+module's class is replaced by a subclass of it. So Parameters, hooks, names and state_dict keys stay as they are,
+activation checkpointing recomputes the same, and equal modules still share their compiled code.
 
-`layers.fuse`: a norm with the Linear that it feeds, an MLP. A module declares it of its own parts, by their names as
-seen from the module: `fusible_norms`, from a Linear to the norm whose output is the Linear's input; `fusible_swiglu`,
-from a Linear to the one that takes silu(first half of its output) * second half. Nothing is guessed.
+`layers.fuse` (`plan_fusion`): a norm with the Linear that it feeds, or a whole MLP, is computed as one block. A module
+declares this for its own parts, by their names as seen from the module. Nothing is guessed.
+- `fusible_norms`: from a Linear to the norm whose output is the Linear's input.
+- `fusible_swiglu`: from a Linear to the one that takes silu(first half of its output) * second half.
 
-A Linear that is replaced by one of another class gives it its own Parameters: ties, optimizers and hooks survive.
-transformers' Conv1D (GPT-2) is a Linear here, whose weight is [in, out]; not every backend computes from that.
+Replacing (`swap_linears`). A Linear gives its own Parameters to the layer that replaces it, so tied weights, optimizers
+and hooks survive.
 """
 
 from __future__ import annotations
@@ -36,49 +38,60 @@ from harness.precision.recipe import LayersConfig, Recipe, Rung
 
 
 class LayerFilter:
-    """A recipe's `layers` section on one model.
+    """A recipe's `layers` section, applied to one model.
 
-    multiple: what sizes must be multiples of. where: the section, for messages. refuses: backend that does not take
-    weights [in, out]; empty if it does. problems: patterns that match no Linear and blocks that are not there; with
-    any of them the answers of `kept_out` mean nothing.
+    multiple: sizes must be multiples of it.
+    where: the section, for messages.
+    refuses: a backend that does not take weights [in, out]; empty if it does.
+    problems: patterns that match no Linear, and blocks that do not exist. With any of them the answers of `kept_out`
+        mean nothing.
     """
 
     def __init__(
         self, model: nn.Module, layers: LayersConfig, multiple: int, where: str, refuses: str = ""
     ) -> None:
-        self._layers, self._multiple, self._refuses = layers, multiple, refuses
+        self._layers = layers
+        self._multiple = multiple
+        self._refuses = refuses
         self._names = names_of(model)
         self._owners = _owners_of_parameters(model)
-        self._linears = [
-            name for module, names in self._names.items() if is_linear(module) for name in names
-        ]
+        self._linears: list[str] = []
+        for module, names in self._names.items():
+            if is_linear(module):
+                self._linears += names
         self.problems = self._unmatched(where)
         self._skipped = self._skipped_blocks(model, where)
 
     def kept_out(self, linear: nn.Linear) -> str:
         """Why `linear`, a Linear of the model, stays out of FP8; empty if it does not."""
+        # What the recipe says.
         layers, names = self._layers, self._names[linear]
-        if excluded := _first_match([*layers.exclude, *layers.exclude_if_present], names):
+        excluded = _first_match([*layers.exclude, *layers.exclude_if_present], names)
+        if excluded:
             return f"excluded by name ({excluded})"
         if not _first_match(layers.include, names):
             return "not in layers.include"
         for block, reason in self._skipped.items():
             if any(name == block or name.startswith(f"{block}.") for name in names):
                 return reason
+
+        # Kinds of Linear that a converted layer could not stand for.
         if linear._parameters.get("weight") is None:
             return "its weight is computed, not a Parameter (weight_norm)"
         if is_lazy(linear.weight):
             return "has no size before its first forward"
         if is_conv1d(linear) and self._refuses:
-            return (
-                f"{type(linear).__name__}: {self._refuses} does not compute from a weight [in, out]"
-            )
+            kind = type(linear).__name__
+            return f"{kind}: {self._refuses} does not compute from a weight [in, out]"
         if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight and does not call it"
         if type(linear) is not nn.Linear and not _is_conv1d_itself(type(linear)):
             return f"{type(linear).__name__} is a Linear of its own kind"
-        if any(part in _ADAPTERS for name in names for part in name.split(".")):
+        parts = {part for name in names for part in name.split(".")}
+        if not parts.isdisjoint(_ADAPTERS):
             return "a low-rank adapter (LoRA): too small to gain, and all that is trained"
+
+        # Sizes that FP8 cannot compute, or gains nothing from.
         size = features(linear)
         if any(value % self._multiple for value in size):
             return f"sizes {size[0]}x{size[1]} are not multiples of {self._multiple}"
@@ -88,21 +101,18 @@ class LayerFilter:
         return f"weight shared with {owner}, which is no Linear" if owner else ""
 
     def _unmatched(self, where: str) -> list[Problem]:
-        return [
-            Problem(
-                f'pattern "{pattern}" matches no Linear',
-                f"{where}.{key}",
-                fix=near_match(pattern, self._linears)
-                if self._linears
-                else "the model has no Linear",
-            )
-            for key, patterns in (
-                ("include", self._layers.include),
-                ("exclude", self._layers.exclude),
-            )
-            for pattern in patterns
-            if not any(fnmatchcase(name, pattern) for name in self._linears)
-        ]
+        """A problem for each pattern that must match something and matches no Linear."""
+        problems: list[Problem] = []
+        for key in ("include", "exclude"):
+            for pattern in getattr(self._layers, key):
+                if any(fnmatchcase(name, pattern) for name in self._linears):
+                    continue
+                fix = "the model has no Linear"
+                if self._linears:
+                    fix = near_match(pattern, self._linears)
+                what = f'pattern "{pattern}" matches no Linear'
+                problems.append(Problem(what, f"{where}.{key}", fix=fix))
+        return problems
 
     def _skipped_blocks(self, model: nn.Module, where: str) -> dict[str, str]:
         """Name of each block that stays out -> why. Adds to `problems`."""
@@ -110,26 +120,23 @@ class LayerFilter:
         if not first + last:
             return {}
         blocks = repeated_blocks(model)
-        keys = " and ".join(
-            f"{where}.skip_{end}_blocks"
-            for end, count in (("first", first), ("last", last))
-            if count
-        )
+        total = len(blocks)
+
+        given = [end for end, count in (("first", first), ("last", last)) if count]
+        keys = " and ".join(f"{where}.skip_{end}_blocks" for end in given)
         if not blocks:
+            what = f"{type(model).__name__} has no repeated blocks"
             why = "no nn.ModuleList or nn.Sequential in it has two or more children of one class"
             fix = "name the layers in layers.exclude instead"
-            self.problems.append(
-                Problem(f"{type(model).__name__} has no repeated blocks", keys, why, fix)
-            )
-        elif first + last >= len(blocks):
-            what = f"skips {first + last} blocks of a model that has {len(blocks)} ({blocks[0]} to {blocks[-1]})"
-            self.problems.append(
-                Problem(what, keys, fix=f"skip {len(blocks) - 1} at most, or take the recipe bf16")
-            )
-        total = len(blocks)
-        skipped = dict.fromkeys(
-            blocks[:first], f"in the first {first} of {total} blocks (skip_first_blocks)"
-        )
+            self.problems.append(Problem(what, keys, why, fix))
+        elif first + last >= total:
+            what = f"skips {first + last} blocks of a model that has {total} ({blocks[0]} to {blocks[-1]})"
+            fix = f"skip {total - 1} at most, or take the recipe bf16"
+            self.problems.append(Problem(what, keys, fix=fix))
+
+        skipped: dict[str, str] = {}
+        for block in blocks[:first]:
+            skipped[block] = f"in the first {first} of {total} blocks (skip_first_blocks)"
         for block in blocks[max(0, total - last) :]:
             skipped[block] = f"in the last {last} of {total} blocks (skip_last_blocks)"
         return skipped
@@ -140,7 +147,7 @@ _ADAPTERS = ("lora_A", "lora_B")
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is a Linear, or a Conv1D."""
+    """Whether it is a Linear or a Conv1D."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
@@ -154,7 +161,7 @@ def _is_conv1d_itself(kind: type) -> bool:
 
 
 def features(linear: nn.Linear) -> tuple[int, int]:
-    """(out, in) of what `is_linear` is true of."""
+    """(out, in) of a module for which `is_linear` is true."""
     if is_conv1d(linear):
         into, out = linear.weight.shape
         return out, into
@@ -162,7 +169,7 @@ def features(linear: nn.Linear) -> tuple[int, int]:
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module of `model` but itself, with all names that lead to it."""
+    """Every module of `model` except itself, with all names that lead to it."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name:
@@ -173,9 +180,9 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Names of the model's repeated blocks, first to last; empty if it has none.
 
-    They are the elements of that nn.ModuleList or nn.Sequential which holds most parameters, of those with two or more
-    children, all of one class. Counting parameters, not children, finds the layers of a mixture of experts and not the
-    experts of one layer.
+    Candidates are the nn.ModuleLists and nn.Sequentials with two or more children, all of one class. The blocks are the
+    children of the one that holds most parameters. Counting parameters, not children, finds the layers of a mixture of
+    experts and not the experts of one layer.
     """
     best: list[str] = []
     most = 0
@@ -188,24 +195,27 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             continue
         size = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
         if size > most:
-            most, best = size, [f"{name}.{child}" if name else child for child in children]
+            most = size
+            best = [f"{name}.{child}" if name else child for child in children]
     return best
 
 
 def _first_match(patterns: list[str], names: list[str]) -> str:
-    return next(
-        (pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)), ""
-    )
+    """The first pattern that matches one of the names; empty if none does."""
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in names):
+            return pattern
+    return ""
 
 
 def _owners_of_parameters(model: nn.Module) -> dict[Tensor, str]:
     """Each Parameter owned by a module that is not a Linear -> that module's name."""
-    return {
-        parameter: name
-        for name, module in model.named_modules()
-        if not is_linear(module)
-        for parameter in module.parameters(recurse=False)
-    }
+    owners: dict[Tensor, str] = {}
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            for parameter in module.parameters(recurse=False):
+                owners[parameter] = name
+    return owners
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -214,32 +224,32 @@ _HALF = (torch.float16, torch.bfloat16)
 def find_kept(
     model: nn.Module, patterns: Sequence[str], where: str
 ) -> tuple[dict[nn.Module, str], list[Problem]]:
-    """The modules that `patterns` mean, each with its pattern, and a Problem for each pattern that means none.
+    """The modules that `patterns` match, each with its pattern, and a Problem for each pattern without effect.
 
-    A module that is never called cannot be kept: containers have no forward, and nn.MultiheadAttention reads the
-    weights of its `out_proj` without calling it. where: the recipe key, for messages.
+    A module that is never called cannot be kept in fp32. Containers have no forward, and nn.MultiheadAttention reads
+    the weights of its `out_proj` without calling it.
+
+    where: the recipe key, for messages.
     """
     names = {module: found for module, found in names_of(model).items() if _is_called(module)}
+    every_name = [name for found in names.values() for name in found]
     kept: dict[nn.Module, str] = {}
     problems: list[Problem] = []
     for pattern in patterns:
-        matched = [
-            module
-            for module, found in names.items()
-            if any(fnmatchcase(name, pattern) for name in found)
-        ]
+        matched: list[nn.Module] = []
+        for module, found in names.items():
+            if any(fnmatchcase(name, pattern) for name in found):
+                matched.append(module)
         if not matched:
-            known = [name for found in names.values() for name in found]
             what = f'pattern "{pattern}" matches no module that is called'
-            problems.append(Problem(what, where, fix=near_match(pattern, known)))
+            problems.append(Problem(what, where, fix=near_match(pattern, every_name)))
         for module in matched:
             kept.setdefault(module, pattern)
             if "forward" in vars(module):
                 what = f"{names[module][0]} had its forward replaced on the object"
                 why = "an fp32 forward of its class would never run"
-                problems.append(
-                    Problem(what, where, why, "prepare the model before other tools wrap it")
-                )
+                fix = "prepare the model before other tools wrap it"
+                problems.append(Problem(what, where, why, fix))
     return kept, problems
 
 
@@ -247,15 +257,17 @@ def enclosing(
     kept: Mapping[nn.Module, str], names: Mapping[nn.Module, list[str]], module: nn.Module
 ) -> str:
     """Name of a kept module around `module`, under any of its names; empty if there is none."""
-    own = names[module]
-    outer = (name for other in kept for name in names[other])
-    return next((name for name in outer if any(inner.startswith(f"{name}.") for inner in own)), "")
+    for other in kept:
+        for name in names[other]:
+            if any(inner.startswith(f"{name}.") for inner in names[module]):
+                return name
+    return ""
 
 
 def keep_in_fp32(model: nn.Module, names: Sequence[str], device_type: str) -> None:
-    """From now on the named modules of `model` compute in float32 and return what they then return.
+    """From now on the named modules of `model` compute in float32, and their outputs are what float32 gives.
 
-    A deep copy does the same; a pickle is of the module's own class.
+    A deep copy does the same. A pickle is of the module's own class.
     """
     for module in dict.fromkeys(model.get_submodule(name) for name in names):
         module.__class__ = _fp32_class(type(module), device_type)
@@ -263,18 +275,23 @@ def keep_in_fp32(model: nn.Module, names: Sequence[str], device_type: str) -> No
 
 @cache
 def _fp32_class(base: type[nn.Module], device_type: str) -> type[nn.Module]:
-    """One class for each `base`: torch.compile would compile equal blocks of different classes again and again."""
+    """A subclass of `base` that computes in float32.
+
+    There is one for each `base`: torch.compile compiles a block again for every new class of the modules in it.
+    """
 
     @wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
             return base.forward(self, *widened(args), **widened(kwargs))
 
+    # A deep copy computes in float32, too. Python would make it from `reduce`, of the module's own class.
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = object.__new__(type(self))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
 
+    # This class cannot be imported where a pickle is loaded, so a pickle is of the module's own class.
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return object.__new__, (base,), self.__getstate__()
 
@@ -288,16 +305,15 @@ def _fp32_class(base: type[nn.Module], device_type: str) -> type[nn.Module]:
 
 
 def widened(value: Any) -> Any:
-    """`value` with every float16 and bfloat16 tensor in it as float32; looks into tuples, lists, dicts, dataclasses."""
+    """`value` with every float16 and bfloat16 tensor in it as float32. Looks into tuples, lists, dicts, dataclasses."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALF else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(widened, value))
     if type(value) is tuple or type(value) is list:
         return type(value)(widened(item) for item in value)
-    if not isinstance(value, type) and is_dataclass(
-        value
-    ):  # transformers' outputs are dicts as well
+    # Before dicts: transformers' outputs are dataclasses and dicts.
+    if not isinstance(value, type) and is_dataclass(value):
         found = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         wide = {name: widened(item) for name, item in found.items()}
         changed = any(wide[name] is not item for name, item in found.items())
@@ -317,14 +333,15 @@ def kind_of(module: nn.Module) -> str:
 
 
 def _is_called(module: nn.Module) -> bool:
-    read_by_its_parent = nn.modules.linear.NonDynamicallyQuantizableLinear
-    return type(module).forward is not nn.Module.forward and not isinstance(
-        module, read_by_its_parent
-    )
+    """Whether a forward of `module` ever runs. nn.MultiheadAttention reads its out_proj instead of calling it."""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    return type(module).forward is not nn.Module.forward
 
 
 DECLARATION, SWIGLU = "fusible_norms", "fusible_swiglu"
 _EXAMPLES = {DECLARATION: '{"attn.qkv": "attn_norm"}', SWIGLU: '{"gate_up": "down"}'}
+_Pair = tuple[nn.Module, nn.Module]
 
 
 def plan_fusion(
@@ -338,27 +355,50 @@ def plan_fusion(
 
     kept: modules that compute in fp32. Raises ConfigError naming every declaration that means nothing.
     """
+    # Whether this rung fuses at all.
+    nothing = "layers.fuse: nothing is fused,"
     fuses = BACKENDS[rung.backend].fuses
     if rung.precision != "fp8" or not fuses:
         have = ", ".join(name for name, backend in BACKENDS.items() if backend.fuses)
-        return list(
-            rows
-        ), f"layers.fuse: nothing is fused, {rung.name} has no fused blocks ({have} has)"
+        return list(rows), f"{nothing} {rung.name} has no fused blocks ({have} has)"
     if recipe.fp8.scaling not in fuses:
         why = f"fp8.scaling {recipe.fp8.scaling} measures the norm's output, which a fused block does not give out"
-        return list(rows), f"layers.fuse: nothing is fused, {why}"
-    (declared, problems), (mlps, more) = _declared(model, DECLARATION), _declared(model, SWIGLU)
+        return list(rows), f"{nothing} {why}"
+
+    # What the model declares.
+    declared, problems = _declared(model, DECLARATION)
+    mlps, more = _declared(model, SWIGLU)
     if problems + more:
         raise ConfigError(problems + more)
     if not declared:
-        return list(
-            rows
-        ), f"layers.fuse: nothing is fused, no module of the model declares {DECLARATION}"
+        return list(rows), f"{nothing} no module of the model declares {DECLARATION}"
+
+    made, count = _with_norms(model, rows, declared, kept)
+    note = f"layers.fuse: {count} of {len(declared)} declared pairs are fused, see their rows"
+    if mlps:
+        made = _with_mlps(model, made, mlps)
+        blocks = sum(bool(row.first) for row in made)
+        note += f"; {blocks} of {len(mlps)} declared SwiGLU MLPs are one block"
+    return made, note
+
+
+def _with_norms(
+    model: nn.Module,
+    rows: Sequence[LayerPlan],
+    declared: Mapping[_Pair, tuple[str, str]],
+    kept: Mapping[nn.Module, str],
+) -> tuple[list[LayerPlan], int]:
+    """`rows` with the norm that is fused with each Linear, or why it is not, and how many are fused.
+
+    declared: (Linear, norm) -> the names that the declaration gives them.
+    """
     names = names_of(model)
     feeds = Counter(norm for _, norm in declared)
     norms: dict[nn.Module, list[nn.Module]] = {}
     for linear, norm in declared:
         norms.setdefault(linear, []).append(norm)
+
+    # The row of each Linear; and for the row of each fused norm, the Linear that it is fused with.
     fused: dict[str, LayerPlan] = {}
     into: dict[str, str] = {}
     for row in rows:
@@ -366,47 +406,46 @@ def plan_fusion(
         if row.precision != "fp8" or linear not in norms:
             continue
         norm = norms[linear][0]
-        _, name = declared[linear, norm]
-        around = enclosing(kept, names, norm)
+        linear_name, norm_name = declared[linear, norm]
         if len(norms[linear]) > 1:
             why = f"{len(norms[linear])} norms are declared to feed it"
         elif feeds[norm] > 1:
             why = f"it feeds {feeds[norm]} Linears"
-        elif norm in kept or around:
+        elif norm in kept or enclosing(kept, names, norm):
             why = "it is kept in fp32"
         else:
             why = _unfit(norm, linear)
         if why:
-            fused[row.module] = replace(row, reason=f"{row.reason}, not fused with {name}: {why}")
+            reason = f"{row.reason}, not fused with {norm_name}: {why}"
+            fused[row.module] = replace(row, reason=reason)
         else:
-            fused[row.module] = replace(
-                row, reason=f"{row.reason}, fused with {name}", norm=names[norm][0]
-            )
-            into[names[norm][0]] = declared[linear, norm][0]
-    made = [fused.get(row.module, row) for row in rows]
-    for index, row in enumerate(made):
+            full_name = names[norm][0]
+            reason = f"{row.reason}, fused with {norm_name}"
+            fused[row.module] = replace(row, reason=reason, norm=full_name)
+            into[full_name] = linear_name
+
+    made: list[LayerPlan] = []
+    for row in rows:
+        row = fused.get(row.module, row)
         if row.module in into:
-            why = (
-                f"computed in one with {into[row.module]}, by bf16 weights, where that runs in FP8"
-            )
-            made[index] = replace(row, reason=why)
-    note = f"layers.fuse: {len(into)} of {len(declared)} declared pairs are fused, see their rows"
-    if not mlps:
-        return made, note
-    made = _with_mlps(model, made, mlps)
-    return (
-        made,
-        f"{note}; {sum(bool(row.first) for row in made)} of {len(mlps)} declared SwiGLU MLPs are one block",
-    )
+            linear_name = into[row.module]
+            why = f"computed in one with {linear_name}, by bf16 weights, where that runs in FP8"
+            row = replace(row, reason=why)
+        made.append(row)
+    return made, len(into)
 
 
 def _with_mlps(
     model: nn.Module,
     rows: Sequence[LayerPlan],
-    mlps: Mapping[tuple[nn.Module, nn.Module], tuple[str, str]],
+    mlps: Mapping[_Pair, tuple[str, str]],
 ) -> list[LayerPlan]:
-    """`rows` with the first Linear of each MLP that is fused at the row of its second, or why it is not."""
-    firsts, seconds = Counter(first for first, _ in mlps), Counter(second for _, second in mlps)
+    """`rows` with the first Linear of each fused MLP in the row of its second, or why it is not fused.
+
+    mlps: (first Linear, second Linear) -> the names that the declaration gives them.
+    """
+    firsts = Counter(first for first, _ in mlps)
+    seconds = Counter(second for _, second in mlps)
     fp8 = {model.get_submodule(row.module): row for row in rows if row.precision == "fp8"}
     made = {row.module: row for row in rows}
     for (first, second), (name, _) in mlps.items():
@@ -426,34 +465,34 @@ def _with_mlps(
         if why or before is None:
             made[row.module] = replace(row, reason=f"{row.reason}, not one MLP with {name}: {why}")
         else:
-            made[row.module] = replace(
-                row, reason=f"{row.reason}, one MLP with {name}", first=before.module
-            )
+            reason = f"{row.reason}, one MLP with {name}"
+            made[row.module] = replace(row, reason=reason, first=before.module)
     return list(made.values())
 
 
 def _declared(
     model: nn.Module, attribute: str
-) -> tuple[dict[tuple[nn.Module, nn.Module], tuple[str, str]], list[Problem]]:
-    """The pairs of every declaration, each once, with the names that it gives them, and what means nothing."""
-    pairs: dict[tuple[nn.Module, nn.Module], tuple[str, str]] = {}
+) -> tuple[dict[_Pair, tuple[str, str]], list[Problem]]:
+    """The pairs of every declaration, each once, with the names that it gives them, and what is wrong with any."""
+    pairs: dict[_Pair, tuple[str, str]] = {}
     problems: list[Problem] = []
     for name, module in model.named_modules():
         declaration = getattr(module, attribute, {})
         where = f"{name or type(model).__name__}.{attribute}"
         if not isinstance(declaration, Mapping):
+            what = f"is a {type(declaration).__name__}, not a mapping"
             fix = f"give a mapping such as {_EXAMPLES[attribute]}"
-            problems.append(
-                Problem(f"is a {type(declaration).__name__}, not a mapping", where, fix=fix)
-            )
+            problems.append(Problem(what, where, fix=fix))
             continue
+
+        # The empty name is the module itself, which is none of its parts.
         parts = dict(module.named_modules(remove_duplicate=False))
         for one, other in declaration.items():
-            if missing := [each for each in (one, other) if parts.get(each) is None or not each]:
+            missing = [each for each in (one, other) if parts.get(each) is None or not each]
+            if missing:
+                what = f"has no part {', '.join(map(repr, missing))}"
                 fix = "name parts of the module itself, as in its named_modules()"
-                problems.append(
-                    Problem(f"has no part {', '.join(map(repr, missing))}", where, fix=fix)
-                )
+                problems.append(Problem(what, where, fix=fix))
             else:
                 pairs[parts[one], parts[other]] = (one, other)
     return pairs, problems
@@ -476,9 +515,10 @@ def _unfit(norm: nn.Module, linear: nn.Module) -> str:
 
 def _unfit_mlp(first: Any, second: Any) -> str:
     """Why no block of Transformer Engine computes these as an MLP; empty if one does."""
-    sizes = [(each.in_features, each.out_features) for each in (first, second)]
-    if sizes != [(sizes[0][0], 2 * sizes[1][0]), (sizes[1][0], sizes[0][0])]:
-        return f"{sizes[0][0]} to {sizes[0][1]} and {sizes[1][0]} to {sizes[1][1]} features make no MLP with two halves"
+    width, doubled = first.in_features, first.out_features
+    hidden, out = second.in_features, second.out_features
+    if doubled != 2 * hidden or out != width:
+        return f"{width} to {doubled} and {hidden} to {out} features make no MLP with two halves"
     if (first.bias is None) != (second.bias is None):
         return "one of them has a bias, and the other has none"
     return ""
@@ -491,18 +531,22 @@ M = TypeVar("M", bound=nn.Module)
 def swap_linears(
     model: nn.Module, names: Sequence[str], make: Callable[[nn.Linear], M]
 ) -> dict[str, M]:
-    """Replace each named Linear of `model` by `make(linear)`, which must share its Parameters; returns them by name.
+    """Replace each named Linear of `model` by `make(linear)`, which must share its Parameters. Returns them by name.
 
-    A module reachable under several names is replaced once and put back under all of them.
+    A module with several names is replaced once, under all of them.
     """
     wanted = set(names)
     swapped: dict[str, M] = {}
     replacements: dict[nn.Module, M] = {}
+
+    # Make each replacement once. named_children() gives a module one name only.
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}" if parent_name else child_name
             if name in wanted and is_linear(child):
                 replacements[child] = swapped[name] = make(child)
+
+    # Set it wherever the Linear was, under every name.
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):
             if child is not None and child in replacements:
@@ -511,7 +555,7 @@ def swap_linears(
 
 
 def twin(linear: nn.Linear, to: type[L]) -> L:
-    """A `to` with the same state as `linear`: Parameters by identity, hooks and training flag included."""
+    """A shallow copy of `linear`, of class `to`: the same Parameters, hooks and training flag."""
     made = to.__new__(to)
     made.__dict__.update(linear.__dict__)
     return made
@@ -520,6 +564,9 @@ def twin(linear: nn.Linear, to: type[L]) -> L:
 def pickled_as_linear(
     module: nn.Module, own: Collection[str], plain: type[nn.Module] = nn.Linear
 ) -> tuple[Any, ...]:
-    """`__reduce_ex__` of a converted layer: a `plain` one without its `own` attributes: FP8 state belongs to a run."""
+    """`__reduce_ex__` of a converted layer: its pickle is a `plain` one, without its `own` attributes.
+
+    FP8 state belongs to a run, not to a model.
+    """
     state = {name: value for name, value in module.__dict__.items() if name not in own}
     return object.__new__, (plain,), state

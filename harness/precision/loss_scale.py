@@ -1,8 +1,13 @@
 """The dynamic loss scale of fp16, on the device.
 
-It follows GradScaler's rule, with a floor and a cap. torch.amp.GradScaler lets its scale reach 0.0 after some 166 bad
-steps, and the next clean step then writes NaN into the weights. Here the scale stays within [floor, cap], and no host
-read is needed to use or to update it.
+Why a loss scale. fp16 has no values below 6e-8, and many gradients are smaller. The loss is multiplied by a large scale
+before backward, which multiplies every gradient by it. The gradients are divided by it again before the update.
+
+The rule is GradScaler's. If a gradient is not finite, the scale was too large: the update is skipped and the scale goes
+down. After `growth_interval` good steps in a row it goes up.
+
+What is added is a floor and a cap. torch.amp.GradScaler lets its scale reach 0.0 after about 166 bad steps, and the
+next clean step then writes NaN into the weights. No host read is needed to use or to update the scale.
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ from harness.precision.recipe import LossScaleConfig, Recipe
 
 
 class LossScale:
-    """value: float32 0-d, what the loss is multiplied by. tracker: good steps since the last change, float32 0-d.
+    """The scale and its rule.
 
+    value: float32 0-d, what the loss is multiplied by.
+    tracker: float32 0-d, good steps since the last change.
     retired: the run left fp16; the value stays 1.
     """
 
@@ -38,20 +45,22 @@ class LossScale:
     def update(self, overflow: Tensor, skip: Tensor) -> None:
         """Once per step, by torch's amp_update_scale rule.
 
-        overflow: float32 0-d, 1.0 if gradients were not finite on some rank: the scale is lowered. skip: float32 0-d,
-        1.0 if the update was skipped. For another reason (bad data, a spike, a loss that alone is NaN) nothing changes:
-        the scale is not at fault.
+        overflow: float32 0-d, 1.0 if gradients were not finite on some rank. The scale goes down.
+        skip: float32 0-d, 1.0 if the update was skipped. If that was for another reason (bad data, a spike, a loss that
+            alone is NaN), nothing changes: the scale is not at fault.
         """
         if self.retired:
             return
         config = self.config
         bad = overflow > 0
         keep = (skip > 0) & ~bad
+
         counted = self.tracker + 1
         grows = counted >= config.growth_interval
         good = torch.where(grows, self.value * config.growth_factor, self.value)
         scale = torch.where(bad, self.value * config.backoff_factor, good)
         tracker = torch.where(bad | grows, torch.zeros_like(counted), counted)
+
         self.value.copy_(torch.where(keep, self.value, scale.clamp(config.floor, config.cap)))
         self.tracker.copy_(torch.where(keep, self.tracker, tracker))
 
@@ -67,5 +76,5 @@ class LossScale:
 
 
 def build_loss_scale(plan: Plan, recipe: Recipe, device: torch.device) -> LossScale | None:
-    """A dynamic loss scale on fp16 rungs, None elsewhere: bf16 and FP8 rungs have fp32's exponent range."""
+    """A dynamic loss scale on fp16 rungs. None elsewhere: bf16 has fp32's exponent range, and FP8 its own scales."""
     return LossScale(recipe.loss_scale, device) if plan.rung.precision == "fp16" else None

@@ -1,4 +1,10 @@
-"""What a training loop can get wrong between `backward` and the next step, noticed before it does harm."""
+"""Refuses wrong uses of `harness.Precision` in a training loop before they do harm.
+
+Three parts. `optimizer_problems` and `step_problems` check the arguments of a call. `Turn` refuses two threads that
+work with one model at once. `OpenWindow` follows a window from its first forward to its step, and refuses what would
+train something else in between: an optimizer that steps by itself, gradients that were changed, gradients that were
+not zeroed.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +23,7 @@ from harness.core.errors import MisuseError, Problem
 
 OwnsAny = Callable[[Iterable[nn.Parameter]], bool]
 T = TypeVar("T")
+_Mark = tuple[int, int]
 
 
 def misuse(call: str, what: str, why: str = "", fix: str = "") -> MisuseError:
@@ -25,72 +32,70 @@ def misuse(call: str, what: str, why: str = "", fix: str = "") -> MisuseError:
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
-    """Each once, whatever the number of groups that hold it."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return iter(
-        {id(parameter): parameter for group in groups for parameter in group["params"]}.values()
-    )
+    """The parameters of all groups, each once, even if several groups hold it."""
+    found: dict[int, nn.Parameter] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found[id(parameter)] = parameter
+    return iter(found.values())
 
 
 def optimizer_problems(
     call: str, optimizers: Sequence[object], max_grad_norm: float | None, owns_any: OwnsAny
 ) -> list[Problem]:
-    """What `call` has against these optimizers, whenever it comes."""
+    """What is wrong with these arguments of `call`, at any time.
+
+    owns_any: whether any of some parameters belongs to the model.
+    """
     problems: list[Problem] = []
     if max_grad_norm is not None and not max_grad_norm > 0:
-        problems.append(
-            Problem(
-                f"max_grad_norm is {max_grad_norm}", call, fix="over 0, or None for no clipping"
-            )
-        )
+        what = f"max_grad_norm is {max_grad_norm}"
+        problems.append(Problem(what, call, fix="over 0, or None for no clipping"))
     if not optimizers:
         problems.append(Problem("no optimizer", call, fix="give the model's optimizer"))
+
     for each in optimizers:
         name = type(each).__name__
         if not isinstance(each, Optimizer):
-            problems.append(
-                Problem(
-                    f"{name} is no torch.optim.Optimizer", call, fix="give the optimizer itself"
-                )
-            )
+            what = f"{name} is no torch.optim.Optimizer"
+            problems.append(Problem(what, call, fix="give the optimizer itself"))
             continue
         if not owns_any(parameters_of([each])):
+            what = f"{name} holds no parameter of the prepared model"
             fix = "build the optimizer from the parameters of this model"
-            problems.append(
-                Problem(f"{name} holds no parameter of the prepared model", call, fix=fix)
-            )
+            problems.append(Problem(what, call, fix=fix))
         if isinstance(each, LBFGS):
-            why, fix = (
-                "it wants to compute the loss several times a step",
-                "take one that wants no closure",
-            )
+            why = "it computes the loss several times a step"
+            fix = "take an optimizer that needs no closure"
             problems.append(Problem("LBFGS cannot be gated", call, why, fix))
     return problems
 
 
 def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]:
-    """What is wrong with `step` at this moment. backwards: since the last step."""
+    """What is wrong with calling `step` now. backwards: how many there were since the last step."""
     problems: list[Problem] = []
     if not backwards:
         why = "a second step() on the same gradients would apply them twice"
         fix = "call backward() first; with several optimizers: step([first, second]), or one wrap([first, second])"
         problems.append(Problem("no backward() since the last step", "step()", why, fix))
+
     real = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-    if any(
-        parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters_of(real)
-    ):
+    gradients = [parameter.grad for parameter in parameters_of(real)]
+    if any(grad is not None and grad.is_sparse for grad in gradients):
         fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
         problems.append(Problem("a gradient is sparse, and cannot be gated", "step()", fix=fix))
-    if backwards and real and all(parameter.grad is None for parameter in parameters_of(real)):
+    if backwards and real and all(grad is None for grad in gradients):
         fix = "call zero_grad() after step(), not between backward() and step()"
         problems.append(Problem("no parameter has a gradient", "step()", fix=fix))
     return problems
 
 
 class Turn:
-    """One thread at a time works with a prepared model: context, scales and window have one state for all threads.
+    """Lets one thread at a time work with a prepared model.
 
-    A thread may take its turn again within it. Threads that come one after the other are right.
+    Context, scales and window are one state for all threads. A thread that has its turn may take it again. Threads that
+    come one after the other are fine.
     """
 
     def __init__(self) -> None:
@@ -104,7 +109,7 @@ class Turn:
 
     @contextmanager
     def hold(self, call: str) -> Iterator[None]:
-        """Around the work of this thread. Raises MisuseError where another thread is at it."""
+        """Around the work of this thread. Raises MisuseError if another thread is working."""
         here = get_ident()
         again = self._holder.get("thread") == here
         # setdefault is atomic: of two threads that come at once, one gets the other's number.
@@ -113,90 +118,101 @@ class Turn:
         try:
             yield
         finally:
+            # Only the outermost `hold` of a thread ends its turn.
             if not again:
                 del self._holder["thread"]
 
     def check(self, call: str) -> None:
-        """Raises MisuseError where another thread works with the model now."""
+        """Raises MisuseError if another thread works with the model now."""
         if self.elsewhere:
             raise self.refusal(call)
 
     @staticmethod
     def refusal(call: str) -> MisuseError:
-        """The error of the thread that came second."""
+        """The error for the thread that came second."""
         what = "another thread is in a forward, backward, step or evaluation of the same prepared model"
-        why = "autocast belongs to a thread, scales and window to the model: one of both would compute something else"
+        why = "autocast belongs to a thread, scales and window to the model: one of them would compute something else"
         fix = (
-            "one thread at a time (a threading.Lock around what each of them does), or a copy for each thread,"
-            " made before prepare(), with a Precision of its own"
+            "let one thread work at a time (a threading.Lock around what each of them does), or give each thread a copy"
+            " of the model, made before prepare(), with a Precision of its own"
         )
         return misuse(call, what, why, fix)
 
 
 class Live(Generic[T]):
-    """A WeakSet that may be read in one thread while another adds to it."""
+    """A WeakSet that one thread may read while another adds to it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._members: WeakSet[Any] = WeakSet()
 
     def add(self, member: T) -> None:
-        """Until nobody else holds it."""
+        """Add `member`. It leaves by itself when nobody else holds it."""
         with self._lock:
             self._members.add(member)
 
     def discard(self, member: T) -> None:
-        """If it is a member."""
+        """Remove `member` if it is here."""
         with self._lock:
             self._members.discard(member)
 
     def now(self) -> list[T]:
-        """The members of this moment."""
+        """The members at this moment."""
         with self._lock:
             return list(self._members)
 
 
 class OpenWindow:
-    """The time from a window's first `context` to its `step`; from its first `backward` on gradients are not the
-    caller's.
+    """What happens between a window's first `context` and its `step`.
 
-    Raises MisuseError where an optimizer that holds parameters of the model, with gradients, steps by itself, whenever
-    that is: scales would never roll, the gate would not be asked, and under fp16 it would apply scaled gradients, or
-    ones that nobody scaled. scaled: under a loss scale also where somebody changed gradients, told by their addresses
-    and version counters, which no work on the device is needed for. copies: deep copies of the model, or of its parts,
-    that computed with gradients under its scales; an optimizer of theirs is refused as well.
+    Between the first `backward` and the step, the gradients belong to the window, not to the caller.
+
+    An optimizer that holds parameters of the model with gradients must not step by itself at any time. The scales would
+    not roll, the gate would not be asked, and under fp16 scaled gradients would be applied. `refuse` raises
+    MisuseError.
+
+    Under an fp16 loss scale, gradients must also stay as `backward` left them. Their addresses and version counters
+    show a change, and reading those needs no work on the device.
+
+    begun: a forward in `context` has begun the window.
+    backwards: how many there were in this window.
+    copies: deep copies of the model or of its parts that computed with gradients under its scales. An optimizer of a
+        copy is refused as well.
     """
 
     def __init__(self, owns_any: OwnsAny) -> None:
         self.begun = False
         self.backwards = 0
         self.copies: Live[nn.Module] = Live()
-        self._stepping = False
-        self._applied: list[tuple[nn.Parameter, tuple[int, int] | None]] = []
-        self._stepped: list[Optimizer] = []
         self._owns_any = owns_any
-        self._marks: dict[nn.Parameter, tuple[int, int] | None] = {}
+        # Whether this window's own step is running.
+        self._stepping = False
+        # The optimizers of the last step, and one parameter of each with the mark that its gradient had.
+        self._stepped: list[Optimizer] = []
+        self._applied: list[tuple[nn.Parameter, _Mark | None]] = []
+        # How the last `backward` left every gradient, under a loss scale.
+        self._marks: dict[nn.Parameter, _Mark | None] = {}
         _watch_optimizers()
         _windows.add(self)
 
     def backward_done(self, parameters: Iterable[nn.Parameter], scaled: bool) -> None:
-        """One more micro-batch is in the gradients of `parameters`."""
+        """One more micro-batch is in the gradients of `parameters`. scaled: they carry a loss scale."""
         self.backwards += 1
-        self._marks = {parameter: _mark(parameter) for parameter in parameters} if scaled else {}
+        self._marks = {}
+        if scaled:
+            self._marks = {parameter: _mark(parameter) for parameter in parameters}
 
     def check_gradients(self, call: str) -> None:
         """Raises MisuseError if gradients are not as the last `backward` left them."""
-        if changed := [
-            p for p, mark in self._marks.items() if p.grad is not None and _mark(p) != mark
-        ]:
-            what = f"{len(changed)} gradients were changed after backward()"
+        changed = 0
+        for parameter, mark in self._marks.items():
+            if parameter.grad is not None and _mark(parameter) != mark:
+                changed += 1
+        if changed:
+            what = f"{changed} gradients were changed after backward()"
             why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
-            raise misuse(
-                call,
-                what,
-                why,
-                "clip with step(optimizer, max_grad_norm=...), and leave gradients alone",
-            )
+            fix = "clip with step(optimizer, max_grad_norm=...), and leave gradients alone"
+            raise misuse(call, what, why, fix)
 
     def check_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before a window's first backward: raises MisuseError if a gradient is as the last step left it.
@@ -204,32 +220,35 @@ class OpenWindow:
         parameters: the model's.
         """
         applied, self._applied = self._applied, []
-        if any(
+        kept = any(
             parameter.grad is not None and _mark(parameter) == mark for parameter, mark in applied
-        ):
-            what, fix = "gradients were not zeroed after the last step()", "optimizer.zero_grad()"
-            why = "those of two windows would be added, and the former were divided in place"
-            held = {id(parameter) for parameter in parameters_of(self._stepped)}
-            if any(
-                parameter.requires_grad and id(parameter) not in held for parameter in parameters
-            ):
-                what += ", which was of a part of the model"
-                fix = (
-                    "for networks that are trained in turn (a GAN) one Precision each (docs/guide/api.md);"
-                    " else zero_grad() of every optimizer before each window"
-                )
-            raise misuse("backward()", what, why, fix)
+        )
+        if not kept:
+            return
+
+        what = "gradients were not zeroed after the last step()"
+        why = "the gradients of two windows would be added, and the step has already divided the first ones"
+        fix = "optimizer.zero_grad()"
+        # A step of some of the parameters is how networks are trained in turn, which needs another fix.
+        held = {id(parameter) for parameter in parameters_of(self._stepped)}
+        if any(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
+            what += ", which was of a part of the model"
+            fix = (
+                "for networks that are trained in turn (a GAN) one Precision each (docs/guide/api.md);"
+                " else zero_grad() of every optimizer before each window"
+            )
+        raise misuse("backward()", what, why, fix)
 
     def stepped(self, optimizers: Iterable[Optimizer]) -> None:
-        """The gradients of their parameters were applied, or skipped. One of each optimizer stands for all of its."""
+        """The gradients of these optimizers were applied, or skipped."""
         self._stepped = list(optimizers)
-        held = (
-            (p for p in parameters_of([optimizer]) if p.grad is not None)
-            for optimizer in self._stepped
-        )
-        self._applied = [
-            (one, _mark(one)) for one in (next(each, None) for each in held) if one is not None
-        ]
+        # zero_grad() of an optimizer zeroes all of its gradients, so one gradient of each shows whether it was called.
+        self._applied = []
+        for optimizer in self._stepped:
+            for parameter in parameters_of([optimizer]):
+                if parameter.grad is not None:
+                    self._applied.append((parameter, _mark(parameter)))
+                    break
 
     def step_begins(self) -> None:
         """The optimizers may step now."""
@@ -237,10 +256,13 @@ class OpenWindow:
 
     def close(self) -> None:
         """The window ended, or was dropped."""
-        self.begun, self.backwards, self._stepping, self._marks = False, 0, False, {}
+        self.begun = False
+        self.backwards = 0
+        self._stepping = False
+        self._marks = {}
 
     def lets(self, optimizer: Optimizer) -> bool:
-        """Whether it is this window's own step that `optimizer` takes now."""
+        """Whether `optimizer` now takes this window's own step."""
         return self._stepping and self._owns_any(parameters_of([optimizer]))
 
     def refuse(self, optimizer: Optimizer) -> None:
@@ -251,15 +273,16 @@ class OpenWindow:
         if not self._owns_any(with_gradients):
             self._refuse_of_copies(optimizer, with_gradients)
             return
+
+        # The fix depends on how far the loop used the interface: up to backward(), up to context(), or not at all.
         what = f"{type(optimizer).__name__}.step() was called directly"
         why = "the gate, the loss scale and the FP8 scales belong to the step"
         fix = "call precision.step(optimizer) in its place; no GradScaler is needed"
         if not self.backwards:
-            what += (
-                ", after a loss.backward() of its own"
-                if self.begun
-                else ", and no forward was in context()"
-            )
+            if self.begun:
+                what += ", after a loss.backward() of its own"
+            else:
+                what += ", and no forward was in context()"
             fix = "precision.backward(loss) in place of loss.backward(), and precision.step(optimizer) in place of this"
         if not self.begun:
             why = "outside of context() the model computes in plain precision, against the plan"
@@ -268,11 +291,13 @@ class OpenWindow:
         raise misuse("step()", what, why, fix)
 
     def _refuse_of_copies(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        copied = {id(parameter) for copy in self.copies.now() for parameter in copy.parameters()}
+        copied: set[int] = set()
+        for copy in self.copies.now():
+            copied.update(id(parameter) for parameter in copy.parameters())
         if copied.isdisjoint(id(parameter) for parameter in parameters):
             return
         what = f"{type(optimizer).__name__}.step() was called on a deep copy of the prepared model"
-        why = "a copy computes with the original's FP8 scales, which it does not set; in fp16 nothing scales its loss"
+        why = "a copy uses the original's FP8 scales and does not update them; in fp16 nothing scales its loss"
         fix = "copy the model before prepare(), and give each copy that is trained a Precision of its own"
         raise misuse("step()", what, why, fix)
 
@@ -282,11 +307,11 @@ _windows: Live[OpenWindow] = Live()
 
 @cache
 def _watch_optimizers() -> None:
-    """Once a process: torch calls every hook before every step of every optimizer."""
+    """Watch every step of every optimizer; registered once in a process."""
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
         windows = _windows.now()
-        # One that was left open by a Precision that is gone must not stand in the way of the next.
+        # A window that allows the step overrules the others: one may have been left open by a Precision that is gone.
         if not any(window.lets(optimizer) for window in windows):
             for window in windows:
                 window.refuse(optimizer)
@@ -294,6 +319,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(before_step)
 
 
-def _mark(parameter: nn.Parameter) -> tuple[int, int] | None:
+def _mark(parameter: nn.Parameter) -> _Mark | None:
+    """Changes whenever the gradient is replaced or written in place; None without a gradient."""
     grad = parameter.grad
     return None if grad is None else (grad.data_ptr(), grad._version)

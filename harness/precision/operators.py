@@ -1,7 +1,8 @@
-"""Operators that the compiler cannot look into: FP8 layers and their kernels.
+"""Custom operators of FP8 layers and their kernels: torch.compile calls them, and does not look into them.
 
-A graph finds its layer by a number in a tensor, which it takes as an input. What may change between two steps
-(demotion, sampling) is read from the layer when an operator runs.
+A compiled graph must not fix which layer it belongs to, since equal blocks share their graph. So every operator takes a
+handle, a tensor with the layer's number. The operator finds the layer by it when it runs, and then reads what may
+change between two steps (demotion, sampling) from the layer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _numbers = count()
 
 
 def register(layer: nn.Module) -> Tensor:
-    """A handle for `layer`, int64 0-d on the CPU, which does not keep it alive."""
+    """A handle for `layer`, int64 0-d on the CPU. It does not keep the layer alive."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, dtype=torch.int64, device="cpu")
@@ -38,10 +39,16 @@ def define(
     setup: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
 ) -> None:
-    """Register an operator. Compiled code is cached on disk by its name: other results need another name.
+    """Register an operator.
 
-    mutates: arguments that the compiler shall take for written in place. `torch.library.custom_op` does the same, and
-    checks for aliases at every call: 1% of a small layer's time.
+    name: compiled code is cached on disk by it, so an operator with other results needs another name.
+    run: what it computes.
+    fake: its outputs' shapes and dtypes, for the compiler.
+    backward, setup: its gradient, and what that needs from the forward.
+    mutates: arguments that the compiler shall take for written in place.
+
+    `torch.library.custom_op` does the same, and checks for aliases at every call, which costs 1% of a small layer's
+    time.
     """
     full = f"hopper_harness::{name}"
     torch.library.define(full, torch.library.infer_schema(run, mutates_args=mutates))

@@ -1,4 +1,4 @@
-"""A model under its plan, for `harness.Precision`: what runs it, and everything that a continuation needs."""
+"""A model under its plan, for `harness.Precision`: what runs and judges it, and the state that a continuation needs."""
 
 from __future__ import annotations
 
@@ -51,20 +51,33 @@ _FP8_LAYERS = "harness.precision.backends."
 class Prepared:
     """Plan, backend, loss scale and judge of one converted model.
 
-    A part of its own state (`held` and `applied`). applied: updates applied so far, float32 0-d on the device. pending:
-    steps that are not judged yet. last: facts of the last step. guarded: a `harness.Guard` judges; known: the
-    optimizers that it puts back; told: a `harness.Telemetry` keeps what happens; context: what its
-    monitors are built from; loaded: how often a state was loaded. forward_clock: where ranks are compared. state: what
-    a continuation needs; parts: what is ours of it, as a guard adds model and optimizers.
+    device: the one device of all parameters.
+    plan, backend, loss_scale: what the recipe became here. loss_scale: None unless fp16.
+    context: what monitors are built from.
+    window: refuses what must not happen between a window's first forward and its step.
+    buffers: the model's persistent buffers, restored if an update is skipped.
+    applied: updates applied so far, float32 0-d on the device.
+    forward_clock: times forwards, where ranks are compared.
+    pending: facts of steps that are not judged yet, oldest first.
+    last: facts of the last step.
+    guarded: a `harness.Guard` judges, not this class.
+    optimizers: those that the guard restores on a rollback.
+    told: a `harness.Telemetry` records what happens.
+    loaded: how often a state was loaded.
+    parts: names of the state owned here; a Guard adds model and optimizers.
+    state: everything that a continuation needs. This object is a part of it itself ("own": `applied` and what is held).
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module, seed: int = 0) -> None:
+        # Decide: what the machine can do, and what runs where.
         facts = probe()
         if unusable := check_usable(facts):
             raise MachineError(unusable)
         self.device = _device_of(model, facts)
         self.plan = _plan(recipe, facts, self.device, model)
         self._ranks = world_size()
+
+        # Convert. The plan finds the weights of FP8 layers in the model as it was before.
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         self.fp8_weights = self.plan.fp8_weights(model)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
@@ -72,6 +85,7 @@ class Prepared:
         self.context = monitor_context(
             recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled
         )
+
         self.model = model
         self._remember()
         self.owned: dict[int, nn.Parameter] = {}
@@ -81,13 +95,18 @@ class Prepared:
         self.forward_clock: ForwardClock | None = None
         self.pending: deque[InFlight] = deque()
         self.last: InFlight | None = None
-        self.guarded = self.told = False
-        self.known: list[Optimizer] = []
+        self.guarded = False
+        self.told = False
+        self.optimizers: list[Optimizer] = []
         self.loaded = 0
-        built = (
-            kind.build(self.context) for kind in (Fp8Monitor, FallbackController, WholeRunFallback)
-        )
-        monitors = [monitor for monitor in built if monitor is not None]
+
+        # Without a guard these monitors judge: of FP8's state, and the recipe's fallback.
+        monitors: list[Monitor] = []
+        for kind in (Fp8Monitor, FallbackController, WholeRunFallback):
+            monitor = kind.build(self.context)
+            if monitor is not None:
+                monitors.append(monitor)
+
         parts: dict[str, Stateful] = {
             "fp8": self.backend,
             "monitors": MonitorsPart(monitors),
@@ -106,8 +125,9 @@ class Prepared:
         comparison: RankComparison | None,
         optimizers: Sequence[Optimizer],
     ) -> Judge:
-        """Have these monitors judge from now on, when a guard asks for it; before the first step."""
-        self.guarded, self.known = True, list(optimizers)
+        """Let a guard's monitors judge from now on; before the first step. Returns the new judge."""
+        self.guarded = True
+        self.optimizers = list(optimizers)
         self.forward_clock = ForwardClock(self.device) if world_size() > 1 else None
         self.state.parts["monitors"] = MonitorsPart(monitors)
         self.judge = Judge(
@@ -116,34 +136,36 @@ class Prepared:
         return self.judge
 
     def agree(self) -> None:
-        """Before a window's first backward: raises MisuseError where ranks that met after `prepare` have other plans.
+        """Before a window's first backward: raises MisuseError if ranks that met after `prepare` have different plans.
 
-        What they exchange belongs to layers, and would go to wrong ones. Collective, once.
+        What ranks exchange belongs to layers. With different plans it would go to the wrong ones. Collective, once.
         """
         if world_size() == self._ranks:
             return
-        rows = [f"{row.module} {row.precision} {row.backend}" for row in self.plan.layers]
-        short = f"{self.plan.resolved}, {len(self.plan.fp8_layers())} FP8 layers"
-        told = gather_texts("\n".join([short, *rows]))
-        self._ranks = len(told)
-        if len(set(told)) > 1:
-            kinds = ", ".join(
-                f"rank {rank}: {text.partition(chr(10))[0]}" for rank, text in enumerate(told)
-            )
+
+        # The first line is for the message, the others make equal texts mean equal plans.
+        lines = [f"{self.plan.resolved}, {len(self.plan.fp8_layers())} FP8 layers"]
+        lines += [f"{row.module} {row.precision} {row.backend}" for row in self.plan.layers]
+        plans = gather_texts("\n".join(lines))
+        self._ranks = len(plans)
+        if len(set(plans)) > 1:
+            summaries = [text.partition("\n")[0] for text in plans]
+            kinds = ", ".join(f"rank {rank}: {summary}" for rank, summary in enumerate(summaries))
+            what = f"ranks have different plans ({kinds})"
             why = "prepare() came before the process group, so that each rank decided alone"
             fix = "call init_process_group(), or make the Accelerator, before prepare()"
-            raise MisuseError(
-                Problem(f"ranks have different plans ({kinds})", "prepare()", why, fix)
-            )
+            raise MisuseError(Problem(what, "prepare()", why, fix))
 
     def moved(self) -> str:
-        """Where the model went, or what it was turned into, after it was prepared; empty if it stayed as it was.
+        """How the model changed after it was prepared, in a way that breaks the plan; empty if it did not.
 
-        Adapters may come, and parts of the model may move within it; a part that the plan is about may not go.
+        Adapters may be added, and parts of the model may change their place in it. A part that the plan names must
+        stay.
         """
         forward = vars(self.model).get("forward")
         if forward is not self._forward and not self._is_prepared_forward(forward):
             return "is another: its forward was replaced after it was prepared, as by another library's autocast"
+
         for name, store, key, dtype in self._places:
             value = store.get(key)
             if value is None:
@@ -152,6 +174,8 @@ class Prepared:
                 return f"was prepared on {self.device} and is on {value.device} now ({name})"
             if value.dtype != dtype:
                 return f"was prepared in {dtype} and is in {value.dtype} now ({name})"
+
+        # Only if some module is no longer where it was, all modules are searched for those that the plan names.
         if any(store.get(key) is not module for store, key, module in self._children):
             here = set(self.model.modules())
             for name, module in self._planned:
@@ -163,9 +187,9 @@ class Prepared:
         return ""
 
     def _is_prepared_forward(self, forward: Any) -> bool:
-        """Whether `forward` is a torch.compile of the one that was prepared, or the class's own, put back after a call.
+        """Whether `forward` is a torch.compile of the prepared one, or the class's own, set again after a call.
 
-        torch keeps what it compiled, within a wrapper of its own where that is a method of torch's.
+        torch keeps what it compiled, and inside of a wrapper of its own if that is a method of torch's.
         """
         compiled = getattr(forward, "_torchdynamo_orig_callable", None)
         forms = [forward, compiled, getattr(compiled, "__wrapped__", None)]
@@ -174,56 +198,60 @@ class Prepared:
         return any(getattr(form, "__func__", None) is type(self.model).forward for form in forms)
 
     def _remember(self) -> None:
-        """What `moved` compares: looked up in dicts, as it is asked in every forward."""
-        rows = {row.module: row for row in self.plan.layers}
-        kept = dict.fromkeys(self.plan.keep_fp32, "in fp32")
-        self._as_planned = {
-            name: f"in {rows[name].precision}" for name in rows if rows[name].shape
-        } | kept
+        """Note what `moved` compares. It only looks up dicts, because every forward asks."""
+        self._as_planned: dict[str, str] = {}
+        for row in self.plan.layers:
+            if row.shape:
+                self._as_planned[row.module] = f"in {row.precision}"
+        for name in self.plan.keep_fp32:
+            self._as_planned[name] = "in fp32"
+
         modules = dict(self.model.named_modules(remove_duplicate=False))
         self._planned = [(name, modules[name]) for name in self._as_planned if name in modules]
-        self._children, self._forward = _children(self.model), vars(self.model).get("forward")
-        self._places = [
-            (f"{name}.{key}" if name else key, module._parameters, key, value.dtype)
-            for name, module in modules.items()
-            for key, value in module._parameters.items()
-            if value is not None
-        ]
+        self._children = _children(self.model)
+        self._forward = vars(self.model).get("forward")
+
+        # Every parameter's name, the dict and key that it is found under, and its dtype.
+        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, torch.dtype]] = []
+        for name, module in modules.items():
+            for key, value in module._parameters.items():
+                if value is not None:
+                    full = f"{name}.{key}" if name else key
+                    self._places.append((full, module._parameters, key, value.dtype))
 
     def owns_any(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether one of them is the model's: looked up again if none is, as adapters may have come since `prepare`."""
+        """Whether one of them is the model's."""
         asked = {id(parameter) for parameter in parameters}
+        # Adapters may have come since the last look.
         if asked.isdisjoint(self.owned):
             self.owned = {id(own): own for own in self.model.parameters()}
         return not asked.isdisjoint(self.owned)
 
     def guard_problems(self, optimizers: Iterable[object]) -> list[Problem]:
-        """What a guard has against a step of these optimizers."""
+        """Why a guard refuses a step of these optimizers; empty without a guard."""
+        problems: list[Problem] = []
         if not self.guarded:
-            return []
-        why, fix = (
-            "a rollback would not put its state back",
-            "give all of them to Guard.for_precision",
-        )
-        strangers = [each for each in optimizers if not any(each is known for known in self.known)]
-        problems = [
-            Problem(f"{type(each).__name__} is not known to the guard", "step()", why, fix)
-            for each in strangers
-        ]
+            return problems
+        for each in optimizers:
+            if not any(each is other for other in self.optimizers):
+                what = f"{type(each).__name__} is not known to the guard"
+                why = "a rollback would not restore its state"
+                fix = "give all of them to Guard.for_precision"
+                problems.append(Problem(what, "step()", why, fix))
         if len(self.pending) > 1:
             fix = "call guard.end_step() once in every step, after optimizer.zero_grad()"
             problems.append(Problem("the guard has not judged the last step", "step()", fix=fix))
         return problems
 
     def terms(self) -> StepTerms:
-        """What is decided about the next step. Figures that cost time are for a guard alone."""
+        """What was decided about the next step. Only a guard asks for the figures that cost time."""
         terms = self.judge.terms()
         return terms if self.guarded else replace(terms, measures=False)
 
     def judge_earlier(self, facts: InFlight) -> Switch | None:
-        """After a step: without a guard the step before it is judged, whose figures have arrived by now.
+        """After a step, judge the one before it, whose figures have arrived by now. With a guard, the guard judges.
 
-        facts: of the step. Returns what the recipe's fallback moved; the same on every rank.
+        facts: of the step that just ended. Returns what the recipe's fallback moved; the same on every rank.
         """
         self.last = facts
         self.pending.append(facts)
@@ -231,47 +259,45 @@ class Prepared:
         moved: Switch | None = None
         while len(self.pending) > 1 and not self.guarded:
             judged = self.judge.observe(self.pending.popleft().facts())
-            for verdict in judged.told if world_rank() == 0 else ():
-                _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
+            if world_rank() == 0:
+                for verdict in judged.told:
+                    _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
             for _, switch in self.judge.switch_due():
+                # A move of the whole run names no layers.
+                demoted = () if switch.whole_run_to else switch.demote
                 reason = judged.action.reason if isinstance(judged.action, Switch) else ""
-                moved = Switch(
-                    () if switch.whole_run_to else switch.demote,
-                    switch.promote,
-                    reason,
-                    switch.whole_run_to,
-                )
-        return moved if moved and (moved.demote or moved.promote or moved.whole_run_to) else None
+                moved = Switch(demoted, switch.promote, reason, switch.whole_run_to)
+        if moved and (moved.demote or moved.promote or moved.whole_run_to):
+            return moved
+        return None
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
-        """FP8 layers (padded names) that the patterns mean: names as in the model come before padded ones.
+        """The FP8 layers (padded names) that the patterns match. Names as in the model come before padded ones.
 
         Raises MisuseError for a pattern that matches no Linear.
         """
         linears = [row.module for row in self.plan.layers if row.shape]
-        found = {
-            pattern: [name for name in linears if fnmatchcase(name, pattern)]
-            or [name for name in linears if fnmatchcase(pad_numbers(name), pattern)]
-            for pattern in ([layers] if isinstance(layers, str) else layers)
-        }
-        problems = [
-            Problem(
-                f'pattern "{pattern}" matches no Linear', call, fix=near_match(pattern, linears)
-            )
-            for pattern, names in found.items()
-            if not names
-        ]
+        patterns = [layers] if isinstance(layers, str) else layers
+        chosen: set[str] = set()
+        problems: list[Problem] = []
+        for pattern in dict.fromkeys(patterns):
+            names = [name for name in linears if fnmatchcase(name, pattern)]
+            if not names:
+                names = [name for name in linears if fnmatchcase(pad_numbers(name), pattern)]
+            if not names:
+                what = f'pattern "{pattern}" matches no Linear'
+                problems.append(Problem(what, call, fix=near_match(pattern, linears)))
+            chosen.update(pad_numbers(name) for name in names)
         if problems:
             raise MisuseError(problems)
-        chosen = {pad_numbers(name) for names in found.values() for name in names}
         return [layer for layer in self.context.layers if layer in chosen]
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """Our own part: {"applied": fp32 0-d} and what the user holds in BF16."""
+        """The part "own": {"applied": fp32 0-d}, and the layers that the user holds in BF16."""
         return {"applied": self.applied}, {"held": sorted(self.judge.held)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """What `state_dict` gave; steps on their way are dropped."""
+        """Restore what `state_dict` gave. Steps that are not judged yet are dropped."""
         self.applied.copy_(tensors["applied"])
         self.judge.held.clear()
         self.judge.held.update(meta["held"])
@@ -279,13 +305,12 @@ class Prepared:
         self.last = None
 
     def save(self) -> dict[str, dict[str, Any]]:
-        """As `Precision.state_dict`."""
+        """See `Precision.state_dict`."""
         tensors, meta = self.state.state_dict(self.parts)
-        flat = {
-            f"{part}.{name}": tensor
-            for part, named in tensors.items()
-            for name, tensor in named.items()
-        }
+        flat: dict[str, Tensor] = {}
+        for part, named in tensors.items():
+            for name, tensor in named.items():
+                flat[f"{part}.{name}"] = tensor
         if self.last is not None:
             flat["last"] = self.last.arrived()
         own = {
@@ -295,44 +320,40 @@ class Prepared:
             "incidents": asdict(self.state.ledger),
             "last": None if self.last is None else _last(self.last, bool(self.pending)),
         }
-        return {
-            "tensors": {name: value.detach().clone() for name, value in flat.items()},
-            "meta": own,
-        }
+        copies = {name: value.detach().clone() for name, value in flat.items()}
+        return {"tensors": copies, "meta": own}
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """As `Precision.load_state_dict`."""
+        """See `Precision.load_state_dict`."""
+        # Check everything before anything is changed.
         tensors, meta = state.get("tensors", {}), state.get("meta", {})
         if meta.get("resolved", self.plan.resolved) != self.plan.resolved:
             what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
             raise _bad_state(what, "load it on a machine of the same tier, or train on without it")
         mine = self.save()
-        missing = sorted(
-            (mine["meta"].keys() - meta.keys())
-            | (mine["tensors"].keys() - {"last"} - tensors.keys())
-        )
+        missing = mine["meta"].keys() - meta.keys()
+        missing |= mine["tensors"].keys() - {"last"} - tensors.keys()
         if missing:
-            raise _bad_state(
-                f"{', '.join(missing)} missing",
-                "give what state_dict() returned, both halves of it",
-            )
+            what = f"{', '.join(sorted(missing))} missing"
+            raise _bad_state(what, "give what state_dict() returned, both halves of it")
         try:
             saved = RunLedger.from_json(meta["incidents"])
         except ValueError as error:
-            raise _bad_state(
-                f"its incidents cannot be read: {error}", "give what state_dict() returned"
-            ) from error
+            what = f"its incidents cannot be read: {error}"
+            raise _bad_state(what, "give what state_dict() returned") from error
         factor, here = meta["rollback_lr_factor"], self.judge.config.rollback_lr_factor
         if saved.returned_to and factor != here:
             what = f"a run that was rolled back at rollback_lr_factor={factor:g} would go on at {here:g}"
-            raise _bad_state(
-                what, f"make a Guard with rollback_lr_factor={factor:g} before loading it"
-            )
-        if saved.attempt >= self.state.ledger.attempt:  # a rollback since then must not be undone
+            fix = f"make a Guard with rollback_lr_factor={factor:g} before loading it"
+            raise _bad_state(what, fix)
+
+        # An older ledger stays out: it would undo what a rollback since then has learned.
+        if saved.attempt >= self.state.ledger.attempt:
             self.state.ledger.take_over(saved)
         by_part: dict[str, TensorDict] = {part: _part(tensors, part) for part in self.parts}
         self.state.resume(by_part, meta["state"], self.parts)
         self.loaded += 1
+
         last = meta["last"]
         if last is not None:
             self.last = _restored(last, tensors["last"], self.backend.slot_names)
@@ -341,10 +362,11 @@ class Prepared:
 
 
 class LoopGradients(TorchGradients):
-    """The gradients of one step in somebody else's loop; beside torch's own it does what an engine of ours does.
+    """The gradients of one step in somebody else's loop. On top of torch's own it does what an engine of this project
+    does.
 
-    Applying multiplies the learning rates by what rollbacks left of them, restores the model's persistent buffers where
-    the update was skipped, and counts the updates that were applied.
+    While the update is applied, learning rates are multiplied by the factor that rollbacks left. After a skipped update
+    the model's persistent buffers are restored. Applied updates are counted.
     """
 
     def __init__(
@@ -365,7 +387,7 @@ class LoopGradients(TorchGradients):
         self._ready = ready
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """As `Gradients.apply`; `applied_steps` among the figures."""
+        """See `Gradients.apply`. Adds `applied_steps` to the figures."""
         ready = self._ready
         with _lr_times(self._optimizers, ready.judge.lr_factor):
             figures = super().apply(skip, overflow, norm, clip)
@@ -377,13 +399,13 @@ class LoopGradients(TorchGradients):
 @contextmanager
 def _lr_times(optimizers: Iterable[Optimizer], factor: float) -> Iterator[None]:
     """The optimizers' learning rates times `factor`, for one update."""
-    groups = (
-        [group for optimizer in optimizers for group in optimizer.param_groups]
-        if factor != 1
-        else []
-    )
+    groups: list[dict[str, Any]] = []
+    if factor != 1:
+        for optimizer in optimizers:
+            groups += optimizer.param_groups
     rates = [group["lr"] for group in groups]
     for group in groups:
+        # A new object: a rate may be a tensor that a scheduler holds.
         group["lr"] = group["lr"] * factor
     try:
         yield
@@ -393,7 +415,7 @@ def _lr_times(optimizers: Iterable[Optimizer], factor: float) -> Iterator[None]:
 
 
 def _children(model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
-    """Every module with the place that it is at."""
+    """Every module, with the dict and key that it is found under."""
     return [
         (parent._modules, key, child)
         for parent in model.modules()
@@ -403,13 +425,26 @@ def _children(model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, 
 
 
 def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
-    """The one device of a trainable float32 model. Raises MisuseError with everything that is wrong with it."""
+    """The one device of a trainable float32 model. Raises MisuseError with everything that is wrong with the model."""
+    devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
+    problems = [
+        *_wrapping_problems(model),
+        *_parameter_problems(model),
+        *_fp8_problems(model),
+        *_device_problems(devices, facts),
+    ]
+    if problems:
+        raise MisuseError(problems)
+    return devices[0]
+
+
+def _wrapping_problems(model: nn.Module) -> list[Problem]:
+    """The model has to be bare: DDP, torch.compile and accelerate come after `prepare`."""
     problems: list[Problem] = []
     if isinstance(model, DistributedDataParallel | DataParallel):
+        what = f"the model is wrapped in {type(model).__name__}"
         fix = "prepare the bare model, then wrap what prepare() returned"
-        problems.append(
-            Problem(f"the model is wrapped in {type(model).__name__}", "prepare()", fix=fix)
-        )
+        problems.append(Problem(what, "prepare()", fix=fix))
     compiled = [
         name for name, module in model.named_modules() if isinstance(module, OptimizedModule)
     ]
@@ -419,23 +454,22 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
         fix = "prepare the bare model first, then compile what prepare() returned, or its blocks (block.compile())"
         problems.append(Problem(what, "prepare()", why, fix))
     if hasattr(model, "_original_forward"):
-        why, fix = (
-            "its autocast would go against the plan",
-            'prepare the model first, with Accelerator(mixed_precision="no")',
-        )
-        problems.append(
-            Problem("the model's forward was replaced by accelerate", "prepare()", why, fix)
-        )
-    devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
+        what = "the model's forward was replaced by accelerate"
+        why = "its autocast would go against the plan"
+        fix = 'prepare the model first, with Accelerator(mixed_precision="no")'
+        problems.append(Problem(what, "prepare()", why, fix))
+    return problems
+
+
+def _parameter_problems(model: nn.Module) -> list[Problem]:
+    """There have to be trainable parameters, all of them in float32."""
+    problems: list[Problem] = []
     trainable = [
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
     ]
     if not trainable:
-        problems.append(
-            Problem(
-                "the model has no trainable parameter", "prepare()", fix="give the model to train"
-            )
-        )
+        what = "the model has no trainable parameter"
+        problems.append(Problem(what, "prepare()", fix="give the model to train"))
     odd = [
         f"{name} ({parameter.dtype})"
         for name, parameter in trainable
@@ -445,6 +479,11 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
         what = f"{len(odd)} trainable parameters are not float32, such as {odd[0]}"
         why = "autocast and the FP8 casts start from float32 weights; low-precision weights lose small updates"
         problems.append(Problem(what, "prepare()", why, "call model.float() first"))
+    return problems
+
+
+def _fp8_problems(model: nn.Module) -> list[Problem]:
+    """No layer may be converted already."""
     fp8 = [
         name
         for name, module in model.named_modules()
@@ -452,40 +491,43 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
     ]
     if fp8:
         what = f"the model has {len(fp8)} FP8 layers of another Precision, such as {fp8[0] or 'itself'}"
-        why = "their scales are that one's: under this one they would compute without FP8"
+        why = "their scales belong to that one; under this one they would compute without FP8"
         fix = "give prepare() a model that was never prepared: build it anew, or copy it before"
-        problems.append(Problem(what, "prepare()", why, fix))
+        return [Problem(what, "prepare()", why, fix)]
+    return []
+
+
+def _device_problems(devices: Sequence[torch.device], facts: MachineFacts) -> list[Problem]:
+    """All parameters have to be on one device, the GPU if there is one."""
     if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
         what = f"the parameters are on {', '.join(map(str, devices))}"
-        problems.append(
-            Problem(what, "prepare()", fix="put the whole model on one cuda device, or on the CPU")
-        )
-    elif devices and devices[0].type == "cpu" and tier_of(facts)[0] is not Tier.CPU:
+        fix = "put the whole model on one cuda device, or on the CPU"
+        return [Problem(what, "prepare()", fix=fix)]
+    if devices and devices[0].type == "cpu" and tier_of(facts)[0] is not Tier.CPU:
         what = f"the model is on the CPU, but this machine has a GPU ({facts.devices[0].name})"
         fix = 'move the model first; to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""'
-        problems.append(Problem(what, "prepare()", fix=fix))
-    if problems:
-        raise MisuseError(problems)
-    return devices[0]
+        return [Problem(what, "prepare()", fix=fix)]
+    return []
 
 
 def _plan(recipe: Recipe, facts: MachineFacts, device: torch.device, model: nn.Module) -> Plan:
-    """The model's plan, on the first rung that it can use; each one passed over is told to the logger, too."""
+    """The model's plan, on the first rung that it can use. Every skipped rung is logged."""
 
-    def on(rung: Rung, told: list[RungVerdict]) -> Plan:
+    def plan_on(rung: Rung, rungs: list[RungVerdict]) -> Plan:
         try:
-            return probe_layers(make_plan(recipe, facts, rung, told, model), recipe, facts, device)
+            plan = make_plan(recipe, facts, rung, rungs, model)
+            return probe_layers(plan, recipe, facts, device)
         except NoFp8LayerError as error:
             if world_rank() == 0:
                 problem = error.problems[0]
                 _log.warning("%s is not taken: %s (%s)", rung.name, problem.what, problem.why)
             raise
 
-    return take_rung(recipe, facts, device, on)
+    return take_rung(recipe, facts, device, plan_on)
 
 
 def _last(facts: InFlight, pending: bool) -> dict[str, Any]:
-    """JSON-able; `_restored` wants it beside the packed copy."""
+    """What `_restored` needs beside the packed figures of the last step; JSON-able."""
     return {
         "step": facts.step,
         "window": facts.window,
@@ -515,11 +557,13 @@ def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ..
 
 
 def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(f"{part}."): value
-        for name, value in tensors.items()
-        if name.startswith(f"{part}.")
-    }
+    """The tensors of one part, without the part's name."""
+    prefix = f"{part}."
+    own: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if name.startswith(prefix):
+            own[name.removeprefix(prefix)] = value
+    return own
 
 
 def _bad_state(what: str, fix: str) -> CheckpointError:

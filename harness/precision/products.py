@@ -1,9 +1,9 @@
-"""In what torch's own layers that are no Linear multiply matrices: measured, by one tiny layer of each kind.
+"""In which precision torch's own layers other than Linear multiply matrices. Measured with one tiny layer of each kind.
 
 Their weights stay in float32 on every rung, and autocast decides for each operation. What it decides is up to torch
-and differs between layers (a convolution runs in bf16, `nn.Bilinear` in float32), so that the plan asks instead of
-knowing: a layer of the same class, 8 wide, runs once under the rung's autocast, and the operands of its products are
-looked at on their way to the kernel.
+and differs between layers: a convolution runs in bf16, `nn.Bilinear` in float32. So the plan measures instead of
+assuming. A layer of the same class, 8 wide, runs once under the rung's autocast, and the dtypes of its operands are
+noted on their way to the kernel.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# The small layers and their inputs.
 _WIDTH, _BATCH, _LONG = 8, 2, 5
+
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# Parts of the names of operations that multiply matrices, by whatever library.
+# An operation multiplies matrices if one of these is in its name, whatever library computes it.
 _PRODUCTS = ("mm", "convolution", "rnn", "lstm", "gru", "_trilinear", "attention")
 
 
 @contextmanager
 def planned_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """torch.autocast to `dtype` (None: autocast off), in which every layer is called.
+    """torch.autocast to `dtype` (None: autocast off), around every call of a layer.
 
-    In eval mode without gradients torch computes an nn.TransformerEncoderLayer in one operation that reads the weights
-    of its Linears: validation would run without the FP8 that training has. On a CPU alone, where torch takes no notice
-    of autocast there.
+    It also switches off torch's fast path for encoder layers. In eval mode without gradients that path computes an
+    nn.TransformerEncoderLayer in one operation, which reads the weights of its Linears without calling them: validation
+    would run without the FP8 that training has. This matters on a CPU only, where the fast path ignores autocast.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -83,7 +85,7 @@ _SMALL: dict[type[nn.Module], Layer] = {
 
 
 def half_of(precision: str) -> torch.dtype | None:
-    """What autocast casts to on a rung of that precision; None: there is none."""
+    """The dtype that autocast casts to on a rung of that precision; None: no autocast."""
     return {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
@@ -93,41 +95,45 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def products_in(module: nn.Module, half: torch.dtype | None) -> str:
-    """ "bf16", "fp16" or "fp32": in what `module` multiplies matrices under autocast to `half` (None: no autocast).
+    """In which precision `module` multiplies matrices under autocast to `half` (None: no autocast).
 
-    Empty where that is not known: a class that is not torch's own, or whose forward is another, or a machine on which
-    that layer does not run.
+    Returns "bf16", "fp16", "fp32", or several joined by " and ". Empty if unknown: the class is not torch's own, its
+    forward was replaced, or this machine cannot run the layer.
     """
-    parameter = next(module.parameters(recurse=False), None)
-    kind = next((known for known in _SMALL if type(module).forward is known.forward), None)
-    if (
-        kind is None
-        or parameter is None
-        or isinstance(parameter, FakeTensor)
-        or "forward" in vars(module)
-    ):
+    if "forward" in vars(module):
         return ""
-    return _measured(kind, "cuda" if parameter.device.type == "cuda" else "cpu", half)
+    parameter = next(module.parameters(recurse=False), None)
+    if parameter is None or isinstance(parameter, FakeTensor):
+        return ""
+    # A subclass that keeps the forward computes the same.
+    kind = next((each for each in _SMALL if type(module).forward is each.forward), None)
+    if kind is None:
+        return ""
+    device = "cuda" if parameter.device.type == "cuda" else "cpu"
+    return _measured(kind, device, half)
 
 
 @cache
 def _measured(kind: type[nn.Module], device: str, half: torch.dtype | None) -> str:
+    """`products_in` for a small layer of class `kind`."""
     make, inputs = _SMALL[kind]
-    # Random numbers and defaults of the user's are as they were.
+    # The user's random numbers and default device stay as they are.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        layer, given = make().float().to(device), [tensor.float().to(device) for tensor in inputs()]
+        layer = make().float().to(device)
+        given = [tensor.float().to(device) for tensor in inputs()]
     seen = _Seen()
     try:
         with torch.autocast(device, half or torch.bfloat16, enabled=half is not None), seen:
             layer(*given)
     except RuntimeError:
-        return ""  # a library has no kernel for it here: fp16 in a CPU's LSTM
+        # A library has no kernel for it here, for example for fp16 in a CPU's LSTM.
+        return ""
     dtypes = {NAMES[dtype] for dtype in seen.dtypes}
-    return dtypes.pop() if len(dtypes) == 1 else " and ".join(sorted(dtypes))
+    return " and ".join(sorted(dtypes))
 
 
 class _Seen(TorchDispatchMode):
-    """dtypes: of the operands of every matrix product. Modes see operations after autocast has cast for them."""
+    """Notes the dtypes of the operands of every matrix product, after autocast has cast them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,10 @@
-"""The precision recipe: a strictly validated YAML file whose ladder lists rungs from best to last. Torch-free."""
+"""The precision recipe: what should run in which precision, as a strictly validated YAML file. Torch-free.
+
+Its `ladder` lists rungs from best to last. A rung is a backend and a precision, with the tiers of cards that may take
+it. A run takes the first rung that its machine can run. The other sections say how FP8 scales are set (`fp8`), which
+layers get FP8 (`layers`), when a layer leaves FP8 during the run (`fallback`), and how fp16 scales the loss
+(`loss_scale`).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +24,14 @@ TIERS = ("BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU")
 TierName = Literal["BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU"]
 PrecisionName = Literal["fp8", "bf16", "fp16", "fp32"]
 
+# Keys that have no effect without an amax history.
 _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "roll", "scrub_inf")
 
 
 def _declared(name: Any) -> Any:
-    """A backend's name. Refused as a Literal refuses: the registry is asked when a recipe is read."""
+    """Validates a backend's name. The error reads as that of a Literal, but the registry is asked when a recipe is
+    read.
+    """
     if name not in tuple(BACKENDS):
         *others, last = map(repr, BACKENDS)
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
@@ -33,7 +42,7 @@ BackendName = Annotated[str, BeforeValidator(_declared)]
 
 
 class Rung(Strict):
-    """One way to compute: taken if the machine's tier is listed and its libraries and hardware can."""
+    """One way to compute. It may be taken if the machine's tier is listed and its libraries and hardware can run it."""
 
     backend: BackendName = Field(description=f"what computes: {', '.join(BACKENDS)}")
     precision: PrecisionName = Field(description="of the matrix multiplications")
@@ -55,7 +64,7 @@ class Rung(Strict):
 
 
 class Fp8Config(Strict):
-    """How FP8 scales are set. Defaults follow Transformer Engine except where the description says so."""
+    """How FP8 scales are set. Defaults are Transformer Engine's, except where the description says so."""
 
     scaling: Literal["delayed", "current", "block"] = Field(
         default="delayed",
@@ -101,7 +110,7 @@ class Fp8Config(Strict):
 
 
 class LayersConfig(Strict):
-    """Which Linear layers get FP8, and which modules no low precision at all. Shell patterns on module names."""
+    """Which Linear layers get FP8, and which modules compute in FP32. Shell patterns on module names."""
 
     include: list[str] = Field(
         default_factory=lambda: ["*"], min_length=1, description="patterns of layers to convert"
@@ -140,7 +149,7 @@ class LayersConfig(Strict):
     )
 
 
-# What each preset changes. Keys that are given win over the preset.
+# What each preset changes. A key that the recipe gives wins over the preset.
 _LOSS_SCALE_PRESETS: dict[str, dict[str, float]] = {
     "default": {},
     "underflow": {"init": 2.0**17, "backoff_factor": 0.75, "growth_interval": 1000},
@@ -149,7 +158,7 @@ _LOSS_SCALE_PRESETS: dict[str, dict[str, float]] = {
 
 
 class LossScaleConfig(Strict):
-    """GradScaler's rule for fp16, with a floor and a cap."""
+    """The loss scale of fp16: GradScaler's rule with a floor and a cap."""
 
     preset: Literal["default", "underflow", "overflow"] = Field(
         default="default", description="starting point for init, backoff_factor and growth_interval"
@@ -191,7 +200,7 @@ class LossScaleConfig(Strict):
 
 
 class Recipe(Strict):
-    """A precision policy that degrades by capability and says so."""
+    """A precision policy for any machine: the ladder says what runs where the best rung cannot."""
 
     name: str = Field(min_length=1, description="what the recipe is called in plans and tags")
     description: str = Field(default="", description="one line for people")
@@ -227,16 +236,16 @@ class Recipe(Strict):
         return self
 
     def fp8_multiple(self, backend: str) -> int:
-        """What in and out features of an FP8 layer must be multiples of under `backend`."""
+        """Under `backend`, in and out features of an FP8 layer must be multiples of this number."""
         return BACKENDS[backend].multiples.get(self.fp8.scaling, 16)
 
     def sha256(self) -> str:
-        """Hash of the validated policy: equal recipes hash alike however their YAML is written."""
+        """Hash of the validated policy. Equal recipes have equal hashes, however their YAML is written."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """A shipped recipe by name, or one from a path. Raises ConfigError with every problem in it."""
+    """Load a shipped recipe by name, or one from a path. Raises ConfigError with every problem in it."""
     path = find("recipes", name_or_path)
     return validate(Recipe, read_yaml(path), str(path))
 

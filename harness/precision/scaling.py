@@ -1,16 +1,47 @@
-"""Delayed scaling: Transformer Engine's rule for amax history, scale and the FP8 cast, as pure functions.
+"""Delayed scaling: how an FP8 tensor gets its scale. Pure functions, bit for bit Transformer Engine's rule.
 
-The state of a whole model under it is `backends.slot_buffers.ScalingState`.
+Why there is a scale. FP8 covers a narrow range: E4M3 goes from 2**-9 to 448, E5M2 from 2**-16 to 57344. Gradients of
+1e-6 would all become zero, activations of 1000 would be clipped. So every tensor is multiplied by a scale of its own
+before the cast, and the scale is divided out again after the matrix product:
 
-A slot is one quantised tensor. Its state is a column of `history` [L, slots] (row 0 is staging: the running amax of
-the current window; the newest finished amax is row L-1) and an entry of `scale` [slots], both float32. A tensor x is
-stored as q = round_to_fp8(clamp(x * scale)), and x is approximately q / scale.
+    q = round_to_fp8(clamp(x * scale, -fp8_max, fp8_max))        x is approximately q / scale
 
-Source of the rule: Transformer Engine 2.20, `transformer_engine/common/recipe/delayed_scaling.cu` and
-`transformer_engine/pytorch/quantization.py`.
+Which scale. The best one maps the tensor's largest magnitude, its amax, onto the format's largest value:
+scale = fp8_max / amax. The amax of a tensor is known only after reading all of it, and with several GPUs only after a
+reduction over them. To wait for that before every cast is slow ("current scaling"). Delayed scaling does not wait:
 
-Where a library makes the casts and hands out no FP8 tensor, clipped share, underflow and SQNRs come from casts of our
-own.
+  1. The cast of step t uses a scale that earlier steps decided, so reading and casting are one pass.
+  2. The same pass measures the amax of step t.
+  3. After the step, the amaxes of all tensors are reduced over ranks in one operation. They enter the amax history,
+     and the history decides the scale of step t + 1.
+
+The price is one step of lag: a tensor that just grew is clipped once. Two settings limit that. The scale comes from the
+largest amax of the last L steps, so one quiet step does not raise it. A `margin` m divides the scale by 2**m, which
+leaves room for growth by that factor.
+
+What rounds. The cast is the only step that loses precision: to 3 (E4M3) or 2 (E5M2) bits of mantissa, to nearest
+even. Values beyond the range saturate; values below half the smallest step become zero ("underflow"). The amax is of
+the unscaled tensor, so `amax * scale / fp8_max` over 1 means that the step was clipped.
+
+The state. A slot is one quantised tensor of one layer (`<layer>.<role>`). All slots of a model are updated at once:
+
+    history  float32 [L, slots]   row 0: staging, the running amax of the current window
+                                  row 1: the oldest finished amax; row L-1: the newest
+    scale    float32 [slots]      starts at 1
+
+One roll of one E4M3 slot with L = 4 and margin 0:
+
+    before   history [8, 4, 2, 1]   scale 112   (448 / 4; this step's amax of 8 was clipped: 8 * 112 = 896 > 448)
+    after    history [0, 2, 1, 8]   scale 56    (448 / 8)
+
+Source of the rule: Transformer Engine 2.20, `transformer_engine/common/recipe/delayed_scaling.cu` (`update`) and
+`transformer_engine/pytorch/quantization.py`. `roll` adds two protections that Transformer Engine lacks: it drops an
+infinite amax (`scrub`), and it keeps 1 / scale finite (`SMALLEST_SCALE`).
+
+The second half of the file measures what casts lose: clipped share, underflow, SQNR. Libraries such as Transformer
+Engine do not hand out their FP8 tensors, so these figures come from casts made here, of a sample of the same tensor.
+
+`backends.slot_buffers.ScalingState` holds this state for a whole model.
 """
 
 from __future__ import annotations
@@ -26,7 +57,13 @@ from harness.core.facts import ROLES
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """An 8-bit float: explicit mantissa bits, smallest normal exponent, largest finite value, torch dtype."""
+    """An 8-bit float.
+
+    mantissa_bits: explicit ones.
+    min_exponent: of the smallest normal number.
+    max: the largest finite value.
+    dtype: torch's name of it.
+    """
 
     name: str
     mantissa_bits: int
@@ -35,6 +72,7 @@ class Format:
     dtype: torch.dtype
 
 
+# E4M3 has the finer steps, for inputs and weights. E5M2 has the wider range, for gradients.
 E4M3 = Format("e4m3", mantissa_bits=3, min_exponent=-6, max=448.0, dtype=torch.float8_e4m3fn)
 E5M2 = Format("e5m2", mantissa_bits=2, min_exponent=-14, max=57344.0, dtype=torch.float8_e5m2)
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
@@ -46,19 +84,28 @@ SMALLEST_SCALE = 2.0**-128 + 2.0**-149
 """The smallest float32 whose inverse is finite."""
 
 
+# ---- The rule: history and scale
+
+
 def update(
     history: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: int = 0, algo: str = "max"
 ) -> tuple[Tensor, Tensor]:
-    """One roll of the amax history and the scale it yields, for all slots at once.
+    """Roll the amax history once and derive the next scale, for all slots at once.
 
-    history: float32 [L, slots], L >= 2, row 0 staging. scale: float32 [slots]. fp8_max: largest finite value of the
-    slot's format, a float or float32 [slots]. margin: powers of two of headroom. algo: "max" over the history or
-    "most_recent". Returns new tensors of the same shapes; the inputs are left alone.
+    history: float32 [L, slots], L >= 2, row 0 staging.
+    scale: float32 [slots].
+    fp8_max: largest finite value of the slot's format, a float or float32 [slots].
+    margin: powers of two of headroom.
+    algo: "max" over the history, or "most_recent".
 
-    A slot whose staging amax is 0 (unused) keeps history and scale. Otherwise the staging amax moves to the last row
-    and scale = (fp8_max * 2**-margin) / m, m being the max of the history or the newest amax, if m is finite and
-    positive, else unchanged; an infinite scale becomes FLT_MAX. Exactly as TE: an Inf amax therefore freezes the
-    scale until it leaves the window (see `scrub`).
+    Returns a new history and a new scale of the same shapes. The inputs are left alone.
+
+    The rule, exactly as in Transformer Engine:
+    - A slot whose staging amax is 0 was not used. It keeps history and scale.
+    - Otherwise the staging amax moves to the last row and the oldest row leaves.
+    - m is the maximum of the history before the roll, or the newest amax. scale = (fp8_max * 2**-margin) / m.
+    - If m is not finite and positive, the scale stays. An Inf amax therefore freezes it until that row leaves.
+    - An infinite scale becomes FLT_MAX.
 
     Raises ValueError on a wrong shape or algo.
     """
@@ -66,17 +113,19 @@ def update(
         raise ValueError(
             f"history must be [L >= 2, slots] and scale [slots], got {list(history.shape)}, {list(scale.shape)}"
         )
+
+    # The amax that the scale is made for. CUDA's fmax ignores NaN, so a NaN counts as no amax.
     newest = history[0]
     if algo == "max":
-        reference = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(
-            dim=0
-        )  # fmax: a NaN is no amax
+        reference = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=0)
     elif algo == "most_recent":
         reference = newest
     else:
         raise ValueError(f'algo must be "max" or "most_recent", got {algo!r}')
+
     used = newest != 0
     rolled = torch.cat([torch.zeros_like(history[:1]), history[2:], history[:1]])
+
     # Divide tensor by tensor: `float / tensor` multiplies by a reciprocal and is one ulp off.
     target = torch.as_tensor(fp8_max, dtype=torch.float32, device=scale.device) * 2.0**-margin
     fresh = (target / reference).clamp_max(_FLT_MAX)
@@ -85,10 +134,10 @@ def update(
 
 
 def scrub(history: Tensor) -> tuple[Tensor, Tensor]:
-    """`history` with every infinite amax replaced by 0, and how many there were (int64, 0-d).
+    """Replace every infinite amax by 0. Returns the history and how many there were (int64, 0-d).
 
-    TE keeps an Inf amax for up to L-1 updates, with the scale frozen meanwhile; scrubbed, the scale recovers at the
-    next update. Only the amax is touched: a scrubbed staging value means "no evidence this step".
+    Transformer Engine keeps an Inf amax for up to L-1 updates, and the scale is frozen meanwhile. Without the Inf, the
+    scale recovers at the next update. A staging amax of 0 means that this step says nothing about the slot.
     """
     bad = torch.isinf(history)
     return history.masked_fill(bad, 0.0), bad.sum()
@@ -97,10 +146,12 @@ def scrub(history: Tensor) -> tuple[Tensor, Tensor]:
 def roll(
     history: Tensor, scale: Tensor, fp8_max: Tensor, margin: int, algo: str, scrub_inf: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`update` as a run does it: (history, scale, how many infinite amaxes were dropped first, 0-d).
+    """`update` with the two protections. Returns history, scale and how many infinite amaxes were dropped (0-d).
 
-    Arguments as `update`'s. A margin that leaves less than the inverse of FLT_MAX would make 1 / scale, and with it
-    every product, infinite: the scale stays at SMALLEST_SCALE there.
+    Arguments as `update`'s; scrub_inf: drop infinite amaxes first.
+
+    A huge amax or margin makes the scale so small that 1 / scale is infinite, and every product with it. The scale
+    stays at SMALLEST_SCALE there.
     """
     dropped = torch.zeros((), dtype=torch.int64, device=history.device)
     if scrub_inf:
@@ -109,14 +160,16 @@ def roll(
     return history, scale.clamp_min(SMALLEST_SCALE), dropped
 
 
+# ---- The cast
+
+
 def amax(x: Tensor) -> Tensor:
-    """max|x| as float32 0-d, NaN ignored, Inf kept; 0 for an empty tensor."""
+    """max|x| as float32 0-d. NaN is ignored, Inf is kept; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     inf = float("inf")
-    if (
-        x.is_cuda
-    ):  # one pass and one reduction; on a CPU the norm is ten times slower than what follows
+    if x.is_cuda:
+        # One pass and one reduction. On a CPU this norm is ten times slower than the lines below.
         numbers = torch.nan_to_num(x.detach(), nan=0.0, posinf=inf, neginf=-inf)
         return torch.linalg.vector_norm(numbers, ord=inf, dtype=torch.float32)
     magnitude = x.detach().abs()
@@ -124,145 +177,194 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
-    """Raw FP8 values of x * scale, carried in bfloat16 (which holds every E4M3 and E5M2 value exactly).
+    """Raw FP8 values of x * scale, carried in bfloat16, which holds every E4M3 and E5M2 value exactly.
 
-    x: any shape, float32, bfloat16 or float16. scale: float32 0-d (or broadcastable). fmt: "e4m3" | "e5m2". Rounds
-    once, to nearest even; saturates (Inf becomes the largest finite value), keeps NaN and the sign of zero.
-    The same bits on every torch version: raw casts to float8 saturate in some and give NaN in others.
+    x: any shape, float32, bfloat16 or float16.
+    scale: float32 0-d, or broadcastable to x.
+    fmt: "e4m3" or "e5m2".
 
-    Method: adding and subtracting 1.5 * 2**(e + 23 - mantissa_bits), e the exponent of the value (at least the
-    smallest normal one), leaves mantissa_bits of mantissa, rounded by the FPU. Raises KeyError on an unknown fmt.
+    Rounds once, to nearest even. Saturates: Inf becomes the largest finite value. Keeps NaN and the sign of zero.
+    The bits are the same on every torch version; torch's own casts to float8 saturate in some and give NaN in others.
+
+    Raises KeyError on an unknown fmt.
     """
     spec = FORMATS[fmt]
     value = (x.detach().float() * scale).clamp_(-spec.max, spec.max)
-    exponent = (
-        (value.view(torch.int32) & _EXPONENT_MASK)
-        .view(torch.float32)
-        .clamp_min_(2.0**spec.min_exponent)
-    )
-    magic = exponent.mul_(1.5 * 2.0 ** (_FP32_MANTISSA_BITS - spec.mantissa_bits))
-    return torch.copysign((value + magic).sub_(magic), value).to(torch.bfloat16)
+
+    # The power of two under each value. Subnormals are spaced as the smallest normal numbers are.
+    power = (value.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
+    power = power.clamp_min_(2.0**spec.min_exponent)
+
+    # A float32 of this size has the spacing of FP8 at `value`. Adding it makes the FPU round the value to that spacing,
+    # and subtracting it leaves the rounded value. The factor 1.5 keeps the sum in one binade for both signs.
+    magic = power.mul_(1.5 * 2.0 ** (_FP32_MANTISSA_BITS - spec.mantissa_bits))
+    rounded = (value + magic).sub_(magic)
+
+    # The sum gives +0 for a negative value that rounds to zero.
+    return torch.copysign(rounded, value).to(torch.bfloat16)
 
 
 def cast(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """What `quantize` carries, as FP8: the same value of every element, cast straight by torch.
+    """The values of `quantize` as an FP8 tensor, cast by torch.
 
-    x: any shape, float32, bfloat16 or float16. scale: float32 [1] on the device of x. Clamped before the cast, which
-    therefore rounds and nothing else, on every torch version. Raises KeyError on an unknown fmt.
+    x: any shape, float32, bfloat16 or float16.
+    scale: float32 [1] on the device of x.
+
+    The clamp comes first, so torch's cast only rounds, which it does alike in every version. Raises KeyError on an
+    unknown fmt.
     """
     spec = FORMATS[fmt]
-    # With a dimension the scale takes part in type promotion: one kernel for the product in float32.
+    # With a dimension the scale takes part in type promotion: one kernel computes the product in float32.
     return (x.detach() * scale.reshape(1)).clamp_(-spec.max, spec.max).to(spec.dtype)
 
 
-ROW_SUMS, CHANNEL_SUMS = 6, 2
+# ---- What a cast loses
+
+
+ROW_SUMS = 6
+CHANNEL_SUMS = 2
 SUMS = ROW_SUMS + CHANNEL_SUMS
 """How many sums a slot has: those of `summed`, then those of `channel_stats`."""
-CENTRED_ROWS, ROWS_TOGETHER = 192, 32
+
+CENTRED_ROWS = 192
+ROWS_TOGETHER = 32
+
 IN_BF16 = 2.0**-16
-"""The share of a channel's energy that BF16 still tells from the rest: it keeps no more of what varies by less."""
+"""Smallest variation, as a share of a channel's energy, that BF16 can represent. Below it, BF16 loses it as well."""
+
 _GRADIENT = ROLES.index("grad_output")
 
 
 def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
-    """Sums behind the statistics of one cast, of each row of the last dimension: float64 [r, 6] = clipped, nonzero,
-    flushed, sum x^2, sum error^2, and the sum of min(1, error^2 / x^2).
+    """Sums behind the statistics of one cast, for each row of the last dimension: float64 [rows, 6].
 
-    x: the unscaled tensor. quantized: `quantize(x, scale, fmt)`. clipped: |x * scale| over the largest finite value.
-    flushed: nonzero values that became zero. Non-finite values are left out of both sums of squares, as one of them
-    would hide everything else. See `summed`.
+    x: the unscaled tensor. quantized: `quantize(x, scale, fmt)`.
+
+    The six sums of a row:
+    - clipped: values with |x * scale| over the format's maximum.
+    - nonzero: finite values other than zero.
+    - flushed: nonzero values that became zero.
+    - signal: sum of x^2.
+    - noise: sum of error^2.
+    - own: sum of min(1, error^2 / x^2), where every value weighs alike.
+
+    Signal and noise leave out values that are not finite: one of them would hide everything else. `summed` adds up the
+    rows.
     """
     wide = x.detach().float().reshape(-1, x.shape[-1])
     scaled, quantized = wide * scale, quantized.reshape(wide.shape)
     finite = torch.isfinite(wide)
     nonzero = (wide != 0) & finite
+
     exact = torch.where(finite, wide, 0.0).double()
     error = torch.where(finite, exact - quantized.double() / scale, 0.0)
-    # Of each value beside itself: what is lost of the small ones does not drown in the large ones.
-    own = torch.where(
-        nonzero, (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0), 0.0
-    )
-    counts = ((scaled.abs() > FORMATS[fmt].max), nonzero, nonzero & (quantized == 0))
-    sums = [count.sum(dim=-1).double() for count in counts]
-    return torch.stack(
-        [*sums, *(each.sum(dim=-1) for each in (exact.square(), error.square(), own))], dim=-1
-    )
+
+    # Each error relative to its own value: what small values lose does not vanish beside the large ones.
+    relative = (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0)
+    own = torch.where(nonzero, relative, 0.0)
+
+    clipped = scaled.abs() > FORMATS[fmt].max
+    flushed = nonzero & (quantized == 0)
+    counts = [each.sum(dim=-1).double() for each in (clipped, nonzero, flushed)]
+    energies = [each.sum(dim=-1) for each in (exact.square(), error.square(), own)]
+    return torch.stack([*counts, *energies], dim=-1)
 
 
 def channel_stats(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor:
-    """What varies from row to row, and what the cast loses of that: float64 [2] = sum of (x - mean)^2 and sum of
-    (error - mean error)^2, each mean being over the rows of one channel (a place in the last dimension).
+    """How much x varies from row to row, and how much of that the cast loses: float64 [2].
 
-    x, quantized, scale: as of `quantization_stats`. Non-finite values count as 0. An offset that every row has is in
-    neither sum: without it, what is left of the rows' differences shows. A channel counts in neither where rows differ
-    by no more than BF16 can tell (IN_BF16): constant ones, a single row; in BF16 they would be no better off. Of more
-    than CENTRED_ROWS rows, stretches of ROWS_TOGETHER stand for all, evenly spread: rows one by one could all be, say,
-    the first tokens of their samples, which are alike.
+    The two are sum of (x - mean)^2 and sum of (error - mean error)^2. A mean is over the rows of one channel, which is
+    one index of the last dimension. x, quantized, scale: as of `quantization_stats`.
+
+    A constant offset of a channel is in neither sum, so it cannot hide that the differences between rows are lost.
+
+    A channel counts in neither sum if its rows differ by less than BF16 can represent (IN_BF16). Constant channels and
+    single rows are such cases: BF16 would not help there. Values that are not finite count as 0.
+
+    Of more than CENTRED_ROWS rows, evenly spread groups of ROWS_TOGETHER neighbours stand for all. Single rows at a
+    fixed distance could all be alike, as the first tokens of samples are.
     """
     wide, quantized = x.detach().reshape(-1, x.shape[-1]), quantized.reshape(-1, x.shape[-1])
-    rows, (count, gap) = len(wide), centred_rows(len(wide))
+
+    # Pick the rows, and with them their scales where each row has its own.
+    rows = len(wide)
+    count, gap = centred_rows(rows)
     if count < rows:
         place = torch.arange(count, device=x.device)
         place = place // ROWS_TOGETHER * gap + place % ROWS_TOGETHER
         wide, quantized = wide[place], quantized[place]
-        scale = scale[place] if isinstance(scale, Tensor) and scale.numel() == rows else scale
+        if isinstance(scale, Tensor) and scale.numel() == rows:
+            scale = scale[place]
+
     wide = wide.float()
     finite = torch.isfinite(wide)
     exact = torch.where(finite, wide, 0.0).double()
     error = torch.where(finite, exact - quantized.double() / scale, 0.0)
+
     varying, lost = _varying(exact), _varying(error)
-    told = varying > IN_BF16 * exact.square().sum(dim=0)
-    return torch.stack([torch.where(told, each, 0.0).sum() for each in (varying, lost)]) * (
-        rows / count
-    )
+    counts = varying > IN_BF16 * exact.square().sum(dim=0)
+    sums = [torch.where(counts, each, 0.0).sum() for each in (varying, lost)]
+    return torch.stack(sums) * (rows / count)
 
 
 def centred_rows(rows: int) -> tuple[int, int]:
-    """How many of so many rows `channel_stats` looks at, and how far apart its stretches of them begin."""
+    """How many of `rows` rows `channel_stats` looks at, and the distance between the starts of two groups."""
     if rows <= CENTRED_ROWS:
         return rows, ROWS_TOGETHER
-    return CENTRED_ROWS, rows // (CENTRED_ROWS // ROWS_TOGETHER)
+    groups = CENTRED_ROWS // ROWS_TOGETHER
+    return CENTRED_ROWS, rows // groups
 
 
 def _varying(values: Tensor) -> Tensor:
-    """Sums of squares about each column's mean. Taken from the first row, so that what is constant gives 0."""
+    """Sum of squares about each column's mean. Relative to the first row, so that a constant column gives exactly 0."""
     about = values - values[:1]
     return (about.square().sum(dim=0) - about.sum(dim=0).square() / len(values)).clamp_min_(0.0)
 
 
 def by_rows(slot: int) -> bool:
-    """Whether what a slot loses is told by its rows: a gradient. Slots come in threes, in the order of ROLES."""
+    """Whether a slot is judged row by row, as gradients are. Slots come in threes, in the order of ROLES."""
     return slot % len(ROLES) == _GRADIENT
 
 
 def summed(rows: Tensor, slot: int) -> Tensor:
-    """Of all rows of a cast, float64 [6]; sums of several calls may be added. rows: of `quantization_stats`.
+    """The sums of one cast over all its rows, float64 [6]. Sums of several calls may be added.
 
-    A gradient's last sum is of its rows instead, each beside itself: nonzero * min(1, sum error^2 / sum x^2). Single
-    small values of a gradient are lost in healthy runs, too; where a whole row is, a token or a sample teaches nothing.
+    rows: of `quantization_stats`.
+
+    The last sum of a gradient is by row: nonzero * min(1, sum error^2 / sum x^2). Healthy runs lose single small values
+    of a gradient, too. Only where a whole row is lost does a token or a sample teach nothing.
     """
     if by_rows(slot):
-        lost = (rows[:, 4] / rows[:, 3]).clamp_max_(1.0).nan_to_num_(nan=0.0)
-        rows = torch.cat([rows[:, :5], (rows[:, 1] * lost)[:, None]], dim=1)
+        signal, noise = rows[:, 3], rows[:, 4]
+        lost = (noise / signal).clamp_max_(1.0).nan_to_num_(nan=0.0)
+        weighted = rows[:, 1] * lost
+        rows = torch.cat([rows[:, :5], weighted[:, None]], dim=1)
     return rows.sum(dim=0)
 
 
 def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """`quantization_stats` and `channel_stats` of the cast of x [r, c] under `scale`, float32 0-d or [r, 1].
 
-    The second may come as parts of the sums, [parts, 2].
+    The second is [parts, 2]. A kernel may give its sums in several parts; here there is one.
     """
     quantized = quantize(x, scale, fmt)
     return quantization_stats(x, quantized, scale, fmt), channel_stats(x, quantized, scale)[None]
 
 
 def shares(sums: Tensor) -> Tensor:
-    """Clipped share, underflow, SQNR in dB, that with every value (of gradients: row) weighing alike, and that of
-    what varies from row to row, float32 [5, slots].
+    """The statistics that the sums stand for, float32 [5, slots].
 
-    sums: of `summed` and `channel_stats`, float64 [slots, SUMS]. The shares are of the non-zero finite values. NaN
-    where nothing was sampled; a cast without any error has no SQNR either, nor one of rows that are alike
-    the last.
+    sums: of `summed` and `channel_stats`, float64 [slots, SUMS].
+
+    The five rows:
+    - clipped share, of the non-zero finite values.
+    - underflow: share of them that became zero.
+    - SQNR in dB.
+    - per-element SQNR in dB: every value, or row of a gradient, weighs alike.
+    - SQNR in dB of what varies from row to row.
+
+    NaN where nothing was sampled. Both SQNRs over values are NaN for a cast without error; the last is NaN as well for
+    rows that are all alike.
     """
     clipped, nonzero, flushed, signal, noise, own, varying, lost = sums.unbind(dim=1)
     decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), torch.nan)
@@ -272,15 +374,17 @@ def shares(sums: Tensor) -> Tensor:
 
 
 LARGEST = 1 << 20
-"""Elements looked at in one tensor: enough for a share, and some 20 MB of temporaries, however large the tensor."""
+"""Most elements measured of one tensor. Enough for a share, and about 20 MB of temporaries for a tensor of any size."""
 
 
 class SampledStats:
-    """Sums over the sampled casts of a window, for every slot.
+    """Adds up, for every slot, the sums over the casts of a sampled window. Nothing here waits for the device.
 
-    formats: "e4m3" or "e5m2" for each slot. sampling: on in windows that are measured. by_row: dynamic scales are one
-    for each row of the last dimension, not one for the tensor. measure: `cast_stats`, or what is as good and faster on
-    the device. Nothing here waits for the device.
+    formats: "e4m3" or "e5m2" for each slot.
+    by_row: dynamic scales are one for each row of the last dimension, not one for the tensor.
+    measure: `cast_stats`, or a faster equivalent on the device.
+    sampling: whether the current window is measured.
+    sums: float64 [slots, SUMS].
     """
 
     def __init__(
@@ -290,16 +394,14 @@ class SampledStats:
         by_row: bool = False,
         measure: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]] = cast_stats,
     ) -> None:
-        self.formats, self.by_row, self.measure, self.sampling = (
-            tuple(formats),
-            by_row,
-            measure,
-            False,
-        )
+        self.formats = tuple(formats)
+        self.by_row = by_row
+        self.measure = measure
+        self.sampling = False
         self.sums = torch.zeros(len(self.formats), SUMS, dtype=torch.float64, device=device)
 
     def begin(self, sample: bool) -> None:
-        """A window begins."""
+        """Start a window. sample: whether it is measured."""
         self.sampling = sample
         self.sums.zero_()
 
@@ -307,25 +409,31 @@ class SampledStats:
     def add(
         self, slot: int, x: Tensor, scale: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """What the cast of `x` does, in a sampled window only.
+        """Measure the cast of `x`. Does nothing in a window that is not sampled.
 
-        scale: float32 0-d; None: dynamic, from `x` itself. dtype: what `x` is rounded to before the cast, if to any.
+        scale: float32 0-d; None: dynamic, from `x` itself.
+        dtype: `x` is rounded to it before the cast; None: it is not.
         """
         if not self.sampling or not x.numel():
             return
         fmt = self.formats[slot]
         rows = x.detach().reshape(-1, x.shape[-1])
+
+        # One dynamic scale for the tensor comes from all of it, before the sample is taken.
         if scale is None and not self.by_row:
             scale = FORMATS[fmt].max / amax(rows)
-        # Whole rows, evenly spread: every channel is in the sample.
-        rows = rows[:: -(-rows.numel() // LARGEST)].to(dtype or rows.dtype)
+
+        # Whole rows, evenly spread, so that every channel is in the sample.
+        stride = -(-rows.numel() // LARGEST)
+        rows = rows[::stride].to(dtype or rows.dtype)
         if scale is None:
             scale = FORMATS[fmt].max / rows.abs().amax(dim=-1, keepdim=True).float()
-        # A tensor or row of zeros has an infinite scale; under any other it is zeros as well.
+
+        # A tensor or row of zeros has an infinite scale. Under any other scale its values are zeros as well.
         scale = torch.where(torch.isfinite(scale), scale, 1.0)
         of_rows, of_channels = self.measure(rows, scale, fmt)
         self.sums[slot] += torch.cat([summed(of_rows, slot), of_channels.sum(dim=0)])
 
     def rows(self, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [5, slots]: as of `shares`; NaN where not sampled. mean: over ranks."""
+        """The statistics of `shares`, float32 [5, slots]; NaN where nothing was sampled. mean: over ranks."""
         return shares(mean(self.sums) if self.sampling else self.sums)

@@ -1,13 +1,17 @@
 """Keep layers in bf16 whose size FP8 slows down on the card at hand (`layers.probe` in a recipe).
 
-FP8 pays a cast for each operand and gains on the multiplication, so there is a size under which it loses; where that
-is depends on card, libraries and tokens. Each size is timed once, by rank 0, and remembered in the user's cache folder.
+FP8 pays for casting each operand and gains on the multiplication, so small layers lose. Below which size depends on
+card, libraries and tokens. Rank 0 times each size once, and the times are kept in the user's cache folder.
 
     python -m harness.precision.shape_probe FOLDER
 
-reads FOLDER/request.json, times the Linear layers that it asks for in bf16 and in FP8, and writes FOLDER/times.json. A
-process of its own, because a timed layer leaves traces in global state (Transformer Engine's buffers, random numbers,
-memory) that a training run must not inherit, and because a kernel that fails takes its process's GPU context with it.
+reads FOLDER/request.json, times the Linear layers that it asks for in bf16 and in FP8, and writes FOLDER/times.json.
+This is a process of its own for two reasons. A timed layer leaves traces in global state (Transformer Engine's buffers,
+random numbers, memory) that a training run must not inherit. And a kernel that fails takes the GPU context of its
+process with it.
+
+The file has two halves: the measuring, which runs in that process, and the decision (`probe_layers`), which runs in the
+training process.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from harness.capability.cards import Tier, tier_of
 from harness.capability.probe import MachineFacts, probe
 from harness.core.collectives import max_over_ranks, world_rank
 from harness.core.errors import Problem
+from harness.core.facts import LayerPlan
 from harness.core.files import cache_dir, harness_version, read_json, with_this_package, write_json
 from harness.core.protocols import PrecisionBackend
 from harness.precision.backends.autocast import AutocastBackend
@@ -42,8 +47,11 @@ from harness.precision.recipe import LayersConfig, Recipe, Rung
 
 Shape = tuple[int, int]
 
+# ---- Measuring, in a process of its own
+
 WARM_UPS, ROUNDS = 5, 20
-# What a window costs once, however many layers it has, is shared by this many; fewer where they would fill the memory.
+# A window has costs that do not depend on the number of layers. This many layers share them, as in a model. Fewer if
+# their weights would fill the memory.
 _COPIES = 4
 _MOST_WEIGHTS = 2**27
 
@@ -58,7 +66,9 @@ class Times(NamedTuple):
 class Bench:
     """Some Linears of one size under one backend, and a window of training through them.
 
-    shape: (out, in) features. tokens: rows of the input. rung: None is bf16 under autocast.
+    shape: (out, in) features.
+    tokens: rows of the input.
+    rung: None is bf16 under autocast.
     """
 
     def __init__(
@@ -83,7 +93,7 @@ class Bench:
         ]
 
     def window(self) -> tuple[Any, Any]:
-        """Train one window; marks before its forward and after its backward, for `seconds`."""
+        """Train one window. Returns marks of its start and end, for `seconds`."""
         for parameter in (*self.model.parameters(), *self._inputs):
             parameter.grad = None
         self.backend.begin_window(sample=False)
@@ -98,45 +108,47 @@ class Bench:
         return start, stop
 
     def seconds(self, marks: Sequence[tuple[Any, Any]]) -> float:
-        """Median time of one layer in the windows that left `marks`."""
+        """Median time of one layer in the windows that returned `marks`."""
         if self.device.type == "cuda":
-            return statistics.median(start.elapsed_time(stop) / 1e3 for start, stop in marks) / len(
-                self.model
-            )
-        return statistics.median(stop - start for start, stop in marks) / len(self.model)
+            windows = [start.elapsed_time(stop) / 1e3 for start, stop in marks]
+        else:
+            windows = [stop - start for start, stop in marks]
+        return statistics.median(windows) / len(self.model)
 
 
 def contestants(
     shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch.device
 ) -> tuple[Bench, Bench]:
-    """Layers of that size in bf16 and on the FP8 `rung`. The recipe's `fp8` section counts, its `layers` do not."""
-    everything = recipe.model_copy(
-        update={"layers": LayersConfig(exclude_if_present=[], min_features=1)}
-    )
-    return Bench(shape, tokens, everything, None, device), Bench(
-        shape, tokens, everything, rung, device
-    )
+    """Layers of one size in bf16 and on the FP8 `rung`. The recipe's `fp8` section counts, its `layers` do not."""
+    every_layer = LayersConfig(exclude_if_present=[], min_features=1)
+    recipe = recipe.model_copy(update={"layers": every_layer})
+    bf16 = Bench(shape, tokens, recipe, None, device)
+    fp8 = Bench(shape, tokens, recipe, rung, device)
+    return bf16, fp8
 
 
 def measure(shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch.device) -> Times:
-    """The contestants in turns, so that whatever slows the machine slows both.
+    """Time both contestants in turns, so that whatever slows the machine slows both.
 
-    On a GPU nothing waits between the windows, so that launches overlap with computing as far as they do in training.
+    On a GPU nothing waits between the windows, so launches overlap with computing as they do in training.
     """
     benches = contestants(shape, tokens, recipe, rung, device)
     for bench in benches * WARM_UPS:
         bench.window()
+
+    # [round][bf16, fp8]
     marks = [[bench.window() for bench in benches] for _ in range(ROUNDS)]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    bf16, fp8 = (
-        bench.seconds(rounds)
-        for bench, rounds in zip(benches, zip(*marks, strict=True), strict=True)
+    bf16, fp8 = benches
+    return Times(
+        bf16=bf16.seconds([in_round[0] for in_round in marks]),
+        fp8=fp8.seconds([in_round[1] for in_round in marks]),
     )
-    return Times(bf16, fp8)
 
 
 def _mark(device: torch.device) -> Any:
+    """A point in time: a CUDA event, or seconds on a CPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -145,11 +157,15 @@ def _mark(device: torch.device) -> Any:
 
 
 def _same(values: Tensor) -> Tensor:
+    """Stands for the reduction over ranks: there is one."""
     return values
 
 
 def main(folder: Path) -> None:
-    """request.json: recipe, rung, shapes, tokens, device; times.json: [bf16, fp8] seconds for each shape."""
+    """Time what FOLDER/request.json asks for.
+
+    request.json: recipe, rung, shapes, tokens, device. times.json: [bf16, fp8] seconds for each shape.
+    """
     request = json.loads((folder / "request.json").read_text())
     recipe, rung = Recipe.model_validate(request["recipe"]), Rung.model_validate(request["rung"])
     device = torch.device(request["device"])
@@ -162,10 +178,13 @@ def main(folder: Path) -> None:
     write_json(folder / "times.json", times)
 
 
+# ---- Deciding, in the training process
+
 Seconds = tuple[float, float]
 
 _TOKENS = 2048
-_MULTIPLE = 128  # of tokens that every backend takes
+# Every backend takes a number of tokens that is a multiple of it.
+_MULTIPLE = 128
 _LIMIT_SECONDS = 300
 _SLOWER = "slower in FP8 on"
 
@@ -178,65 +197,68 @@ def probe_layers(
     tokens: int | None = None,
     earlier: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """`plan`, with the layers that FP8 slows down moved to bf16 and named with the measured ratio.
+    """`plan` with the layers that FP8 slows down moved to bf16, each with the measured ratio as its reason.
 
-    Does nothing unless the recipe asks for it, and no more than a note where there is no GPU or no FP8. tokens: of one
-    micro-batch, used unless the recipe has `layers.probe_tokens`. earlier: plan.json of the run that is resumed: under
-    the same rung its choice is taken over, since FP8 state belongs to layers. Collective: rank 0 measures for all.
+    Does nothing unless the recipe asks for it. Without a GPU or without FP8 it only adds a note.
 
-    Raises NoFp8LayerError if FP8 would slow down every layer.
+    tokens: of one micro-batch, used unless the recipe has `layers.probe_tokens`.
+    earlier: plan.json of the run that is resumed. Under the same rung its choice is kept, since FP8 state belongs to
+        layers.
+
+    Collective: rank 0 measures for all. Raises NoFp8LayerError if FP8 would slow down every layer.
     """
     if not recipe.layers.probe:
         return plan
     shapes = sorted({(row.shape[0], row.shape[1]) for row in plan.layers if row.precision == "fp8"})
     if tier_of(facts)[0] is Tier.CPU or not shapes:
-        why = (
-            "this rung has no FP8"
-            if not shapes
-            else "it times GPU kernels, and this is an emulation on a CPU"
-        )
+        why = "it times GPU kernels, and this is an emulation on a CPU"
+        if not shapes:
+            why = "this rung has no FP8"
         return replace(plan, notes=(*plan.notes, f"layers.probe does nothing here: {why}"))
     if earlier and earlier.get("resolved") == plan.resolved:
         note = "layers.probe: not timed again, as chosen when this run began"
         return keep_out(plan, recipe, _reasons_in(earlier), note)
+
+    # FP8 time over bf16 time for each size; 0 (FP8 is kept) on the other ranks and for what could not be timed.
     tokens = math.ceil((recipe.layers.probe_tokens or tokens or _TOKENS) / _MULTIPLE) * _MULTIPLE
-    ratios, note = [0.0] * len(shapes), "layers.probe: timed by rank 0"
+    ratios = [0.0] * len(shapes)
+    note = "layers.probe: timed by rank 0"
     if world_rank() == 0:
         times, note = times_of(shapes, tokens, recipe, plan.rung, facts, device)
-        ratios = [times[shape][1] / times[shape][0] if shape in times else 0.0 for shape in shapes]
+        for index, shape in enumerate(shapes):
+            if shape in times:
+                bf16, fp8 = times[shape]
+                ratios[index] = fp8 / bf16
     agreed = max_over_ranks(torch.tensor(ratios, dtype=torch.float32, device=device)).tolist()
-    card = facts.card(device.index)
-    return keep_out(
-        plan, recipe, slower(dict(zip(shapes, agreed, strict=True)), card, tokens), note
-    )
+
+    reasons = slower(dict(zip(shapes, agreed, strict=True)), facts.card(device.index), tokens)
+    return keep_out(plan, recipe, reasons, note)
 
 
 def slower(ratios: Mapping[Shape, float], card: str, tokens: int) -> dict[Shape, str]:
     """The sizes that are not faster in FP8, each with the reason for the plan. ratios: FP8 time over bf16 time."""
-    return {
-        shape: f"{_SLOWER} {card}: {ratio:.2f}x of bf16 ({tokens} tokens)"
-        for shape, ratio in ratios.items()
-        if ratio >= 1.0
-    }
+    reasons: dict[Shape, str] = {}
+    for shape, ratio in ratios.items():
+        if ratio >= 1.0:
+            reasons[shape] = f"{_SLOWER} {card}: {ratio:.2f}x of bf16 ({tokens} tokens)"
+    return reasons
 
 
 def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str) -> Plan:
-    """`plan` with the FP8 layers of those sizes in bf16. Raises NoFp8LayerError if none is left."""
-    rows = tuple(
-        replace(row, precision="bf16", backend=PLAIN, reason=reasons[row.shape[0], row.shape[1]])
-        if row.precision == "fp8" and row.shape in reasons
-        else row
-        for row in plan.layers
-    )
+    """`plan` with the FP8 layers of those sizes in bf16. Raises NoFp8LayerError if none is left in FP8."""
+    rows: list[LayerPlan] = []
+    for row in plan.layers:
+        if row.precision == "fp8" and row.shape in reasons:
+            reason = reasons[row.shape[0], row.shape[1]]
+            row = replace(row, precision="bf16", backend=PLAIN, reason=reason)
+        rows.append(row)
     if not any(row.precision == "fp8" for row in rows):
+        some = list(reasons.items())[:5]
+        what = "FP8 makes no layer of this model faster"
+        why = "; ".join(f"{out}x{into}: {reason}" for (out, into), reason in some)
         fix = "the recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
-        why = "; ".join(
-            f"{out}x{into}: {reason}" for (out, into), reason in list(reasons.items())[:5]
-        )
-        raise NoFp8LayerError(
-            Problem("FP8 makes no layer of this model faster", f"recipe {recipe.name}", why, fix)
-        )
-    return replace(plan, layers=rows, notes=(*plan.notes, note))
+        raise NoFp8LayerError(Problem(what, f"recipe {recipe.name}", why, fix))
+    return replace(plan, layers=tuple(rows), notes=(*plan.notes, note))
 
 
 def times_of(
@@ -247,24 +269,29 @@ def times_of(
     facts: MachineFacts,
     device: torch.device,
 ) -> tuple[dict[Shape, Seconds], str]:
-    """(bf16, FP8) seconds of each shape, as far as they can be had, from the cache or timed now; a note on both."""
+    """(bf16, FP8) seconds of each shape that could be timed, from the cache or timed now; and a note on both."""
     path = cache_file(recipe, rung, facts, device)
-    known, damage = _read(path)
-    missing = [shape for shape in shapes if _name(shape, tokens) not in known]
+    times, damage = _read(path)
+    missing = [shape for shape in shapes if _name(shape, tokens) not in times]
     failure = ""
     if missing:
         timed, failure = _time(missing, tokens, recipe, rung, device)
-        known |= {_name(shape, tokens): times for shape, times in timed.items()}
+        times |= {_name(shape, tokens): seconds for shape, seconds in timed.items()}
         if timed:
-            failure += _write(path, known)
-    found = {shape: known[name] for shape in shapes if (name := _name(shape, tokens)) in known}
+            failure += _write(path, times)
+
+    found: dict[Shape, Seconds] = {}
+    for shape in shapes:
+        name = _name(shape, tokens)
+        if name in times:
+            found[shape] = times[name]
     fresh = sum(shape in found for shape in missing)
     note = f"layers.probe on {facts.card(device.index)}: {fresh} sizes timed, {len(found) - fresh} from {path}"
     return found, note + damage + failure
 
 
 def cache_file(recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.device) -> Path:
-    """Where times are remembered: a file for each card, torch, backend version and `fp8` section."""
+    """The file that times are kept in: one for each card, torch, backend version and `fp8` section."""
     library = facts.libraries.get(BACKENDS[rung.backend].library)
     own = library.version if library else harness_version()
     key = (
@@ -283,15 +310,16 @@ def _name(shape: Shape, tokens: int) -> str:
 
 
 def _reasons_in(plan: Mapping[str, Any]) -> dict[Shape, str]:
-    """Sizes that a written plan kept out for their time."""
+    """The sizes that an earlier plan.json kept out because FP8 was slower, with their reasons."""
     found: dict[Shape, str] = {}
     layers = plan.get("layers")
     for row in layers if isinstance(layers, list | tuple) else ():
         match row:
-            case {"reason": str(reason), "shape": [int(out), int(into)]} if reason.startswith(
-                _SLOWER
-            ):
-                found[out, into] = reason
+            case {"reason": str(reason), "shape": [int(out), int(into)]}:
+                if reason.startswith(_SLOWER):
+                    found[out, into] = reason
+            case _:
+                pass
     return found
 
 
@@ -299,21 +327,23 @@ def _read(path: Path) -> tuple[dict[str, Seconds], str]:
     """What the cache holds; nothing, and a remark, if it is damaged."""
     if not path.exists():
         return {}, ""
+    times: dict[str, Seconds] = {}
     try:
-        known = {name: (float(bf16), float(fp8)) for name, (bf16, fp8) in read_json(path).items()}
-        if not all(seconds > 0 for times in known.values() for seconds in times):
+        for name, (bf16, fp8) in read_json(path).items():
+            times[name] = (float(bf16), float(fp8))
+        if not all(seconds > 0 for both in times.values() for seconds in both):
             raise ValueError("times must be positive")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return {}, f"; ignored the damaged {path} ({error})"
-    return known, ""
+    return times, ""
 
 
-def _write(path: Path, known: Mapping[str, Seconds]) -> str:
+def _write(path: Path, times: Mapping[str, Seconds]) -> str:
+    """Write the cache file whole. Returns a remark if that fails, else an empty text."""
     try:
-        with tempfile.TemporaryDirectory(
-            dir=path.parent
-        ) as work:  # of its own: two runs may end their timing together
-            write_json(Path(work) / path.name, known)
+        # A folder of its own: two runs may end their timing at once.
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:
+            write_json(Path(work) / path.name, times)
             (Path(work) / path.name).replace(path)
     except OSError as error:
         return f"; not remembered: {error}"
@@ -323,7 +353,7 @@ def _write(path: Path, known: Mapping[str, Seconds]) -> str:
 def _time(
     shapes: Sequence[Shape], tokens: int, recipe: Recipe, rung: Rung, device: torch.device
 ) -> tuple[dict[Shape, Seconds], str]:
-    """Time `shapes` in another process; without them and with a remark if that fails: they stay in FP8."""
+    """Time `shapes` in another process. If that fails, returns none of them and a remark: they stay in FP8."""
     request = {
         "recipe": recipe.model_dump(),
         "rung": rung.model_dump(),
@@ -344,11 +374,17 @@ def _time(
             )
             times = json.loads((Path(folder) / "times.json").read_text())
         except (OSError, subprocess.SubprocessError) as error:
-            detail = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
-            # The lines of a traceback and of our own errors are indented, but for the one that says what it was.
-            why = next((line[:300] for line in reversed(detail) if line[:1].strip()), str(error))
-            return {}, f"; {len(shapes)} sizes could not be timed and stay in FP8: {why}"
+            return {}, f"; {len(shapes)} sizes could not be timed and stay in FP8: {_reason(error)}"
     return {shape: (bf16, fp8) for shape, (bf16, fp8) in zip(shapes, times, strict=True)}, ""
+
+
+def _reason(error: Exception) -> str:
+    """What the process said last. Tracebacks and errors of this project indent all lines but the one with the error."""
+    output = getattr(error, "stderr", None) or b""
+    for line in reversed(output.decode(errors="replace").splitlines()):
+        if line[:1].strip():
+            return line[:300]
+    return str(error)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""torch's standard loop on a prepared model: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
+"""torch's own training loop on a prepared model: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
 
-Three things stand in for the calls that such a loop does not make. Hooks on the model enter the precision's context for
-whatever module of it is called from outside, and hand its outputs out in float32, where losses are computed. (They are
-there from `prepare` on, since they notice copies and threads in any loop, and enter contexts in `evaluating()` too.)
-`torch.autograd.backward`, which `Tensor.backward` calls, is watched: a loss whose graph holds a parameter of a prepared
-model goes through `Precision.backward`. `WrappedOptimizer.step` is `Precision.step`.
+Such a loop does not call `precision.context()`, `backward()` and `step()`. Three things do it instead:
 
-Under an fp16 loss scale the gradient of every leaf that the loss reaches is divided by the scale (a power of two by
-default, so exactly) before it is accumulated and before any hook of the user's runs: clipping, logging, hooks and
-penalties on weights see true gradients. Whether the scaled ones were finite is noted at that place, since clipping by
-value would hide it.
+1. Hooks on the model. When a module of it is called from outside, they enter the precision's context, and return the
+   outputs in float32, in which losses are computed. The hooks are there from `prepare` on, whatever the loop: they
+   also notice copies and threads, and enter contexts in `evaluating()`.
+2. A replacement of `torch.autograd.backward`, which `Tensor.backward` calls. If the graph of a loss holds a parameter
+   of a prepared model, the call goes through `Precision.backward`.
+3. `WrappedOptimizer.step`, which is `Precision.step`.
+
+True gradients under fp16. The loss is multiplied by the loss scale, so gradients come out scaled. `TrueGradients`
+divides the gradient of every leaf that the loss reaches by the scale. It does so before the gradient is accumulated and
+before any hook of the user runs, so clipping, logging, hooks and weight penalties see true gradients. The scale is a
+power of two by default, so the division is exact. Whether the scaled gradients were finite is noted at the same place,
+because clipping by value would hide it later.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from harness.precision.prepared import Prepared
 
 
-# What torch says of a graph that was to be one.
+# torch shows this reason where somebody asks for one graph over the whole model.
 _NO_FULL_GRAPH = (
     "a prepared model enters its precision before its forward, outside of the graph: leave out fullgraph=True, or"
     " compile block by block, `for block in model.blocks: block.compile(fullgraph=True)`"
@@ -45,13 +49,15 @@ _NO_FULL_GRAPH = (
 
 
 class WrappedOptimizer(Optimizer):
-    """An optimizer, or several as one, whose `step` is `Precision.step`; made by `Precision.wrap`.
+    """An optimizer, or several as one, whose `step` is `Precision.step`. Made by `Precision.wrap`.
 
-    Parameter groups, state, defaults and hooks are those of the optimizers within, so that schedulers made from either
-    work. Several have one `step`, one verdict and one norm; their state dicts lie in a list under "optimizers".
+    Parameter groups, state, defaults and hooks are those of the inner optimizers, so schedulers may be made from
+    either. Several optimizers have one `step`, one verdict and one norm. Their state dicts lie in a list under
+    "optimizers".
 
-    max_grad_norm: clip to this global L2 norm, None does not clip; tokens: of a window over all ranks, for the speed in
-    the telemetry; both may be changed between steps. outcome: of the last step, None before the first.
+    max_grad_norm: clip to this global L2 norm; None does not clip. May be changed between steps.
+    tokens: of a window over all ranks, for the speed in the telemetry. May be changed between steps.
+    outcome: of the last step, None before the first.
     """
 
     def __init__(
@@ -61,13 +67,17 @@ class WrappedOptimizer(Optimizer):
         max_grad_norm: float | None,
         tokens: int,
     ):
-        # Not Optimizer.__init__: whatever it would make is the inner optimizers'.
-        self.optimizers, self.max_grad_norm, self.tokens = list(optimizers), max_grad_norm, tokens
+        # Optimizer.__init__ is not called: everything that it would make belongs to the inner optimizers.
+        self.optimizers = list(optimizers)
+        self.max_grad_norm = max_grad_norm
+        self.tokens = tokens
         self.outcome: StepOutcome | None = None
         self._precision = precision
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Gate, unscale, clip, apply, roll: `Precision.step`. closure: called once before that, with gradients on."""
+        """Gate, unscale, clip, apply, roll the scales: `Precision.step`. closure: called once before, with gradients
+        on.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,7 +86,7 @@ class WrappedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of every optimizer within."""
+        """Zero the gradients of every inner optimizer."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
@@ -88,58 +98,49 @@ class WrappedOptimizer(Optimizer):
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The inner state itself."""
-        return (
-            self.optimizers[0].state
-            if len(self.optimizers) == 1
-            else ChainMap(*(o.state for o in self.optimizers))
-        )
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].state
+        return ChainMap(*(optimizer.state for optimizer in self.optimizers))
 
     @property
     def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The first one's."""
+        """The defaults of the first one."""
         return self.optimizers[0].defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's own, so that checkpoints of a loop without us fit."""
+        """The inner optimizer's own, so that it fits checkpoints of the same loop without this wrapper."""
         if len(self.optimizers) == 1:
             return self.optimizers[0].state_dict()
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """What `state_dict` gave. Raises MisuseError where it is of another number of optimizers."""
-        parts = [state_dict] if len(self.optimizers) == 1 else state_dict.get("optimizers", ())
-        if len(parts) != len(self.optimizers) or "optimizers" in parts[0]:
-            what = f"the state is not of {len(self.optimizers)} optimizers"
-            raise misuse(
-                "load_state_dict()", what, fix="load what state_dict() of the same wrap() gave"
-            )
+        """Restore what `state_dict` gave. Raises MisuseError if it is of another number of optimizers."""
+        count = len(self.optimizers)
+        parts = [state_dict] if count == 1 else state_dict.get("optimizers", ())
+        if len(parts) != count or "optimizers" in parts[0]:
+            what = f"the state is not of {count} optimizers"
+            fix = "load what state_dict() of the same wrap() gave"
+            raise misuse("load_state_dict()", what, fix=fix)
         for optimizer, part in zip(self.optimizers, parts, strict=True):
             optimizer.load_state_dict(part)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """To the inner optimizer. Raises MisuseError where there are several."""
+        """Add a group to the inner optimizer. Raises MisuseError if there are several."""
         if len(self.optimizers) > 1:
-            raise misuse(
-                "add_param_group()",
-                f"it stands for {len(self.optimizers)}",
-                fix="add it to one of them",
-            )
+            what = f"it stands for {len(self.optimizers)}"
+            raise misuse("add_param_group()", what, fix="add it to one of them")
         self.optimizers[0].add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # The one thing that GradScaler.step asks an optimizer before it steps.
+        # GradScaler.step asks an optimizer for this before it steps, and for nothing else.
+        what = "a GradScaler steps the wrapped optimizer"
         why = "the loss scale of fp16 is the precision's own, and the loss would be scaled twice"
-        raise misuse(
-            "step()",
-            "a GradScaler steps the wrapped optimizer",
-            why,
-            "loss.backward(); optimizer.step()",
-        )
+        raise misuse("step()", what, why, "loss.backward(); optimizer.step()")
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks that are registered with it, and settings of the optimizer's own (train() and eval() of some).
-        if name == "optimizers":  # a copy that is being made
+        # Hooks registered with the inner optimizer, and its own methods, such as train() and eval() of some.
+        if name == "optimizers":  # copy and pickle ask for attributes before __init__ has run
             raise AttributeError(name)
         return getattr(self.optimizers[0], name)
 
@@ -154,34 +155,36 @@ class WrappedOptimizer(Optimizer):
 
 
 def unwrapped(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """One or several optimizers, those within wrapped ones in their place."""
+    """One or several optimizers as a list, with the inner ones in place of a wrapped one."""
     given = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    return [
-        one
-        for each in given
-        for one in (each.optimizers if isinstance(each, WrappedOptimizer) else [each])
-    ]
+    inner: list[Optimizer] = []
+    for each in given:
+        if isinstance(each, WrappedOptimizer):
+            inner += each.optimizers
+        else:
+            inner.append(each)
+    return inner
 
 
 def wrap_problems(optimizers: Sequence[object]) -> list[Problem]:
-    """Optimizers that stand for others: ours, accelerate's, Lightning's."""
+    """A problem for each optimizer that already wraps another: this project's, accelerate's or Lightning's."""
     problems: list[Problem] = []
     for each in optimizers:
         if isinstance(each, WrappedOptimizer):
-            problems.append(
-                Problem("the optimizer is wrapped already", "wrap()", fix="wrap it once")
-            )
+            what = "the optimizer is wrapped already"
+            problems.append(Problem(what, "wrap()", fix="wrap it once"))
         elif isinstance(getattr(each, "optimizer", None), Optimizer):
+            what = f"{type(each).__name__} holds another optimizer"
             fix = "wrap torch's optimizer first, and give the result to the other library"
-            problems.append(
-                Problem(f"{type(each).__name__} holds another optimizer", "wrap()", fix=fix)
-            )
+            problems.append(Problem(what, "wrap()", fix=fix))
     return problems
 
 
 class TrueGradients:
-    """Divides the gradients of leaves by the loss scale while `active`. found: float32 0-d, 1.0 where one of the window
-    was not finite before that.
+    """Divides the gradients of leaves by the loss scale.
+
+    active: whether it divides now; on during a backward of the precision's own.
+    found: float32 0-d, 1.0 if a gradient of the window was not finite before the division.
     """
 
     def __init__(self, loss_scale: LossScale, device: torch.device) -> None:
@@ -192,20 +195,27 @@ class TrueGradients:
         self._hook = self._unscale
 
     def watch(self, leaves: Iterable[Tensor]) -> None:
-        """Before each backward: hooks of the user's come after ours, also those that were there before."""
+        """Put the hook on every leaf, before each backward.
+
+        It comes before all hooks of the user, also before those that are there already.
+        """
         for leaf in leaves:
             hooks: Any = leaf._backward_hooks
-            if not leaf.requires_grad or (hooks and next(iter(hooks.values())) is self._hook):
+            if not leaf.requires_grad:
                 continue
+            if hooks and next(iter(hooks.values())) is self._hook:
+                continue
+
+            # Hooks run in the order of this dict: take out those that are there, and add them again after ours.
             before = dict(hooks or {})
             if hooks is not None:
                 hooks.clear()
             leaf.register_hook(self._hook)
             if before:
                 assert leaf._backward_hooks is not None
-                leaf._backward_hooks.update(
-                    {key: hook for key, hook in before.items() if hook is not self._hook}
-                )
+                for key, hook in before.items():
+                    if hook is not self._hook:
+                        leaf._backward_hooks[key] = hook
         self._inverse = self._loss_scale.value.reciprocal()
 
     def forget(self) -> None:
@@ -215,7 +225,8 @@ class TrueGradients:
     def _unscale(self, grad: Tensor) -> Tensor | None:
         if not self.active or self._loss_scale.retired or grad.is_sparse:
             return None
-        if torch.is_grad_enabled():  # a graph of the gradients is wanted
+        # With create_graph the division has to be part of the graph of the gradients.
+        if torch.is_grad_enabled():
             return grad * self._inverse.to(grad.device)
         unscaled = grad.detach().to(self.found.device, torch.float32, copy=True)
         torch._amp_foreach_non_finite_check_and_unscale_([unscaled], self.found, self._inverse)
@@ -223,24 +234,31 @@ class TrueGradients:
 
 
 class Standard:
-    """Hooks on one prepared model, and from `begin` on, which the first `Precision.wrap` calls, its standard loop.
+    """The hooks on one prepared model. From `begin` on, they make torch's own loop right.
 
-    begun: every call of the model is a context; before that, calls in `Precision.evaluating()` are. gradients: under an
-    fp16 loss scale, once begun. passed_over: the module whose next call is no forward, but a whole step of
-    another library's. A pickle of the model leaves its hooks idle; a deep copy (an EMA) enters the same precision's
-    context.
+    `Precision.wrap` calls `begin` the first time. A pickle of the model leaves its hooks without effect. A deep copy
+    (an EMA) enters the context of the same precision.
+
+    begun: every call of the model is a context. Before that, only calls in `Precision.evaluating()` are.
+    gradients: divides gradients by the loss scale; once begun, under an fp16 loss scale.
+    skipped: the hooks skip the next call of this module. Lightning runs a whole step inside `DDP.forward`.
     """
 
     def __init__(self, precision: Precision, ready: Prepared) -> None:
         self._precision, self._ready = precision, ready
         self.begun = False
         self.gradients: TrueGradients | None = None
-        self.passed_over: nn.Module | None = None
+        self.skipped: nn.Module | None = None
+
+        # The open context: what was entered, by the call of which module, how deep it calls itself, in which thread.
         self._entered: AbstractContextManager[Any] | None = None
         self._entrance: nn.Module | None = None
         self._depth = 0
         self._thread = 0
+        # The autocast that each entrance computed in, for checkpoints that compute it again.
         self._autocast: WeakKeyDictionary[nn.Module, tuple[bool, torch.dtype]] = WeakKeyDictionary()
+
+        # A module without parameters computes the same in any context.
         own = [
             module
             for module in ready.model.modules()
@@ -252,9 +270,11 @@ class Standard:
         self._hooks = _hook_all(own, self.enter, self.leave)
 
     def begin(self) -> None:
-        """The standard loop, from now on."""
-        for other in [each for each in _standards.now() if each._ready.model is self._ready.model]:
-            other._retire()  # of a Precision that the model had before
+        """Make torch's own loop right from now on."""
+        # Hooks of a Precision that the model had before would enter a second context.
+        for other in _standards.now():
+            if other._ready.model is self._ready.model:
+                other._retire()
         scale = self._ready.loss_scale
         self.gradients = None if scale is None else TrueGradients(scale, self._ready.device)
         self.begun = True
@@ -268,9 +288,9 @@ class Standard:
         _standards.discard(self)
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Before a module of the model is called. Inside of a context, whoever entered it, nothing happens.
+        """Runs before a module of the model is called. Does nothing inside of a context, whoever entered it.
 
-        A compiled graph ends here where a context has to be entered, and begins anew with the model's forward.
+        A compiled graph ends here if a context has to be entered. A new one begins with the model's forward.
         """
         if not torch.compiler.is_compiling():
             self._enter(module)
@@ -282,46 +302,44 @@ class Standard:
         self._enter(module)
 
     def _enter(self, module: nn.Module) -> None:
+        # A deep copy carries these hooks along. With gradients on it may be trained, and then its optimizer is refused.
         if module not in self._own and torch.is_grad_enabled():
             self._ready.window.copies.add(module)
         if self._precision.turn.elsewhere and not _in_autograd():
             raise self._precision.turn.refusal(f"{type(module).__name__}()")
         if not self.begun and not self._precision.is_evaluating:
             return
-        if module is self.passed_over and not self._precision.busy:
-            self.passed_over = None
+
+        busy = self._precision.busy
+        if module is self.skipped and not busy:
+            self.skipped = None
         elif module is self._entrance:
-            self._depth += 1  # it calls itself
-        elif not self._precision.busy:
-            entered = self._precision.context()
-            entered.__enter__()
-            self._entered, self._entrance, self._depth, self._thread = (
-                entered,
-                module,
-                1,
-                get_ident(),
-            )
+            # The module calls itself. Only its outermost call leaves the context.
+            self._depth += 1
+        elif not busy:
+            self._open(module, self._precision.context())
             self._autocast[module] = self._autocast_now()
         elif self._precision.in_backward and self._entrance is None and module in self._autocast:
-            if self._autocast[module] == self._autocast_now():
-                return
             # A checkpoint around this call computes it again, in the autocast of outside the context.
             enabled, dtype = self._autocast[module]
-            entered = torch.autocast(self._ready.device.type, dtype=dtype, enabled=enabled)
-            entered.__enter__()
-            self._entered, self._entrance, self._depth, self._thread = (
-                entered,
-                module,
-                1,
-                get_ident(),
-            )
+            if (enabled, dtype) != self._autocast_now():
+                kind = self._ready.device.type
+                self._open(module, torch.autocast(kind, dtype=dtype, enabled=enabled))
+
+    def _open(self, module: nn.Module, context: AbstractContextManager[Any]) -> None:
+        """Enter `context`, which the end of this call of `module` leaves."""
+        context.__enter__()
+        self._entered = context
+        self._entrance = module
+        self._depth = 1
+        self._thread = get_ident()
 
     def _autocast_now(self) -> tuple[bool, torch.dtype]:
         kind = self._ready.device.type
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """After the call, also one that failed: what comes out is in float32."""
+        """Runs after the call, also after one that failed. Returns the outputs in float32."""
         if not torch.compiler.is_compiling():
             return self._leave(module, result)
         return self._leave_compiled(module, result) if module is self._entrance else None
@@ -336,17 +354,19 @@ class Standard:
         self._depth -= 1
         if self._depth or self._entered is None:
             return None
-        entered, self._entered, self._entrance = self._entered, None, None
+        entered = self._entered
+        self._entered = None
+        self._entrance = None
         entered.__exit__(None, None, None)
         return widened(result)
 
     @contextmanager
     def true_gradients(self, loss: Tensor) -> Iterator[None]:
-        """Around the backward of the scaled `loss`: gradients of every leaf that it reaches come out unscaled."""
+        """Around the backward of the scaled `loss`: the gradients of all leaves that it reaches come out unscaled."""
         if self.gradients is None:
             yield
             return
-        # Reentrant checkpoints hide the model's own from the graph.
+        # The model's parameters are added by hand: a reentrant checkpoint hides them from the graph.
         self.gradients.watch([*self._ready.model.parameters(), *_leaves([loss])])
         self.gradients.active = True
         try:
@@ -366,20 +386,17 @@ class Standard:
     def backward(self, losses: Sequence[Any], grad_tensors: Any, **options: Any) -> None:
         """`torch.autograd.backward` of losses that reach the model."""
         if len(losses) != 1 or not isinstance(losses[0], Tensor) or grad_tensors is not None:
-            what = (
-                "gradients are given"
-                if grad_tensors is not None
-                else f"{len(losses)} losses at once"
-            )
+            what = f"{len(losses)} losses at once"
+            if grad_tensors is not None:
+                what = "gradients are given"
             why = "the gate and the loss scale are those of one loss"
-            raise misuse(
-                "backward()", what, why, "add up to one loss, weighted, and call its backward()"
-            )
+            fix = "add up to one loss, weighted, and call its backward()"
+            raise misuse("backward()", what, why, fix)
         self._precision.backward(losses[0], **options)
 
     @property
     def in_backward(self) -> bool:
-        """A backward of the precision's own is on its way."""
+        """Whether a backward of the precision's own is running."""
         return self._precision.in_backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Standard:
@@ -390,20 +407,20 @@ class Standard:
 
 
 class _Idle:
-    """The hooks of a model that was pickled."""
+    """Stands for the hooks of a model that was pickled. They do nothing."""
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 _standards: Live[Standard] = Live()
 
 
 class _Calls(local):
-    """own: the next `torch.autograd.backward` of this thread is a Precision's own."""
+    """own: the next `torch.autograd.backward` of this thread comes from a Precision, and is not redirected."""
 
     own = False
 
@@ -413,7 +430,7 @@ _calls = _Calls()
 
 @contextmanager
 def own_backward() -> Iterator[None]:
-    """Around the one `loss.backward()` of a `Precision.backward`."""
+    """Around the one `loss.backward()` that `Precision.backward` makes."""
     _calls.own = True
     try:
         yield
@@ -429,10 +446,11 @@ def _in_autograd() -> bool:
 def _hook_all(
     modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., Any]
 ) -> int:
-    """Call `enter` before and `leave` after every call of the modules, also one that failed. Returns the hooks' key.
+    """Call `enter` before and `leave` after every call of the modules, also after one that failed. Returns the hooks'
+    key.
 
-    torch gives every registration a key of its own, and torch.compile compiles a block again where the keys of its
-    modules' hooks differ. Under one key blocks of one kind share their compiled code.
+    torch gives every registration a key of its own. torch.compile compiles a block again if the keys of its modules'
+    hooks differ. Under one common key, blocks of one kind share their compiled code.
     """
     key = RemovableHandle(OrderedDict()).id
     for module in modules:
@@ -447,7 +465,7 @@ def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _drop_hooks_of_originals(module: nn.Module) -> None:
-    """What a deep copy brought along of the model that it was made of, now that it is prepared itself."""
+    """Remove the hooks that a deep copy brought along from its original, now that the copy is prepared itself."""
     for key, hook in list(module._forward_pre_hooks.items()):
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Standard) and module not in owner._own:
@@ -456,12 +474,19 @@ def _drop_hooks_of_originals(module: nn.Module) -> None:
 
 
 def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
-    """The leaf tensors that gradients of `roots` are accumulated in, each once; nearest branches first."""
-    left = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+    """The leaf tensors that the gradients of `roots` are accumulated in, each once."""
+    left: list[Any] = []
+    for root in roots:
+        node = getattr(root, "grad_fn", None)
+        if node is not None:
+            left.append(node)
+
     seen = set(left)
     while left:
-        node: Any = left.pop()
-        if (variable := getattr(node, "variable", None)) is not None:
+        node = left.pop()
+        # Only the nodes that accumulate gradients have a `variable`.
+        variable = getattr(node, "variable", None)
+        if variable is not None:
             yield variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -471,7 +496,7 @@ def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
 
 @cache
 def _watch_backward() -> None:
-    """Once a process. Losses that reach no wrapped model are left alone."""
+    """Replace `torch.autograd.backward`, once in a process. Losses that reach no wrapped model are left alone."""
     original = torch.autograd.backward
 
     @wraps(original)
@@ -479,52 +504,56 @@ def _watch_backward() -> None:
         if _calls.own:
             _calls.own = False
             return original(tensors, grad_tensors, *args, **kwargs)
-        # Reentrant checkpoints compute backward within backward; on a GPU in a thread of autograd's.
-        nested, standards = _in_autograd(), _standards.now()
-        if not standards or (
-            nested and grad_tensors is not None and all(each.in_backward for each in standards)
-        ):
+
+        # Reentrant checkpoints call backward within backward, on a GPU in a thread of autograd's. If it cannot be of
+        # any other model, it is part of a backward that was redirected already.
+        nested = _in_autograd()
+        standards = _standards.now()
+        recomputed = nested and grad_tensors is not None
+        if not standards or (recomputed and all(each.in_backward for each in standards)):
             return original(tensors, grad_tensors, *args, **kwargs)
+
+        # Whose loss is it?
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reached = [each for each in standards if each.reached_by(losses)]
         within = nested and any(each.in_backward for each in reached)
-        if not reached or (within and grad_tensors is not None):
+        if not reached or (within and recomputed):
             return original(losses, grad_tensors, *args, **kwargs)
-        if within:
-            what = "called by a hook within the backward() of the same model"
-            why = "both are of one window, and the loss scale would be divided out of one gradient twice"
-            raise misuse(
-                "backward()",
-                what,
-                why,
-                "add it to the loss before, or call it once that backward() is over",
-            )
-        if nested and grad_tensors is not None:
-            what = "a reentrant checkpoint is around all of the prepared model"
-            why = "the loss does not show that it reaches the model, so nothing scales it or counts it for the window"
-            raise misuse(
-                "backward()",
-                what,
-                why,
-                "checkpoint(..., use_reentrant=False), or checkpoint its blocks",
-            )
-        if len(reached) > 1:
-            what = f"the loss reaches {len(reached)} prepared models"
-            why = "whose window it belongs to, and whose loss scale it needs, is not to be seen"
-            fix = (
-                "requires_grad_(False) on what does not train now (a GAN's discriminator in the generator's step),"
-                " or precision.backward(loss) of the one that does"
-            )
-            raise MisuseError(Problem(what, "backward()", why, fix))
-        options = (
-            dict(
-                zip(
-                    ("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False
-                )
-            )
-            | kwargs
-        )
+        _check_backward(reached, within, recomputed)
+
+        names = ("retain_graph", "create_graph", "grad_variables", "inputs")
+        options = dict(zip(names, args, strict=False)) | kwargs
         given = options.pop("grad_variables", None)
-        return reached[0].backward(losses, grad_tensors if given is None else given, **options)
+        gradients = grad_tensors if given is None else given
+        return reached[0].backward(losses, gradients, **options)
 
     torch.autograd.backward = backward
+
+
+def _check_backward(reached: Sequence[Standard], within: bool, recomputed: bool) -> None:
+    """Raises MisuseError if a backward cannot be that of one window.
+
+    reached: the models that its losses reach.
+    within: it is called in the backward of one of them.
+    recomputed: a reentrant checkpoint calls it, in the backward of something else.
+    """
+    if within:
+        what = "called by a hook within the backward() of the same model"
+        why = (
+            "both are of one window, and the loss scale would be divided out of one gradient twice"
+        )
+        fix = "add it to the loss before, or call it once that backward() is over"
+        raise misuse("backward()", what, why, fix)
+    if recomputed:
+        what = "a reentrant checkpoint is around all of the prepared model"
+        why = "the loss does not show that it reaches the model, so nothing scales it or counts it for the window"
+        fix = "checkpoint(..., use_reentrant=False), or checkpoint its blocks"
+        raise misuse("backward()", what, why, fix)
+    if len(reached) > 1:
+        what = f"the loss reaches {len(reached)} prepared models"
+        why = "nothing shows whose window it belongs to, and whose loss scale it needs"
+        fix = (
+            "requires_grad_(False) on what does not train now (a GAN's discriminator in the generator's step),"
+            " or precision.backward(loss) of the one that does"
+        )
+        raise MisuseError(Problem(what, "backward()", why, fix))

@@ -57,8 +57,8 @@ FALLBACK = (
     Mutation(
         16,
         "an outlier does not hide what it does to the rest",
-        "(exact.square(), error.square(), own))",
-        "(exact.square(), error.square(), error.square() / exact.square().sum()))",
+        "(exact.square(), error.square(), own)]",
+        "(exact.square(), error.square(), error.square() / exact.square().sum())]",
         "tests/unit/precision/test_hidden_values.py",
     ),
     Mutation(
@@ -204,8 +204,8 @@ FALLBACK = (
     Mutation(
         21,
         "what does not vary is no fault",
-        "told = varying > IN_BF16 * exact",
-        "told = varying >= 0 * exact",
+        "counts = varying > IN_BF16 * exact",
+        "counts = varying >= 0 * exact",
         "tests/unit/precision/test_common_mode.py",
     ),
     Mutation(

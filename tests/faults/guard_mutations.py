@@ -362,8 +362,8 @@ GUARD = (
     Mutation(
         11,
         "the guard knows every optimizer that it has to put back",
-        "if not any(each is known for known in self.known)]",
-        "if False]",
+        "if not any(each is other for other in self.optimizers):",
+        "if False:",
         "tests/unit/precision/test_own_guard_misuse.py -k unknown_optimizer",
     ),
     Mutation(

@@ -106,8 +106,8 @@ LOOP = (
     Mutation(
         14,
         "a backward that a hook starts within the same model's is refused",
-        "        if within:\n",
-        "        if False:\n",
+        "    if within:\n",
+        "    if False:\n",
         "tests/unit/precision/test_standard_threads.py -k within_a_backward_of_the_same",
     ),
     Mutation(
@@ -216,19 +216,15 @@ LOOP = (
     Mutation(
         8,
         "an evaluation with gradients on leaves no trace",
-        (
-            "self._end_window(\n"
-            "                    ready\n"
-            "                )  # it was an evaluation: what its forwards left is dropped with the window"
-        ),
-        "pass  # it was an evaluation: what its forwards left is dropped with the window",
+        "        if not ready.window.backwards:\n            self._end_window(ready)\n",
+        "",
         "tests/unit/precision/test_standard_refusals.py -k no_trace",
     ),
     Mutation(
         8,
         "an evaluation in the middle of a window is refused",
-        "            if self._training:\n",
-        "            if False:\n",
+        "        if self._training:\n",
+        "        if False:\n",
         "tests/unit/precision/test_standard_refusals.py -k refused",
     ),
     Mutation(
@@ -255,12 +251,8 @@ LOOP = (
     Mutation(
         15,
         "a loop of one's own hears of FP8 layers that nobody calls",
-        (
-            "built = (\n"
-            "            kind.build(self.context) for kind in (Fp8Monitor, FallbackController, WholeRunFallback)\n"
-            "        )"
-        ),
-        "built = (kind.build(self.context) for kind in (FallbackController, WholeRunFallback))",
+        "for kind in (Fp8Monitor, FallbackController, WholeRunFallback):",
+        "for kind in (FallbackController, WholeRunFallback):",
         "tests/unit/precision/test_api_misuse.py -k never_called",
     ),
 )

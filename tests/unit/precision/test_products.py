@@ -56,9 +56,14 @@ def test_the_plan_says_what_the_layers_products_ran_in(name: str, recipe: str) -
     precision = Precision.from_recipe(recipe)
     precision.prepare(model)
     given = [torch.randn(shape)] * INPUTS.get(name, 1)
-    with precision.context(), Operands() as ran:
-        model["layer"](*given)
     row = next(row for row in precision.plan.layers if row.module == "layer")
+    try:
+        with precision.context(), Operands() as ran:
+            model["layer"](*given)
+    except RuntimeError:
+        # This CPU's library has no kernel for it, such as a bf16 LSTM without bf16 instructions: nothing is claimed.
+        assert "products run in" not in row.reason
+        return
     assert {row.precision} == ran.found
     assert f"products run in {row.precision}" in row.reason
 
