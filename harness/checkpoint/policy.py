@@ -12,11 +12,12 @@ from pathlib import Path
 
 from harness.checkpoint import manifest
 from harness.checkpoint.manifest import failed
-from harness.checkpoint.store import LEDGER, Store
+from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, Problem
 from harness.core.files import read_json, write_json
 from harness.core.state import RunLedger
 
+LEDGER = "incidents.json"
 _AT_LEAST = 2
 
 

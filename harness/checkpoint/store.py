@@ -36,16 +36,11 @@ from harness.checkpoint.manifest import (
     read_manifest,
 )
 from harness.core.errors import CheckpointError, MisuseError, Problem
-from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, write_json
+from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder
 from harness.core.protocols import Meta, TensorDict, Tensors
-from harness.core.state import RunLedger
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
-_ROLLBACK = "rollback.json"
-LEDGER = "incidents.json"
-"""Beside the checkpoints' folder; see `policy.load_ledger`."""
-_KEEP_ALL = "delete this file to keep every checkpoint"
 # Seconds: the coarsest clocks that file systems keep of changes. What changed so lately could change again unseen.
 _CLOCK = 2.0
 
@@ -57,7 +52,7 @@ class Store:
 
     versions: written into every manifest, for people. damaged: what `newest_valid` passed over, by step, until it is
     set aside. quarantined: what was moved aside since the store was opened. A writer must hold the run's lock: opening
-    removes what dead writers left half done and finishes an interrupted `discard_after`. With `readonly` (tools, ranks
+    removes what dead writers left half done. With `readonly` (tools, ranks
     other than 0) nothing on disk is ever changed. Raises CheckpointError if `root` cannot be made.
     """
 
@@ -78,8 +73,6 @@ class Store:
             raise failed("the checkpoint folder cannot be made", root, error) from error
         for leftover in root.glob(f"{_TMP}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if (target := unfinished_rollback(root)) is not None:
-            self.discard_after(target)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -238,19 +231,15 @@ class Store:
     def discard_after(self, step: int) -> None:
         """Rename checkpoints newer than `step` to `rolledback-*` and take their good marks away.
 
-        The intent is on disk first, so that a writer killed half-way is finished by the next one to open the store.
-        Raises CheckpointError.
+        Killed half-way, it is done again at the next start: incidents.json still says `return_to`. Doing it twice is
+        harmless. Raises CheckpointError.
         """
         self._check_writer()
-        intent = self.root / _ROLLBACK
         try:
-            write_json(intent, {"to": step})
             manifest.forget_after(self.root, step)
             for newer in self.steps():
                 if newer > step:
                     self._aside(newer, "rolledback")
-            sync_folder(self.root)
-            intent.unlink()
             sync_folder(self.root)
         except OSError as error:
             what = f"the checkpoints after step {step} cannot be set aside"
@@ -328,39 +317,6 @@ class Store:
         while os.path.lexists(target := self.root / f"{prefix}-{source.name}-{number}"):
             number += 1
         source.rename(target)
-
-
-def unfinished_rollback(root: Path) -> int | None:
-    """The step that a writer was going back to when it was killed: whoever opens the store next sets the later ones
-    aside. None if there is nothing to finish. Raises CheckpointError.
-    """
-    intent = root / _ROLLBACK
-    try:
-        target = read_json(intent)["to"]
-        if type(target) is not int or target < 0:
-            raise ValueError("names no step")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "an unfinished rollback cannot be read"
-        raise CheckpointError(Problem(what, str(intent), str(error), fix=_KEEP_ALL)) from error
-    return target
-
-
-def check_unfinished(root: Path, ledger: RunLedger) -> None:
-    """Refuse an unfinished rollback that is not the one in the ledger, as a folder copied over another may have it: the
-    run would go back, or start over. Raises CheckpointError.
-    """
-    target = unfinished_rollback(root)
-    if target in (None, ledger.return_to or None):
-        return
-    known = (
-        f"that is finished, by {LEDGER}"
-        if target in ledger.returned_to
-        else f"of which {LEDGER} knows nothing"
-    )
-    what = f"tells of a rollback to step {target} {known}"
-    raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
 
 
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:

@@ -16,7 +16,7 @@ from typing import cast
 from harness.build import Worker, open_store
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import bring_back, spare_folders
-from harness.checkpoint.store import Store, check_unfinished
+from harness.checkpoint.store import Store
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.files import step_name
@@ -153,7 +153,8 @@ def find_start(
     resumed = None
     if resuming:
         resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
-        check_unfinished(folder / "checkpoints", load_ledger(folder))
+        # A ledger that cannot be read is refused here, before anything is written.
+        load_ledger(folder)
     return StartingPoint(folder, config, source, origin, resumed)
 
 

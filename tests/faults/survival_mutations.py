@@ -70,20 +70,6 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
-        "a rollback that the run never made is not carried out",
-        "    if target in (None, ledger.return_to or None):\n",
-        "    if True:\n",
-        "tests/faults/test_deleted_checkpoints.py -k never_made",
-    ),
-    Mutation(
-        27,
-        "a rollback's intent that is put back once it is finished is not carried out again",
-        "    if target in (None, ledger.return_to or None):\n",
-        "    if target in (None, *ledger.returned_to):\n",
-        "tests/faults/test_other_files.py -k carried_out_again",
-    ),
-    Mutation(
-        4,
         "a run whose checkpoints' folder is deleted does not wait for it",
         (
             "raise failed(\n"
