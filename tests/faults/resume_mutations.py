@@ -92,12 +92,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         2,
         "how far checkpoints are from good is in the checkpoint",
-        (
-            "self._waiting = {\n"
-            "            each: count for each, count in counts.items() if each in there and each not in marked\n"
-            "        }"
-        ),
-        "self._waiting = {}",
+        "self._waiting[int(each)] = count\n",
+        "pass\n",
         "tests/unit/checkpoint/test_policy.py",
     ),
     Mutation(
@@ -262,20 +258,16 @@ RESUME: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
-        "a damaged good checkpoint that a rollback passes over is named",
-        "self.good.damaged_good(newest) if",
-        "() if",
+        "a damaged good checkpoint that a rollback skips is named",
+        "for step in self.good.damaged_good(newest):",
+        "for step in ():",
         "tests/unit/checkpoint/test_passed_over.py -k rollback",
     ),
     Mutation(
         4,
         "a damaged last save is not replaced by an older one beside it",
-        (
-            "raise CheckpointError(\n"
-            "                lost\n"
-            "            )  # the last save itself: an older one beside it must not stand for it unasked"
-        ),
-        "pass  # the last save itself: an older one beside it must not stand for it unasked",
+        "            raise CheckpointError(unreadable)\n",
+        "            pass\n",
         "tests/unit/checkpoint/test_passed_over.py -k last_save",
     ),
     Mutation(
