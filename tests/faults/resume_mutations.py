@@ -43,8 +43,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "applied updates are restored",
-        'state[key] = value\n        self.applied.copy_(tensors["applied"])',
-        "state[key] = value",
+        '        self.applied.copy_(tensors["applied"])\n        self._restore_settings',
+        "        self._restore_settings",
         "tests/faults/test_resume_sweep.py -k killed_fp8",
     ),
     Mutation(
@@ -162,15 +162,15 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "what an optimizer counts in itself is restored",
-        'self._count(meta.get("counted", {}))',
+        'self._restore_settings(meta.get("counted", {}))',
         "pass",
         "tests/unit/optim/test_kinds.py -k continues_bit_identically",
     ),
     Mutation(
         1,
         "quantised moments are restored",
-        "for inner, tensor in _inner(now).items()\n        }",
-        "for inner, tensor in _inner(now).items()\n            if not inner\n        }",
+        "for inner, tensor in _inner(now).items():\n",
+        "for inner, tensor in (each for each in _inner(now).items() if not each[0]):\n",
         "tests/unit/optim/test_kinds.py -k continues_bit_identically",
     ),
     Mutation(
