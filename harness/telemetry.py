@@ -185,8 +185,9 @@ class Telemetry:
         # The folder, and the journal in it, which a second start goes on with.
         plan = precision.plan
         lock: RunLock | None = None
-        journal = Journal(Path(os.devnull), resume_step=None)
-        if path is not None:
+        if path is None:
+            journal = Journal(Path(os.devnull), resume_step=None)
+        else:
             lock = _claimed(path, plan.as_dict())
             resumed = (path / JOURNAL).exists()
             journal = Journal(path / JOURNAL, resume_step=0 if resumed else None)
@@ -224,8 +225,8 @@ class Telemetry:
     def attempt(self, number: int) -> None:
         """Set the attempt of the rows that follow.
 
-        A loop of the user's own may start again from a state before a rollback, or from the beginning. Readers take rows
-        of a lower attempt for discarded ones. So new rows must have a higher attempt than all rows in the folder.
+        A loop of the user's own may start again from a state before a rollback, or from the beginning. Readers take
+        rows of a lower attempt for discarded ones. So new rows must have a higher attempt than all rows in the folder.
         """
         if self._ahead is None:
             own = self._precision
@@ -238,7 +239,7 @@ class Telemetry:
         self.journal.attempt = number + self._ahead
 
     def watch(self, limits: FallbackConfig) -> None:
-        """Set the limits beyond which a slot gets series of its own, if the model has too many slots for all of them."""
+        """Set the limits beyond which a slot gets series of its own, in a model with too many slots for all."""
         saturation = tuple(getattr(limits, f"saturation_{role}") for role in ROLES)
         underflow = (limits.underflow, limits.underflow, limits.underflow_grad_output)
         even_db = (limits.even_db_input, limits.even_db_weight, limits.even_db_grad_output)
@@ -306,8 +307,8 @@ class Telemetry:
     ) -> None:
         """Write down one step: its row, the events about it, and its line on the screen.
 
-        A guard does this. In a loop without one, call `telemetry.record(precision.facts())` after every step. That waits
-        for the figures of the step.
+        A guard does this. In a loop without one, call `telemetry.record(precision.facts())` after every step. That
+        waits for the figures of the step.
 
         facts: the figures of the step.
         ledger: of the run; None: that of the prepared model.
@@ -432,14 +433,14 @@ class Telemetry:
         self.note("end", status=outcome.status)
 
     def _last_slots(self) -> None:
-        """Write the FP8 figures of the last step, if tracking.fp8_every has left it out: a short run has some, too."""
+        """Write the FP8 figures of the last step, if tracking.fp8_every left it out: a short run has some, too."""
         kept = self.slots.rest(self.attempt)
         if kept is not None:
             self.journal.metrics(kept.step, kept.figures)
             self._log_slots(kept)
 
     def _parquet(self, step: int) -> None:
-        """Write the table of all FP8 figures. The run ends well without it: pyarrow may be missing, or the disk full."""
+        """Write the table of all FP8 figures. The run does not need it: pyarrow may be missing, or the disk full."""
         assert self.folder is not None
         assert self.slots.file is not None
         if self.slots.file.lost:
