@@ -20,7 +20,7 @@ from torch import nn
 from harness.capability.cards import Card, card_named, check_usable
 from harness.capability.probe import MachineFacts, probe
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
-from harness.checkpoint.recovery import Recovery, finish_rollback, spare_folder
+from harness.checkpoint.recovery import Recovery, fallback_folder, finish_rollback
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
 from harness.checkpoint.staging import Staging
@@ -361,7 +361,7 @@ def build_run(
         keep_ledger=lambda current: save_ledger(folder, current),
         config=config.checkpoint,
         asked=stop.requested,
-        spare=spare_folder(config.checkpoint.emergency_path, folder),
+        fallback_folder=fallback_folder(config.checkpoint.emergency_path, folder),
     )
     judge = Judge(
         config.guard,

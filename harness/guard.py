@@ -1,10 +1,15 @@
-"""`harness.Guard`: what watches a run and steers it, in any loop: judging, switches, limits, snapshots, rollback."""
+"""`harness.Guard`: judges every step of a run and reacts, in our loop or in your own.
+
+A step is judged one step later, when its figures have arrived on the host: no step waits for them. Monitors turn the
+figures into verdicts, and the judge turns the verdicts into one action. The guard carries it out: switch layers to
+another precision, roll back to a good state, or halt.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,25 +33,24 @@ if TYPE_CHECKING:
 
     from harness.precision.api import Precision
 
-# Of the optimizers that are known Adam keeps the most: to guess what a snapshot takes before there is one.
+# Bytes of optimizer state for each trained element, to estimate a snapshot before any state exists: Adam's two moments.
 _MOMENT_BYTES = 8
-
 
 _FIX_IN_A_LOOP = (
     "Look at the samples of the windows named, lower the learning rate, or, if nothing is wrong with them, raise that "
     "setting of Guard.for_precision; go on from a checkpoint of your own"
 )
-"""Of a halt that proposes a command of ours, where no run folder and no command is."""
+"""The fix of a halt in your own loop. The usual text names commands of `harness`, which need its run folder."""
 
 
 class Guard:
-    """Watches one run: every step is judged one step later, and what the verdicts ask for is done.
+    """Watches one run: judges every step one step later, and does what the verdicts ask for.
 
         precision = harness.Precision.from_recipe("fp8_hybrid")
         model = precision.prepare(model)
         guard = harness.Guard.for_precision(precision, optimizer, keep=[scheduler])
         while guard.step < steps:
-            inputs, targets = batches[guard.window]       # the place in your data order: bad windows are passed over
+            inputs, targets = batches[guard.window]       # the place in your data order: bad windows are skipped
             with precision.context():
                 loss = loss_function(model(inputs), targets)
             precision.backward(loss)
@@ -55,8 +59,11 @@ class Guard:
             scheduler.step()
             guard.end_step()                               # may roll back; raises HaltedError where nothing helps
 
-    memory: snapshots for the short way back; None where none are taken. disk: checkpoints for the long one; None where
-    the loop keeps its own. stopping: some rank was asked to stop.
+    judge: turns the facts of a step into an action.
+    telemetry: where steps and events are written.
+    memory: snapshots in host memory, for rollbacks over a few steps; None: none are taken.
+    disk: checkpoints, for longer rollbacks; None: the loop has its own.
+    stopping: whether some rank was asked to stop.
     """
 
     def __init__(
@@ -66,7 +73,10 @@ class Guard:
         memory: Snapshots | None = None,
         disk: Recovery | None = None,
     ) -> None:
-        self.judge, self.telemetry, self.memory, self.disk = judge, telemetry, memory, disk
+        self.judge = judge
+        self.telemetry = telemetry
+        self.memory = memory
+        self.disk = disk
         self.state: TrainState = judge.state
         self.stopping = False
         self.pending: deque[InFlight] = deque()
@@ -90,99 +100,79 @@ class Guard:
         streams: bool = False,
         **settings: Any,
     ) -> Guard:
-        """For a loop of your own: after `prepare` and before its first step, on every rank.
+        """A guard for a loop of your own. Call it after `prepare` and before the first step, on every rank.
 
-        optimizers: all that train the model, wrapped or not. keep: what a rollback must put back beside model,
-        optimizers and FP8 state, one or several: anything with `state_dict` and `load_state_dict`, such as schedulers.
-        telemetry: where it is written; by default events are said on stderr and nothing is kept. max_grad_norm: what
-        you give `precision.step` or `wrap`, for the monitor that tells of constant clipping. healthy_steps: steps in a
-        row that make a snapshot good. streams: the loop does not look at `window`, its data just go on: a rollback
-        passes over everything since the step that it goes back to, so that `window` stays the loop's batch number.
+        It does not see what your loop feeds the model: it cannot name samples that are out of range. Random generators
+        are not restored by a rollback.
+
+        precision: the one that prepared the model.
+        optimizers: all that train the model, wrapped or not.
+        keep: what a rollback must restore beside model, optimizers and FP8 state, such as schedulers. One object or
+          several, each with `state_dict` and `load_state_dict`.
+        telemetry: where steps and events are written; None: events are printed on stderr, and nothing is kept.
+        max_grad_norm: what you give `precision.step` or `wrap`, for the monitor that reports constant clipping.
+        healthy_steps: healthy steps in a row after which a snapshot is good; None: as checkpoint.healthy_steps.
+        streams: the loop does not read `window`, as its data cannot go back. A rollback then skips every window since
+          the step that it returns to, so that `window` stays the number of the loop's batch.
         settings: keys of the section `guard` of a run's config, such as snapshot_every, max_rollbacks or enabled.
 
-        What your loop feeds the model is not seen: samples that are out of range are not named, and random numbers go
-        on after a rollback. Raises MisuseError naming what cannot be kept, ConfigError for settings.
+        Raises:
+          MisuseError: something in `keep` cannot be kept, the model has a guard or has trained already, or an argument
+            does not fit the others.
+          ConfigError: a setting is unknown or out of range.
         """
+        # Everything that is wrong with the arguments is reported at once.
         ready = precision.prepared
         chosen = unwrapped(optimizers)
-        parts = {f"optimizer.{number}": each for number, each in enumerate(chosen)}
-        if hasattr(keep, "state_dict"):
-            keep = [keep]  # a module may be gone through, too
+        parts: dict[str, Any] = {f"optimizer.{number}": each for number, each in enumerate(chosen)}
+        if hasattr(keep, "state_dict"):  # one object, which may be iterable too, such as a module
+            keep = [keep]
         parts |= {f"kept.{number}": each for number, each in enumerate(keep)}
-        problems = [
-            Problem(
-                f"{type(each).__name__} lacks state_dict or load_state_dict",
-                "Guard.for_precision",
-                fix="wrap it",
-            )
-            for each in parts.values()
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
-        ]
-        if ready.guarded or ready.state.step:
-            what = (
-                "the model has a guard already"
-                if ready.guarded
-                else "the model has trained already"
-            )
-            fix = "make one Guard for each Precision, before its first step and before load_state_dict"
-            problems.append(Problem(what, "Guard.for_precision", fix=fix))
-        if ready.told if telemetry is None else not telemetry.is_of(precision):
-            what = (
-                "the model's Telemetry is not given"
-                if telemetry is None
-                else "this Telemetry is another model's"
-            )
-            problems.append(
-                Problem(what, "Guard.for_precision", fix="telemetry=..., made for this Precision")
-            )
-        if not max_grad_norm > 0:
-            fix = "over 0, or none for no clipping"
-            problems.append(
-                Problem(f"max_grad_norm is {max_grad_norm}", "Guard.for_precision", fix=fix)
-            )
-        if problems:
+        if problems := _misused(precision, parts.values(), telemetry, max_grad_norm):
             raise MisuseError(problems)
-        config = validate(GuardConfig, settings, "Guard.for_precision")
-        fixed = [
-            each for each in chosen if any(group.get("lr") is None for group in each.param_groups)
-        ]
-        if fixed and config.rollback_lr_factor != 1:
-            what = f"rollback_lr_factor: {type(fixed[0]).__name__} has no learning rate that could be lowered"
-            raise MisuseError(
-                Problem(
-                    what, "Guard.for_precision", fix="rollback_lr_factor=1, or an optimizer with lr"
-                )
-            )
+
+        # The same settings as in a run's config.
+        config = validate(GuardConfig, settings, _HERE)
+        _require_rates(chosen, config)
         chosen_steps = {} if healthy_steps is None else {"healthy_steps": healthy_steps}
-        healthy = validate(CheckpointConfig, chosen_steps, "Guard.for_precision").healthy_steps
+        healthy = validate(CheckpointConfig, chosen_steps, _HERE).healthy_steps
+
         telemetry = telemetry or Telemetry.for_precision(None, precision)
-        if text := unwatched(
-            config.enabled, ready.context.fallback.enabled, bool(ready.context.layers)
-        ):
+        fallback = ready.context.fallback.enabled
+        if text := unwatched(config.enabled, fallback, bool(ready.context.layers)):
             telemetry.tell(0, "precision.unwatched", text)
         monitors = build_monitors(replace(ready.context, guard=config, max_grad_norm=max_grad_norm))
         comparison = RankComparison.of(config, ready.model, ready.device)
+
+        # Snapshots, if every rank has the memory for them.
         memory = None
         if config.enabled and config.snapshot_every:
             ready.state.parts["model"] = ModelPart(ready.model)
-            ready.state.parts |= {name: ExternalState(name, each) for name, each in parts.items()}
-            ready.state.state_dict()  # refuses now what cannot be kept
+            for name, each in parts.items():
+                ready.state.parts[name] = ExternalState(name, each)
+            ready.state.state_dict()  # raises now for what cannot be kept
             trained = sum(
                 param.numel() for param in ready.model.parameters() if param.requires_grad
             )
             size = state_bytes(ready.model, _MOMENT_BYTES * trained)
             memory = room_for_snapshots(size, healthy, ready.device, telemetry)
+
         guard = cls(ready.watch(config, monitors, comparison, chosen), telemetry, memory)
         guard.pending = ready.pending
-        guard._precision, guard._optimizers, guard._streams = precision, chosen, streams
+        guard._precision = precision
+        guard._optimizers = chosen
+        guard._streams = streams
         return guard
 
     def end_step(self) -> Action:
-        """In a loop of your own, once after every `precision.step`: judge the step before it, and do what follows.
+        """Judge the step before the one just done, and react. In your own loop, call it after every `precision.step`.
 
-        Returns what was done: Continue, Switch, or Rollback: then model, optimizers, FP8 state and what is kept are
-        those of `guard.step`, and the gradients are gone. Raises HaltedError where going on would only be worse.
-        Collective under a process group.
+        Returns what was done: Continue, Switch or Rollback. After a Rollback, model, optimizers, FP8 state and kept
+        objects are those of `guard.step`, and the gradients are gone. Collective under a process group.
+
+        Raises:
+          HaltedError: going on would make it worse.
+          MisuseError: there was no step since the last call.
         """
         precision = self._precision
         assert precision is not None, (
@@ -192,23 +182,9 @@ class Guard:
             fix = "call it once after every precision.step()"
             raise MisuseError(Problem("no step since the last call", "end_step()", fix=fix))
         self._seen = self.pending[-1]
-        if (
-            self._loaded != precision.prepared.loaded
-        ):  # the loop went back by itself: what is in memory is not its past
-            self._loaded, self.telemetry.attempt = (
-                precision.prepared.loaded,
-                self.state.ledger.attempt,
-            )
-            if self.memory is not None:
-                self.memory.clear()
-        groups = [
-            len(group["params"])
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        ]
-        if self._groups not in (None, groups) and self.memory is not None:
-            self.memory.clear()  # an optimizer that grew cannot be put back to what it was
-        self._groups = groups
+        self._drop_unrelated_snapshots(precision)
+
+        # With a snapshot due, the present step must be judged first. Else it stays on the device for one more step.
         done: Action = Continue()
         while (facts := self.arrived(0 if self.snapshot_due() else 1)) is not None:
             action = self.act(self.observe(facts))
@@ -218,24 +194,45 @@ class Guard:
                 precision.drop_window()
                 for optimizer in self._optimizers:
                     optimizer.zero_grad(set_to_none=True)
-            done = done if isinstance(action, Continue) else action
+            if not isinstance(action, Continue):
+                done = action
+
         if self.snapshot_due():
             self.snapshot()
         self.begin()
         return done
 
+    def _drop_unrelated_snapshots(self, precision: Precision) -> None:
+        """Drop the snapshots if they are not a past of this run that could be restored."""
+        # The loop has loaded a checkpoint of its own, whose attempt is another one, too.
+        if self._loaded != precision.prepared.loaded:
+            self._loaded = precision.prepared.loaded
+            self.telemetry.attempt = self.state.ledger.attempt
+            if self.memory is not None:
+                self.memory.clear()
+
+        # An optimizer that has got more parameters cannot be restored to what it was before.
+        groups = [
+            len(group["params"])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
+        if self._groups not in (None, groups) and self.memory is not None:
+            self.memory.clear()
+        self._groups = groups
+
     @property
     def step(self) -> int:
-        """Steps done so far, of those that count: a rollback takes the later ones away."""
+        """Steps done so far. A rollback sets it back."""
         return self.state.step
 
     @property
     def window(self) -> int:
-        """The place in the data order that the next step consumes: a rollback passes over those that broke the run."""
+        """The place in the data order that the next step consumes. It skips the windows that broke the run."""
         return self.state.ledger.window_index(self.state.step)
 
     def begin(self) -> None:
-        """Carry out the switches that are due before the next step. Harmless twice."""
+        """Carry out the switches that are due before the next step. A second call does nothing."""
         for step, switch in self.judge.switch_due():
             moved = {
                 "demote": list(switch.demote),
@@ -245,18 +242,20 @@ class Guard:
             self.telemetry.event(step, "precision.switched", **moved)
 
     def arrived(self, keep: int) -> StepFacts | None:
-        """The facts of the oldest step that is not judged yet, unless only `keep` are left; waits for the step.
+        """The facts of the oldest step that is not judged yet, once they are on the host.
 
-        Once some rank was asked to stop none is kept.
+        keep: None is returned if only this many steps are left. They stay on the device. Once some rank was asked to
+          stop none stays.
         """
-        if len(self.pending) <= (0 if self.stopping else keep):
+        left = 0 if self.stopping else keep
+        if len(self.pending) <= left:
             return None
         facts = self.pending.popleft().facts()
         self.stopping = self.stopping or facts.stop
         return facts
 
     def observe(self, facts: StepFacts) -> Judgement:
-        """Judge a step and tell of it. What it asks for beside switches and limits is left to `act`."""
+        """Judge a step and write it down. Switches and limits are set for later steps; `act` does the rest."""
         judged = self.judge.observe(facts)
         self.telemetry.record(facts, self.state.ledger, judged)
         if self.memory is not None:
@@ -266,7 +265,10 @@ class Guard:
         return judged
 
     def act(self, judged: Judgement) -> Action:
-        """Carry out a rollback; a Halt in its place where there is nothing to go back to. Collective."""
+        """Carry out a rollback, or log a halt; returns what was done. Collective.
+
+        A rollback becomes a halt if there is no good state to return to.
+        """
         step, action = judged.facts.step, judged.action
         if isinstance(action, Rollback):
             self.pending.clear()
@@ -274,9 +276,8 @@ class Guard:
             if target is None:
                 action = Halt(str(self._nothing_to_return_to(step, action)))
             else:
-                self.telemetry.screen.event(
-                    f"step {step}: rolled back to step {target}: {action.reason}"
-                )
+                text = f"step {step}: rolled back to step {target}: {action.reason}"
+                self.telemetry.screen.event(text)
         if isinstance(action, Halt):
             if action.fix and self._precision is not None:
                 action = replace(action, fix=_FIX_IN_A_LOOP)
@@ -285,48 +286,49 @@ class Guard:
         return action
 
     def snapshot_due(self) -> bool:
-        """Whether the state is kept in memory after the present step, once all of its steps are judged.
+        """Whether a snapshot is taken after the present step.
 
-        A function of the step alone: what a rollback goes back to must not depend on the machine.
+        It depends on the step only: what a rollback returns to must not depend on the machine.
         """
         step = self.state.step
         gap = snapshot_gap(self.judge.config, step)
         return self.memory is not None and gap > 0 and step % gap == 0
 
     def snapshot(self) -> None:
-        """Keep the state in memory, if it can be copied. Collective."""
+        """Take a snapshot of the state; no more snapshots are taken if it cannot be copied. Collective."""
         if self.memory is None:
             return
         try:
             self.memory.take(self.state.step, *self.state.state_dict())
-        except (
-            MisuseError,
-            MemoryError,
-            OSError,
-        ) as error:  # an optimizer makes its state as it goes
+        except (MisuseError, MemoryError, OSError) as error:
+            # An optimizer makes its state as it goes: only now it may turn out that it cannot be kept.
             self.memory = None
-            what = (
-                error.problems[0].what
-                if isinstance(error, MisuseError)
-                else f"no room for a copy ({error})"
-            )
+            what = f"no room for a copy ({error})"
+            if isinstance(error, MisuseError):
+                what = error.problems[0].what
             self.telemetry.tell(self.state.step, "snapshot.off", f"{what}: nothing to roll back to")
 
     def _roll_back(self, step: int, action: Rollback) -> int | None:
-        """Go back to the newest good state, in memory or on disk, and pass over the bad windows; its step, or None.
+        """Return to the newest good state, in memory or on disk, and skip the bad windows.
 
-        The event comes before the commit, as saying it twice is harmless.
+        Returns the step of that state, or None if there is none. Collective.
         """
+        # The newest good state. Both answers are the same on every rank.
         on_disk = self.disk.newest_good() if self.disk is not None else None
         in_memory = self.memory.good if self.memory is not None and not action.from_disk else None
         target = max((each for each in (on_disk, in_memory) if each is not None), default=None)
         if target is None:
             return None
         from_memory = self.memory is not None and target == in_memory
-        bad, ledger = list(action.bad), self.state.ledger
+
+        # A stream cannot go back: what it has fed since that state is skipped as well.
+        bad = list(action.bad)
+        ledger = self.state.ledger
         if self._streams:
             since = range(ledger.window_index(target), ledger.window_index(self.state.step))
             bad = sorted({*bad, *since} - set(ledger.skipped_windows))
+
+        # The event comes before the commit: after a kill in between it is logged twice, which is harmless.
         source = "memory" if from_memory else "disk"
         fields = {"reason": action.reason, "to_step": target, "passed_over": bad, "source": source}
         self.telemetry.event(step, "guard.rollback", **fields)
@@ -334,12 +336,16 @@ class Guard:
         ledger.go_back(target, bad)
         if self.disk is not None:
             self.disk.commit(target)
+
+        # Restore the state. Snapshots are newer than a checkpoint on disk, so they no longer fit.
         if self.memory is not None and from_memory:
             self.state.load_state_dict(*self.memory.load())
         elif self.disk is not None:
             self.state.load_state_dict(*self.disk.read(target))
             if self.memory is not None:
                 self.memory.clear()
+
+        # The old state must not bring back precisions that the run, or the user, has left since.
         self.state.drop_fallback()
         self.judge.stay_fallen_back()
         self.judge.stay_held(held)
@@ -347,24 +353,67 @@ class Guard:
         return target
 
     def _nothing_to_return_to(self, step: int, action: Rollback) -> Problem:
-        """Why a rollback could not be done, for the post-mortem."""
-        if self.disk is None:
-            why = (
-                "a snapshot is good once healthy steps enough followed it; each serves one rollback"
+        """Why a rollback was not possible, for the post-mortem."""
+        if self.disk is not None:
+            what = f"step {step}: {action.reason}; and no checkpoint is good yet"
+            why = "a checkpoint is good once checkpoint.healthy_steps healthy steps followed it"
+            fix = (
+                "lower train.lr, lengthen train.warmup_steps, or save more often (checkpoint.every)"
             )
-            if self.memory is None:
-                why = (
-                    "no snapshots are taken: snapshot_every is 0, or an event snapshot.off says why"
-                )
-            if action.from_disk:
-                why = "ranks that differ have no state in common"
-            fix = "go on from a checkpoint of your own, with a lower learning rate"
-            return Problem(
-                f"step {step}: {action.reason}; and no snapshot is good", "guard", why, fix
-            )
-        return Problem(
-            f"step {step}: {action.reason}; and no checkpoint is good yet",
-            "guard",
-            why="a checkpoint is good once checkpoint.healthy_steps healthy steps followed it",
-            fix="lower train.lr, lengthen train.warmup_steps, or save more often (checkpoint.every)",
-        )
+            return Problem(what, "guard", why, fix)
+
+        why = "a snapshot is good once healthy steps enough followed it; each serves one rollback"
+        if self.memory is None:
+            why = "no snapshots are taken: snapshot_every is 0, or an event snapshot.off says why"
+        if action.from_disk:
+            why = "ranks that differ have no state in common"
+        what = f"step {step}: {action.reason}; and no snapshot is good"
+        fix = "go on from a checkpoint of your own, with a lower learning rate"
+        return Problem(what, "guard", why, fix)
+
+
+_HERE = "Guard.for_precision"
+
+
+def _misused(
+    precision: Precision, parts: Iterable[Any], telemetry: Telemetry | None, max_grad_norm: float
+) -> list[Problem]:
+    """What is wrong with the arguments of `Guard.for_precision`. parts: optimizers, and what is kept."""
+    ready = precision.prepared
+    problems: list[Problem] = []
+    for each in parts:
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            what = f"{type(each).__name__} lacks state_dict or load_state_dict"
+            problems.append(Problem(what, _HERE, fix="wrap it"))
+
+    # A guard must see every step.
+    if ready.guarded or ready.state.step:
+        what = "the model has trained already"
+        if ready.guarded:
+            what = "the model has a guard already"
+        fix = "make one Guard for each Precision, before its first step and before load_state_dict"
+        problems.append(Problem(what, _HERE, fix=fix))
+
+    # A model has one Telemetry. With another one the record would be torn in two.
+    what = ""
+    if telemetry is None and ready.told:
+        what = "the model's Telemetry is not given"
+    if telemetry is not None and not telemetry.is_of(precision):
+        what = "this Telemetry is another model's"
+    if what:
+        problems.append(Problem(what, _HERE, fix="telemetry=..., made for this Precision"))
+
+    if not max_grad_norm > 0:
+        what = f"max_grad_norm is {max_grad_norm}"
+        problems.append(Problem(what, _HERE, fix="over 0, or none for no clipping"))
+    return problems
+
+
+def _require_rates(optimizers: Sequence[Optimizer], config: GuardConfig) -> None:
+    """Raise MisuseError if a rollback must lower the learning rate and an optimizer has none."""
+    for each in optimizers:
+        fixed = any(group.get("lr") is None for group in each.param_groups)
+        if fixed and config.rollback_lr_factor != 1:
+            what = f"rollback_lr_factor: {type(each).__name__} has no learning rate that could be lowered"
+            fix = "rollback_lr_factor=1, or an optimizer with lr"
+            raise MisuseError(Problem(what, _HERE, fix=fix))

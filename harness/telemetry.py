@@ -1,4 +1,8 @@
-"""`harness.Telemetry`: what is told of a run, in any loop: journal, screen, MLflow and report."""
+"""`harness.Telemetry`: the record of a run, in our loop or in your own: journal, screen, MLflow and report.
+
+The journal (journal.jsonl) is the truth. Everything else is made from it: a process of its own delivers its rows to
+MLflow, so that no step waits for a server, and the report is drawn from it at the end.
+"""
 
 from __future__ import annotations
 
@@ -42,44 +46,53 @@ if TYPE_CHECKING:
     from harness.precision.api import Precision
 
 
+_HERE = "Telemetry.for_precision"
+
+
 def undeliverable(config: TrackingConfig, off: str) -> list[Problem]:
-    """Why rows cannot be delivered to MLflow from here, though that is wanted. off: how its user switches it off."""
+    """Why rows cannot be delivered to MLflow from here; empty if they can, or if MLflow is not wanted.
+
+    off: how the user switches MLflow off, for the fix.
+    """
     mlflow = probe().libraries["mlflow"]
     if config.mlflow and (why := misplaced()):
         fix = f"start in another folder, or set MLFLOW_TRACKING_URI, or {off}"
         return [Problem("MLflow's database would not be in this folder", str(Path.cwd()), why, fix)]
+
     if not config.mlflow or mlflow.ok:
         return []
     fix = f"pip install 'hopper-harness[mlflow]', or {off}: journal.jsonl has every series"
     return [Problem("rows cannot be delivered to MLflow", "tracking.mlflow", mlflow.reason, fix)]
 
 
-def _taken(folder: Path, plan: Mapping[str, Any]) -> RunLock:
-    """The right to write into a folder of a loop that is not ours, with its plan there. Raises as `for_precision`."""
+def _claimed(folder: Path, plan: Mapping[str, Any]) -> RunLock:
+    """Claim the folder for a loop of the user's own, and write the plan into it; returns the lock.
+
+    Raises CheckpointError or ConfigError, as `Telemetry.for_precision` does. The lock is released then.
+    """
     lock = RunLock(folder)
     try:
         if (folder / "config.yaml").exists():
             what = "is a run of harness train, whose journal has one writer"
-            raise CheckpointError(
-                Problem(what, str(folder), fix="give your loop a folder of its own")
-            )
+            fix = "give your loop a folder of its own"
+            raise CheckpointError(Problem(what, str(folder), fix=fix))
         lock.acquire()
         write_plan(folder, plan)
         forget_outcome(folder)
     except (OSError, ValueError, CheckpointError) as error:
         lock.release()
+
+        # The lock reports in words of `harness train`. Its cause says what happened.
         cause = error.__cause__ if isinstance(error, CheckpointError) else error
         if cause is None:
             raise
         if isinstance(cause, BlockingIOError):
+            what = "another Telemetry writes this run"
             fix = "close the Telemetry that writes there, or give each loop a folder of its own"
-            raise CheckpointError(
-                Problem("another Telemetry writes this run", str(folder), fix=fix)
-            ) from error
+            raise CheckpointError(Problem(what, str(folder), fix=fix)) from error
+        what = f"the folder cannot be written: {cause}"
         fix = "check that the run folder is writable"
-        raise ConfigError(
-            Problem(f"the folder cannot be written: {cause}", str(folder), fix=fix)
-        ) from error
+        raise ConfigError(Problem(what, str(folder), fix=fix)) from error
     return lock
 
 
@@ -90,10 +103,14 @@ class Telemetry:
             guard = harness.Guard.for_precision(precision, optimizer, telemetry=telemetry)
             ...                                              # the loop, with guard.end_step() in every step
 
-    The folder is a run's: `harness inspect`, `explain`, `report` and `sync` read it. Only rank 0 writes. Without a
-    folder nothing is kept, and what happens is only said.
+    `harness inspect`, `explain`, `report` and `sync` read the folder. Only rank 0 writes. Without a folder nothing is
+    kept, and events are only printed.
 
-    folder: None on ranks other than 0 and where nothing is kept. screen: what is said. layers: FP8 layers of the plan.
+    folder: of the run; None on ranks other than 0, and if nothing is kept.
+    journal: where rows are written.
+    screen: where lines for people are printed.
+    config: the section `tracking` of a run's config.
+    layers: how many FP8 layers the plan has.
     """
 
     def __init__(
@@ -104,15 +121,21 @@ class Telemetry:
         config: TrackingConfig,
         layers: int = 0,
     ) -> None:
-        self.folder, self.journal, self.screen, self.config = folder, journal, screen, config
+        self.folder = folder
+        self.journal = journal
+        self.screen = screen
+        self.config = config
         self.layers = layers
         self.slots = SlotSeries(config, folder)
         self._ship: shipper.ShipperHandle | None = None
         self._precision: Precision | None = None
         self._lock: RunLock | None = None
+        # Attempt and step of the last row.
         self._last = (0, 0)
+        # Applied and skipped updates, and rollbacks.
         self._counts: dict[str, int] = {}
         self._ended: Outcome | None = None
+        # By how much attempts of the journal are ahead of the ledger's, once that is known.
         self._ahead: int | None = None
         self._closed = False
 
@@ -127,78 +150,96 @@ class Telemetry:
         tags: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> Telemetry:
-        """For a loop of your own, after `prepare`. A folder that a run has begun in goes on with it.
+        """The telemetry of a loop of your own. Call it after `prepare`. A folder that a run began in is continued.
 
-        folder: of this run alone, such as "runs/mine"; None keeps nothing. steps: how many there will be, for the
-        screen's lines; None prints none but events. params, tags: for MLflow. settings: keys of the section `tracking`
-        of a run's config (mlflow, experiment, fp8_every, fp8_series, fp8_slots, report, drain_seconds).
+        folder: for this run only, such as "runs/mine"; None: nothing is kept.
+        precision: the one that prepared the model.
+        steps: how many steps there will be, for the lines on the screen; None: only events are printed.
+        params: parameters of the MLflow run, by name.
+        tags: tags of the MLflow run, by name.
+        settings: keys of the section `tracking` of a run's config: mlflow, experiment, fp8_every (steps), fp8_series,
+          fp8_slots, report, drain_seconds.
 
-        Raises ConfigError for settings or a folder that cannot be written, CheckpointError for one of a run of
-        `harness train` or one that something else writes into, MisuseError after a guard was made, MachineError where
-        MLflow is wanted and cannot be reached for want of its library.
+        Raises:
+          ConfigError: a setting is unknown or out of range, or the folder cannot be written.
+          CheckpointError: the folder is one of `harness train`, or another Telemetry writes into it.
+          MisuseError: the model has a guard already.
+          MachineError: MLflow is wanted, and its library is missing.
         """
-        config = validate(TrackingConfig, settings, "Telemetry.for_precision")
+        config = validate(TrackingConfig, settings, _HERE)
         if folder is not None and precision.prepared.guarded:
+            what = "the model's guard has another Telemetry already"
             fix = "make the Telemetry first, then Guard.for_precision(..., telemetry=telemetry)"
-            raise MisuseError(
-                Problem(
-                    "the model's guard tells elsewhere already", "Telemetry.for_precision", fix=fix
-                )
-            )
+            raise MisuseError(Problem(what, _HERE, fix=fix))
+
+        # Only rank 0 prints and writes. Without a folder stdout belongs to the user's loop.
         lead = world_rank() == 0
-        spoken = sys.stderr if folder is None else sys.stdout
-        screen = Console(steps, stream=spoken if lead else open(os.devnull, "w"))  # noqa: SIM115
-        path = None if folder is None or not lead else Path(folder)
+        visible = sys.stderr if folder is None else sys.stdout
+        screen = Console(steps, stream=visible if lead else open(os.devnull, "w"))  # noqa: SIM115
+        path = None
+        if folder is not None and lead:
+            path = Path(folder)
         if path is not None and (problems := undeliverable(config, "mlflow=False")):
             raise MachineError(problems)
+
+        # The folder, and the journal in it, which a second start goes on with.
         plan = precision.plan
-        lock = None if path is None else _taken(path, plan.as_dict())
-        resumed = path is not None and (path / JOURNAL).exists()
-        journal = Journal(
-            Path(os.devnull) if path is None else path / JOURNAL, resume_step=0 if resumed else None
-        )
+        lock: RunLock | None = None
+        if path is None:
+            journal = Journal(Path(os.devnull), resume_step=None)
+        else:
+            lock = _claimed(path, plan.as_dict())
+            resumed = (path / JOURNAL).exists()
+            journal = Journal(path / JOURNAL, resume_step=0 if resumed else None)
         telemetry = cls(path, journal, screen, config, len(plan.fp8_layers()))
-        telemetry._precision, telemetry._lock = precision, lock
+        telemetry._precision = precision
+        telemetry._lock = lock
         telemetry.watch(precision.recipe.fallback)
-        precision.prepared.told = precision.prepared.told or folder is not None
-        telemetry.begin(
-            tags={
-                "precision.requested": plan.requested,
-                "precision.resolved": plan.resolved,
-                "tier": plan.tier,
-                "recipe.sha256": plan.recipe_sha256,
-                "loop": OWN_LOOP,
-                "experiment": config.experiment,
-                **(tags or {}),
-            },
-            params=dict(params or {}) | ({} if steps is None else {"steps": steps}),
-        )
+        if folder is not None:
+            precision.prepared.told = True
+
+        # What the run is, for MLflow.
+        own_tags = {
+            "precision.requested": plan.requested,
+            "precision.resolved": plan.resolved,
+            "tier": plan.tier,
+            "recipe.sha256": plan.recipe_sha256,
+            "loop": OWN_LOOP,
+            "experiment": config.experiment,
+        }
+        own_params = {} if steps is None else {"steps": steps}
+        telemetry.begin({**own_tags, **(tags or {})}, {**(params or {}), **own_params})
         telemetry.ship()
         return telemetry
 
     def is_of(self, precision: Precision) -> bool:
-        """Whether it tells of the model that `precision` prepared, and still does."""
+        """Whether this is the open telemetry of the model that `precision` prepared."""
         return self._precision is precision and not self._closed
 
     @property
     def attempt(self) -> int:
-        """Raised by a rollback, part of every row."""
+        """The number of the attempt, which every row holds. A rollback begins the next one."""
         return self.journal.attempt
 
     @attempt.setter
     def attempt(self, number: int) -> None:
-        """In a loop of your own that goes on from before a rollback, or afresh, in a folder that knows of it, rows come
-        under an attempt after those that stand there: readers take a lower one for what was thrown away.
+        """Set the attempt of the rows that follow.
+
+        A loop of the user's own may start again from a state before a rollback, or from the beginning. Readers take
+        rows of a lower attempt for discarded ones. So new rows must have a higher attempt than all rows in the folder.
         """
         if self._ahead is None:
             own = self._precision
-            standing = 0 if own is None else self.journal.standing_attempt
-            afresh = own is not None and not own.prepared.loaded
-            self._ahead = standing + 1 - number if number < standing or (standing and afresh) else 0
+            self._ahead = 0
+            if own is not None:
+                existing = self.journal.standing_attempt
+                from_the_beginning = bool(existing) and not own.prepared.loaded
+                if number < existing or from_the_beginning:
+                    self._ahead = existing + 1 - number
         self.journal.attempt = number + self._ahead
 
     def watch(self, limits: FallbackConfig) -> None:
-        """In a model with too many slots for all of them, those beyond `limits` get series of their own."""
+        """Set the limits beyond which a slot gets series of its own, in a model with too many slots for all."""
         saturation = tuple(getattr(limits, f"saturation_{role}") for role in ROLES)
         underflow = (limits.underflow, limits.underflow, limits.underflow_grad_output)
         even_db = (limits.even_db_input, limits.even_db_weight, limits.even_db_grad_output)
@@ -218,16 +259,18 @@ class Telemetry:
         params: Mapping[str, Any],
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        """What the run is."""
-        where = (
-            {}
-            if self.folder is None
-            else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
-        )
+        """Write the row that says what the run is.
+
+        tags, params: of the MLflow run.
+        data: what it trains on.
+        """
+        where: dict[str, str] = {}
+        if self.folder is not None:
+            where = {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
         self.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
 
     def ship(self) -> None:
-        """Deliver the journal to MLflow from now on, in a process of its own; after the row of `begin` is written."""
+        """Start the process that delivers the journal to MLflow. Call it after `begin`."""
         if self.folder is not None and self.config.mlflow:
             self._ship = shipper.start(
                 self.folder, self.config.experiment, self.config.system_seconds
@@ -237,24 +280,24 @@ class Telemetry:
             self.screen.say(f"figures go to {self.folder / JOURNAL} alone: MLflow is switched off")
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of metrics."""
+        """Write one row of metrics."""
         self.journal.metrics(step, metrics)
 
     def event(self, step: int, code: str, **fields: Any) -> None:
-        """Something happened at `step`; kept, not said."""
+        """Write an event to the journal, without printing it. code: what happened, such as "guard.rollback"."""
         self.journal.event(step, code, **scrub_all(fields))
 
     def tell(self, step: int, code: str, text: str, **fields: Any) -> None:
-        """Something happened at `step` that the user should see."""
+        """Write an event, and print it on the screen."""
         self.event(step, code, text=text, **fields)
         self.screen.event(scrubbed(f"step {step}: {code}: {text}"))
 
     def note(self, kind: str, **fields: Any) -> None:
-        """One row of another kind, see `Journal.note`."""
+        """Write a row of another kind: see `Journal.note`."""
         self.journal.note(kind, **scrub_all(fields))
 
     def flush(self) -> None:
-        """Everything so far is on disk."""
+        """Return when everything so far is on disk."""
         self.journal.flush()
         if self.slots.file is not None:
             self.slots.file.flush()
@@ -262,22 +305,25 @@ class Telemetry:
     def record(
         self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None
     ) -> None:
-        """Write down one step, in order: its row, the events about it, and its line on the screen.
+        """Write down one step: its row, the events about it, and its line on the screen.
 
-        In a loop without a guard: `telemetry.record(precision.facts())` after every step, which waits for its figures.
+        A guard does this. In a loop without one, call `telemetry.record(precision.facts())` after every step. That
+        waits for the figures of the step.
+
+        facts: the figures of the step.
+        ledger: of the run; None: that of the prepared model.
+        judged: what the guard decided; None: nothing was judged.
+
         Raises MisuseError after `close`.
         """
         if self._closed:
+            what = "the telemetry was closed: this step would not be kept"
             fix = "keep the whole loop inside of `with Telemetry.for_precision(...)`"
-            raise MisuseError(
-                Problem(
-                    "the telemetry was closed: this step would not be kept", "record()", fix=fix
-                )
-            )
+            raise MisuseError(Problem(what, "record()", fix=fix))
+        if ledger is None and self._precision is not None:
+            ledger = self._precision.prepared.state.ledger
         if ledger is None:
-            ledger = (
-                RunLedger() if self._precision is None else self._precision.prepared.state.ledger
-            )
+            ledger = RunLedger()
         if self._precision is not None:
             self.attempt = ledger.attempt
         else:
@@ -287,25 +333,32 @@ class Telemetry:
         # One row: the figures of the step, and those FP8 figures that have series.
         kept = self.slots.take(self.attempt, facts)
         self.journal.metrics(facts.step, row(facts, ledger) | kept.figures)
-        self._tell_slots(kept)
+        self._log_slots(kept)
 
-        for verdict in judged.told if judged is not None else ():
-            self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
+        if judged is not None:
+            for verdict in judged.told:
+                self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
+
+        # Counted by updates that were applied, as the summary at the end does.
         skipped = facts.step - facts.applied_steps
         self.screen.step(
             facts, self.layers - len(facts.demoted), self.layers, skipped, len(ledger.returned_to)
         )
 
     def count(self, step: int, applied: int, ledger: RunLedger) -> None:
-        """What the outcome says of the run's steps: a resume may have none left to record."""
+        """Set the counts that go into the outcome. A resume needs this if no step is left to record.
+
+        step: done so far.
+        applied: updates that were applied so far.
+        """
         self._counts = {
             "applied": applied,
             "skipped": step - applied,
             "rollbacks": len(ledger.returned_to),
         }
 
-    def _tell_slots(self, kept: Kept) -> None:
-        """Events about slots, those with a text on the screen too, and the tags that name the worst slots."""
+    def _log_slots(self, kept: Kept) -> None:
+        """Write events about slots, and the tags that name the worst ones. Events with a text are printed as well."""
         for event in kept.events:
             write = self.tell if "text" in event else self.event
             write(kept.step, **event)
@@ -313,17 +366,19 @@ class Telemetry:
             self.note("tags", tags=kept.worst)
 
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
-        """A validation after `step` steps: the mean loss, and the share of labels that were hit."""
+        """Write a validation after `step` steps: the mean loss, and the share of labels that were right (0 to 1)."""
         hits = {} if accuracy is None else {"val/accuracy": accuracy}
         self.metrics(step, {"val/loss": loss, "Loss/val": loss, **hits})
         if self._precision is None:
             self.screen.validation(step, loss, accuracy)
         else:
-            hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
-            self.screen.say(f"validation after step {step}: {loss:.4g}{hits}")
+            text = f"validation after step {step}: {loss:.4g}"
+            if accuracy is not None:
+                text += f", accuracy {accuracy:.1%}"
+            self.screen.say(text)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """The run ended by an error."""
+        """Write that `error` ended the run after `step`."""
         code = error.exit_code if isinstance(error, HarnessError) else ExitCode.FAILED
         reason = scrubbed(f"{type(error).__name__}: {error}")
         self.event(step, "run.failed", text=reason)
@@ -332,7 +387,7 @@ class Telemetry:
         self.note("end", status="failed")
 
     def _write_outcome(self, outcome: Outcome) -> None:
-        """outcome.json with what the state says of the steps; a folder that does not even take that is told."""
+        """Write outcome.json with the counts of steps. If the disk refuses it, print the outcome."""
         assert self.folder is not None
         self._ended = replace(outcome, reason=scrubbed(outcome.reason), **self._counts)
         try:
@@ -342,9 +397,13 @@ class Telemetry:
             self.screen.event(f"{text}; the run ends with {outcome.exit_code:d}: {outcome.reason}")
 
     def end(self, outcome: Outcome, plan: Mapping[str, Any], files: tuple[str, ...] = ()) -> None:
-        """Outcome, effective precision, plots and report; told to MLflow through the journal.
+        """Write what ends a run: outcome, effective precision, table of FP8 figures and report.
 
-        plan: of `Plan.as_it_ran`. files: of the run folder, to be kept with it in MLflow.
+        MLflow gets them through the journal.
+
+        outcome: how the run ended.
+        plan: of `Plan.as_it_ran`.
+        files: names in the run folder that MLflow keeps as artifacts.
         """
         if self.folder is None:
             return
@@ -352,14 +411,19 @@ class Telemetry:
         try:
             write_plan(self.folder, plan)
         except OSError as error:
-            self.screen.event(
-                f"plan.json could not be written again, without the precision as it ran: {error}"
+            text = (
+                f"plan.json could not be written again: it lacks the precision as it ran: {error}"
             )
-        if outcome.status != "stopped":  # which goes on, as if it had never been stopped
+            self.screen.event(text)
+
+        # A stopped run goes on later, as if it had never been stopped: it gets no rows that others lack.
+        if outcome.status != "stopped":
             self._last_slots()
         tags = {"precision.effective": plan["effective"], "outcome": outcome.status}
         self.note("run", tags=tags, params={}, data={})
         self.flush()
+
+        # These read the journal, and come after its rows. Failures are reported and change nothing.
         if self.config.report or self.config.mlflow:
             self._parquet(outcome.step)
         if self.config.report:
@@ -369,14 +433,14 @@ class Telemetry:
         self.note("end", status=outcome.status)
 
     def _last_slots(self) -> None:
-        """FP8 figures of a last step that is no multiple of tracking.fp8_every: a short run has some too."""
+        """Write the FP8 figures of the last step, if tracking.fp8_every left it out: a short run has some, too."""
         kept = self.slots.rest(self.attempt)
         if kept is not None:
             self.journal.metrics(kept.step, kept.figures)
-            self._tell_slots(kept)
+            self._log_slots(kept)
 
     def _parquet(self, step: int) -> None:
-        """The table of all FP8 figures; without pyarrow, or a disk that takes it, the run ends as well as without."""
+        """Write the table of all FP8 figures. The run does not need it: pyarrow may be missing, or the disk full."""
         assert self.folder is not None
         assert self.slots.file is not None
         if self.slots.file.lost:
@@ -385,69 +449,61 @@ class Telemetry:
         try:
             written = write_parquet(self.folder)
         except (ImportError, OSError, ValueError) as error:
-            self.tell(
-                step,
-                "fp8.no_table",
-                f"no {PARQUET}: {error}; try again with harness report {self.folder}",
-            )
+            text = f"no {PARQUET}: {error}; try again with harness report {self.folder}"
+            self.tell(step, "fp8.no_table", text)
         else:
             if written is not None:
                 self.note("artifact", path=written.name)
 
     def _report(self, step: int) -> None:
+        """Draw the report. The training is done and saved: a picture must not fail it."""
         from harness.report.page import write
 
         assert self.folder is not None
         try:
             for path in write(self.folder):
                 self.note("artifact", path=str(path.relative_to(self.folder)))
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # the training is done and saved: a picture must not fail it
+        except (OSError, ValueError) as error:
             self.event(step, "report.failed", text=str(error))
             self.screen.event(f"no report: {error}; try again with harness report {self.folder}")
 
     def farewell(self) -> None:
-        """Wait for the delivery, within tracking.drain_seconds, and say how the run went."""
+        """Wait for the delivery to MLflow, for at most tracking.drain_seconds, and print the summary of the run."""
         if self.folder is None:
             return
         from harness.report.inspect import summary
 
         delivered = self._ship.drain(self.config.drain_seconds) if self._ship else None
-        self.screen.say(
-            summary(self.folder, asdict(self._ended) if self._ended is not None else None)
-        )
+        ended = None if self._ended is None else asdict(self._ended)
+        self.screen.say(summary(self.folder, ended))
+
+        # What is missing from the record comes last, so that it is seen.
         if self.journal.dropped:
-            self.screen.event(
-                f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL} to the end; "
-                "training was not affected"
-            )
+            rows = f"{self.journal.dropped} rows of {self.folder / JOURNAL}"
+            text = f"journal.dropped: the disk refused {rows} to the end; training was not affected"
+            self.screen.event(text)
         if delivered is False:
-            self.screen.event(
-                f"MLflow has not got everything yet; deliver the rest with: harness sync {self.folder}"
-            )
+            text = f"MLflow has not got everything yet; deliver the rest with: harness sync {self.folder}"
+            self.screen.event(text)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the record of a loop of your own: outcome, report, delivery, summary. Safe to call twice.
+        """Close the files. In a loop of your own, write the outcome and the report first. Safe to call twice.
 
-        error: what ended the loop, if it did not end as planned.
+        error: what ended the loop; None: it ended as planned.
         """
         self.screen.close()
         if self._precision is not None and not self._closed:
+            # sys.exit(0) ends a loop as planned.
             if isinstance(error, SystemExit) and not error.code:
                 error = None
             try:
                 self._end_own(self._precision, error)
                 self.journal.close()
                 self.farewell()
-            except (
-                OSError,
-                ConfigError,
-            ) as trouble:  # the training is done: what tells of it must not undo that
-                self.screen.event(
-                    f"the end of the run could not be written to {self.folder}: {trouble}"
-                )
+            except (OSError, ConfigError) as trouble:
+                # The training is done: a record that cannot be written must not fail it.
+                text = f"the end of the run could not be written to {self.folder}: {trouble}"
+                self.screen.event(text)
             self._precision.prepared.told = False
         self._closed = self._closed or self._precision is not None
         self.journal.close()
@@ -457,21 +513,24 @@ class Telemetry:
             self._lock.release()
 
     def _end_own(self, precision: Precision, error: BaseException | None) -> None:
-        """Outcome and report of a loop that is not ours."""
+        """Write the outcome and the report of a loop of the user's own. error: what ended it."""
+        # The last step gets its row, though no guard will judge it.
         ready = precision.prepared
-        if (
-            error is None
-        ):  # the loop is over: what is still on its way gets its row, though nobody judges it
-            for facts in (each.facts() for each in ready.pending):
+        if error is None:
+            for each in ready.pending:
+                facts = each.facts()
                 if (ready.state.ledger.attempt, facts.step) != self._last:
                     self.record(facts, ready.state.ledger)
+
         _, last = self._last
-        if error is None or isinstance(error, HaltedError):
-            status, code = ("done", ExitCode.DONE) if error is None else ("halted", ExitCode.HALTED)
-            reason = f"{last} steps" if error is None else str(error)
-            self.end(Outcome(status, code, reason, last), precision.plan.as_it_ran(ready.backend))
+        if error is None:
+            outcome = Outcome("done", ExitCode.DONE, f"{last} steps", last)
+        elif isinstance(error, HaltedError):
+            outcome = Outcome("halted", ExitCode.HALTED, str(error), last)
         else:
             self.failed(last, error)
+            return
+        self.end(outcome, precision.plan.as_it_ran(ready.backend))
 
     def __enter__(self) -> Telemetry:
         return self

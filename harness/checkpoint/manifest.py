@@ -1,11 +1,12 @@
-"""What is written down of checkpoints: the manifest of each, and which of them are good. Torch-free.
+"""The two records about checkpoints: the manifest inside each one, and the list of good ones. Free of torch.
 
-The manifest says what a checkpoint holds, byte for byte. Neither safetensors nor JSON notices a flipped bit, so it has
-the size and SHA-256 of every file, and of itself: it is accepted only if it is exactly the bytes that its own content
-serialises to.
+`manifest.json` lists every file of a checkpoint with its size and SHA-256. Neither safetensors nor JSON notices a
+flipped bit; the manifest does. It also holds the SHA-256 of its own content, and it must be byte for byte what that
+content serialises to.
 
-`good.json` is a list of steps, kept apart from the checkpoints, which are never changed once committed. One that cannot
-be read is taken for an empty list: the marks are earned again within a few steps.
+`good.json` lists the steps of checkpoints that a rollback may return to. It lies beside the checkpoints, because a
+checkpoint never changes once it is committed. A list that cannot be read counts as empty: the marks are earned again
+within a few steps.
 """
 
 from __future__ import annotations
@@ -31,15 +32,12 @@ from harness.core.files import (
 
 
 def failed(what: str, path: Path, error: Exception) -> CheckpointError:
-    """The error for something under `path` that could not be written or read."""
-    why = (
-        error.strerror
-        if isinstance(error, OSError) and error.strerror
-        else f"{type(error).__name__}: {error}"
-    )
-    return CheckpointError(
-        Problem(what, str(path), why, fix="check free space and permissions of the folder")
-    )
+    """The error for something under `path` that could not be written or read because of `error`."""
+    why = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        why = error.strerror
+    fix = "check free space and permissions of the folder"
+    return CheckpointError(Problem(what, str(path), why, fix))
 
 
 MANIFEST = "manifest.json"
@@ -48,9 +46,9 @@ TENSORS = ".safetensors"
 
 _FORMAT = 1
 _MAX_MANIFEST = 1 << 20
-# A tensor's entry takes about a hundred bytes more than its name.
+# Bytes of a safetensors header. An entry takes about a hundred bytes and the tensor's name: room for some 200 000.
 _MAX_HEADER = 32 << 20
-# torch: dimensions of a tensor, and what fits into one.
+# What torch allows: dimensions of a tensor, and the length of one.
 _MAX_RANK = 64
 _MAX_LENGTH = 1 << 63
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9]+)?")
@@ -58,7 +56,7 @@ _FIX = "use another checkpoint of this run: a plain resume picks the newest whol
 
 
 def part_file(part: str) -> str:
-    """The file name of a part's tensors. Raises ValueError for a name that would not be a plain file name."""
+    """The name of the file for a part's tensors. Raises ValueError for a part that makes no plain file name."""
     name = part + TENSORS
     if not _NAME.fullmatch(name):
         raise ValueError(f"part name {part!r} is not of the form a-z, 0-9, _ and -")
@@ -66,7 +64,7 @@ def part_file(part: str) -> str:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, read back in chunks. Raises OSError."""
+    """The manifest's entry for the file at `path`, which is read back for its SHA-256. Raises OSError."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
@@ -76,7 +74,13 @@ def manifest_bytes(
     versions: Mapping[str, str],
     metrics: Mapping[str, float] | None = None,
 ) -> bytes:
-    """The manifest of a checkpoint, with the SHA-256 of its own content. metrics: finite numbers."""
+    """The bytes of a manifest, with the SHA-256 of its own content.
+
+    step: of the checkpoint.
+    files: `file_entry` by file name.
+    versions: of the software that writes it.
+    metrics: finite numbers.
+    """
     content = {
         "format": _FORMAT,
         "step": step,
@@ -92,13 +96,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     _check_regular(path)
     raw = read_bounded(path, _MAX_MANIFEST)
+
+    # Its content is serialised again: every byte must be the same, white space and hash included.
     try:
         content = parse_json(raw)
-        expected = _with_sha256({key: value for key, value in content.items() if key != "sha256"})
+        without_hash = {key: value for key, value in content.items() if key != "sha256"}
+        expected = _with_sha256(without_hash)
     except (ValueError, AttributeError) as error:
         raise ValueError("is not a manifest") from error
     if raw != expected:
         raise ValueError("differs from its own SHA-256")
+
+    # A correct hash says that nothing changed since it was written, not that this version understands it.
     if content.get("format") != _FORMAT:
         raise ValueError(f"has format {content.get('format')!r}, this version reads {_FORMAT}")
     files = content.get("files")
@@ -110,7 +119,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, step: int) -> list[Problem]:
-    """Everything that is wrong with the checkpoint in `folder`; empty if every byte is as it was written."""
+    """Everything that is wrong with the checkpoint of `step` in `folder`; empty if every byte is as it was written."""
+    # Without a manifest that can be trusted there is nothing to compare the files with.
     try:
         if folder.is_symlink():
             raise ValueError("the checkpoint is a link")
@@ -120,10 +130,10 @@ def check_folder(folder: Path, step: int) -> list[Problem]:
         present = set(os.listdir(folder))
     except (OSError, ValueError) as error:
         return [_problem(folder / MANIFEST, error)]
-    problems = [
-        Problem("is not in the manifest", str(folder / name), fix=_FIX)
-        for name in sorted(present - {*manifest["files"], MANIFEST})
-    ]
+
+    # Files that nobody wrote, and files that are not what was written.
+    unknown = sorted(present - {*manifest["files"], MANIFEST})
+    problems = [Problem("is not in the manifest", str(folder / name), fix=_FIX) for name in unknown]
     for name, entry in sorted(manifest["files"].items()):
         try:
             _check_file(folder / name, entry)
@@ -133,7 +143,7 @@ def check_folder(folder: Path, step: int) -> list[Problem]:
 
 
 def _check_file(path: Path, entry: Any) -> None:
-    """Raises ValueError or OSError for a file that is not as the manifest has it."""
+    """Compare the file at `path` with its `entry` in the manifest. Raises ValueError or OSError if it differs."""
     if not isinstance(entry, dict):
         raise ValueError("has no size and SHA-256 in the manifest")
     _check_regular(path)
@@ -149,10 +159,10 @@ def _check_file(path: Path, entry: Any) -> None:
 
 
 def check_header(path: Path) -> None:
-    """Raises OSError, and ValueError for what safetensors itself lets pass: endless headers, a name twice (the last one
-    counts), shapes beyond torch's.
+    """Check what safetensors itself accepts in the header of the file at `path`. Raises ValueError or OSError.
 
-    Offsets, data types and sizes are checked by safetensors when it loads the file.
+    These are: a header of any length, a name that occurs twice (the last one wins), and shapes beyond torch's limits.
+    Offsets, data types and sizes are left to safetensors, which checks them when it loads the file.
     """
     _check_regular(path)
     with path.open("rb") as stream:
@@ -160,17 +170,15 @@ def check_header(path: Path) -> None:
         if length > min(_MAX_HEADER, path.stat().st_size - 8):
             raise ValueError(f"claims a header of {length} bytes")
         raw = stream.read(length)
+
+    # `parse_json` refuses a name that occurs twice.
     header = parse_json(raw)
     if not isinstance(header, dict):
         raise ValueError("has no header")
     for name, entry in header.items():
-        shape = (
-            []
-            if name == "__metadata__"
-            else entry.get("shape")
-            if isinstance(entry, dict)
-            else None
-        )
+        if name == "__metadata__":
+            continue
+        shape = entry.get("shape") if isinstance(entry, dict) else None
         if not isinstance(shape, list) or len(shape) > _MAX_RANK:
             raise ValueError(f"has no shape for {name[:80]!r}")
         if not all(type(length) is int and 0 <= length < _MAX_LENGTH for length in shape):
@@ -178,12 +186,13 @@ def check_header(path: Path) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """A link could lead out of the checkpoint, and a pipe would wait for ever."""
+    """Raise ValueError for a link, which could lead out of the checkpoint, and for a pipe, which would never end."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError("is not a regular file")
 
 
 def _problem(path: Path, error: OSError | ValueError) -> Problem:
+    """What is wrong with the file at `path`. The messages of ValueError here begin with a verb: "has", "differs"."""
     what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
     return Problem(what, str(path), fix=_FIX)
 
@@ -194,11 +203,12 @@ def _with_sha256(content: Mapping[str, Any]) -> bytes:
 
 
 _FILE = "good.json"
+# Newest marks to keep. Those of deleted checkpoints are among them.
 _KEPT = 64
 
 
 def read_marks(root: Path) -> list[int]:
-    """Steps marked good, oldest first; checkpoints deleted since may be among them."""
+    """Steps of checkpoints that are marked good, oldest first. Some may have been deleted since."""
     try:
         good = read_json(root / _FILE)["good"]
         return sorted({step for step in good if type(step) is int and step >= 0})
@@ -207,12 +217,13 @@ def read_marks(root: Path) -> list[int]:
 
 
 def add_mark(root: Path, step: int) -> None:
-    """Mark `step` good. Raises OSError."""
-    write_json(root / _FILE, {"good": sorted({*read_marks(root), step})[-_KEPT:]})
+    """Mark the checkpoint of `step` good. Raises OSError."""
+    marked = sorted({*read_marks(root), step})
+    write_json(root / _FILE, {"good": marked[-_KEPT:]})
 
 
 def forget_after(root: Path, step: int) -> None:
-    """Take the marks of steps after `step` away: other checkpoints may get those numbers. Raises OSError."""
+    """Remove the marks of steps after `step`: new checkpoints may get the same numbers. Raises OSError."""
     marked = read_marks(root)
     if any(good > step for good in marked):
         write_json(root / _FILE, {"good": [good for good in marked if good <= step]})

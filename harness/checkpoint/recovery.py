@@ -1,4 +1,13 @@
-"""Saving, resuming and rolling back: the TrainState on its way to and from the checkpoint store."""
+"""Saving, resuming and rolling back on all ranks: the TrainState on its way to and from the checkpoint store.
+
+Rank 0 decides and writes. Every rank calls the same methods in the same order, as gathering and loading the state are
+collective. No rank waits long inside one collective: where training must wait for a disk, the ranks look again and
+again, in rounds that are shorter than any timeout.
+
+When saves keep failing, `checkpoint.on_failure` decides: train on, wait on all ranks until there is free space, or end.
+A run that ends and cannot save in its own folder saves in a fallback folder, if checkpoint.emergency_path names a place
+for one. The next start moves that checkpoint back.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +31,20 @@ from harness.core.protocols import Engine, Meta, Tensors, Tracker
 from harness.core.schema import read_yaml
 from harness.core.state import RunLedger, TrainState, state_hash
 
-# Seconds between looks at a save that training waits for. No rank then waits long in a collective, which gives up.
+# Seconds between two looks at a save that training waits for. A rank that waited longer in a collective would time out.
 _ROUND = 0.5
-# Failures in a row that are told one by one; of later ones every power of two is.
-_TOLD = 3
+# Failures in a row that are all logged. After them only those whose number is a power of two are.
+_LOGGED_SINGLY = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What became of the state that was to be saved, the same on every rank.
+    """The result of `Recovery.keep`, the same on every rank.
 
-    safe: it is on a disk, verified, or on its way there in the background. note: what else there is to say: where it
-    is, or which steps are lost. asked: some rank was asked to stop while the run waited for room. halts: the run is to
-    end for it.
+    safe: the state is verified on a disk, or a save in the background is under way.
+    note: for the outcome: where the state is, if elsewhere, or which steps are lost. Empty: nothing to say.
+    asked: some rank was asked to stop while the run waited for free space.
+    halts: whether the run must end, because saves keep failing.
     """
 
     safe: bool = True
@@ -45,11 +55,19 @@ class Kept:
 
 @dataclass
 class Recovery:
-    """Rank 0 decides and writes; every rank saves and loads together.
+    """Saves, loads and rolls back one run.
 
-    keep_ledger writes what a rollback must not undo. config: what to do where saves fail. asked: whether this rank was
-    asked to stop. spare: folder for the last save of a run whose own takes none. bound: what the run must not change
-    between its checkpoints, kept in each of them.
+    state: the TrainState.
+    engine: the ranks, and their collectives.
+    tracker: where events are logged.
+    store: the run's checkpoints.
+    good: which of them a rollback may return to.
+    saver: writes them in the background.
+    keep_ledger: writes the ledger, which a rollback must not undo.
+    config: when to save, and what to do if saves fail.
+    asked: whether this rank was asked to stop.
+    fallback_folder: for the last save of a run whose own folder has no space; None: no such save.
+    bound: settings that must stay the same during a run; recorded in each checkpoint.
     """
 
     state: TrainState
@@ -61,238 +79,288 @@ class Recovery:
     keep_ledger: Callable[[RunLedger], None]
     config: CheckpointConfig = field(default_factory=CheckpointConfig)
     asked: Callable[[], bool] = lambda: False
-    spare: Path | None = None
+    fallback_folder: Path | None = None
     bound: Mapping[str, Any] = field(default_factory=dict)
     _failures: int = 0
     _since: float = 0.0
-    _stands: int | None = None
+    _newest_saved: int | None = None
 
     def load(self, step: int, check: Callable[[Meta], None] = lambda meta: None) -> Meta:
-        """Restore the TrainState of `step`, as a resume (see `TrainState.resume`). Collective. check: asked before
-        anything is changed on disk, and may raise.
+        """Restore the TrainState of `step`, as a resume (see `TrainState.resume`). Collective; returns the meta data.
+
+        check: called with the meta data before anything changes on disk. It may raise.
         """
         tensors, meta = self.read(step)
         self.state.resume(tensors, meta)
         check(meta)
         self.store.set_aside()
-        self._stands = step
+        self._newest_saved = step
         if self.engine.rank == 0:
-            self._mark(step, lambda: self.good.resumed(step, meta["waiting"]))
+            self._update_marks(step, lambda: self.good.resumed(step, meta["waiting"]))
         return meta
 
     def keep(self, metrics: Mapping[str, float], last: Literal["", "stop", "end"] = "") -> Kept:
-        """Save the state as it is now, usually while training goes on. Collective.
+        """Save the present state, usually while training goes on. Collective.
 
-        A save that fails is told; the older checkpoints stand, and `config` says what follows: to wait for room means
-        that every rank waits here, and goes on by itself. metrics: what the checkpoint is known by. last: nothing comes
-        after this save, as the run was asked to stop or is at its end, so training waits for it and it is verified.
+        A save that fails is logged, and older checkpoints stay. After `config.max_failures` failures in a row
+        `config.on_failure` decides. "pause" makes every rank wait here until there is free space.
+
+        metrics: recorded in the checkpoint.
+        last: why no step follows: "stop" (asked to stop), "end" (all steps done), or empty. Training then waits for the
+          save, which is verified.
         """
-        failures, config = self._failures_so_far(), self.config
-        if not last and (
+        failures = self._failures_so_far()
+        config = self.config
+
+        # The usual save, in the background. One more failure would have no consequences.
+        harmless = (
             config.on_failure == "continue" or not failures or failures + 1 < config.max_failures
-        ):
+        )
+        if harmless and not last:
             self._write(self.saver if self.engine.rank == 0 else None, metrics, surely=False)
             return Kept()
-        # What failed once is tried once more before anything is given up for it.
-        if self.save_surely(metrics) or (last and self.save_surely(metrics)):
+
+        # A save that matters. A last one is tried twice, before anything is given up.
+        saved = self.save_surely(metrics)
+        if last and not saved:
+            saved = self.save_surely(metrics)
+        if saved:
             return Kept()
+
+        # Wait for free space. A stop request ends the wait, and one more try follows it.
         asked = False
         if config.on_failure == "pause" and last != "stop":
-            if self._held(lambda: self.save_surely(metrics)):
+            if self._wait_for_space(lambda: self.save_surely(metrics)):
                 return Kept()
             asked = True
             if self.save_surely(metrics):
                 return Kept(asked=True)
-        return self._give_way(metrics, asked, halts=not last and config.on_failure == "halt")
+
+        return self._save_elsewhere(metrics, asked, halts=not last and config.on_failure == "halt")
 
     def save_surely(self, metrics: Mapping[str, float]) -> bool:
-        """Save the state and wait until it is verified on disk; whether that went well. Collective."""
-        self._until_idle()
+        """Save the state, and wait until it is verified on disk. Collective; returns whether it succeeded."""
+        self._wait_for_saver()
         saved = self._write(self.saver if self.engine.rank == 0 else None, metrics, surely=True)
-        self._until_idle()
+        self._wait_for_saver()
         return saved
 
     def _write(self, saver: Saver | None, metrics: Mapping[str, float], *, surely: bool) -> bool:
-        """Let `saver`, None on ranks other than 0, write the state; surely: wait for it. Whether that went well."""
+        """Let `saver` write the state. Collective; returns whether it succeeded, or True if it is not waited for.
+
+        saver: None on ranks other than 0, and where the store could not be opened.
+        surely: wait for the end.
+        """
+        # Gathering the state is collective under ZeRO: every rank takes part.
         tensors, meta = self.state.state_dict()
         step = self.state.step
         if saver is not None:
+            # The journal must not be behind a checkpoint, or a resume would miss rows.
             self.tracker.flush()
-            known = {**meta, "waiting": self.good.waiting(), "bound": self.bound}
-            saver.begin(step, tensors, known, metrics, surely=surely)
+            complete = {**meta, "waiting": self.good.waiting(), "bound": self.bound}
+            saver.begin(step, tensors, complete, metrics, surely=surely)
             if saver is self.saver:
-                self._mark(step, lambda: self.good.saved(step))
+                self._update_marks(step, lambda: self.good.saved(step))
         if not surely:
             return True
-        while self._agreed(saver is not None and saver.busy(_ROUND)):
-            pass
-        return self._agreed(saver is not None and saver.committed(step) is True)
 
-    def _held(self, done: Callable[[], bool]) -> bool:
-        """Wait on every rank, trying again what could not be written; False once some rank is asked to stop."""
+        while self._on_any_rank(saver is not None and saver.busy(_ROUND)):
+            pass
+        return self._on_any_rank(saver is not None and saver.committed(step) is True)
+
+    def _wait_for_space(self, attempt: Callable[[], bool]) -> bool:
+        """Wait on every rank and try again, until `attempt` succeeds. Collective.
+
+        Returns False as soon as some rank is asked to stop.
+
+        attempt: collective; writes what could not be written, and returns whether it succeeded.
+        """
         began = time.monotonic()
         config, step = self.config, self.state.step
         if self.engine.rank == 0:
-            text = f"training waits for room and tries again every {config.retry_seconds:g} s; it goes on by itself. "
-            place = (
-                f", then in {self.spare}"
-                if self.spare
-                else "; checkpoint.emergency_path would name another place"
-            )
+            place = "; checkpoint.emergency_path would name another place"
+            if self.fallback_folder is not None:
+                place = f", then saves in {self.fallback_folder}"
+            pause = f"{config.retry_seconds:g} s"
+            text = f"training waits for free space: it tries again every {pause} and goes on by itself. "
             text += f"Asked to stop, it tries once more{place}"
             self.tracker.tell(step, "checkpoint.paused", text)
+
         while True:
+            # Between two attempts, ask all ranks about a stop request again and again.
             until = time.monotonic() + config.retry_seconds
             while True:
                 # The longest wait of any rank counts: their clocks began at different moments.
-                asked, waits = self._all_agreed(self.asked(), time.monotonic() < until)
+                asked, waits = self._on_any_ranks(self.asked(), time.monotonic() < until)
                 if asked:
                     return False
                 if not waits:
                     break
                 time.sleep(min(_ROUND, config.retry_seconds))
-            if done():
+
+            if attempt():
                 if self.engine.rank == 0:
-                    text = (
-                        f"there was room after {clock(time.monotonic() - began)}: training goes on"
-                    )
+                    waited = clock(time.monotonic() - began)
+                    text = f"there was space after {waited}: training goes on"
                     self.tracker.tell(step, "checkpoint.saved_again", text)
                 return True
 
-    def _give_way(self, metrics: Mapping[str, float], asked: bool, halts: bool) -> Kept:
-        """The run ends and its own folder takes no checkpoint: the spare place, or what is lost by it."""
+    def _save_elsewhere(self, metrics: Mapping[str, float], asked: bool, halts: bool) -> Kept:
+        """The run ends, and its own folder takes no checkpoint: save in the fallback folder, or say what is lost.
+
+        Collective. asked, halts: for the result.
+        """
         lead = self.engine.rank == 0
-        step, error = self.state.step, ""
-        if self.spare is not None:
+        step = self.state.step
+        error = ""
+        if self.fallback_folder is not None:
+            # A store that cannot be opened on rank 0 counts as a failed save on every rank.
             saver: Saver | None = None
             try:
-                saver = Saver(Store(self.spare), lambda good: []) if lead else None
+                saver = Saver(Store(self.fallback_folder), lambda good: []) if lead else None
             except CheckpointError as failure:
                 error = str(failure)
             if self._write(saver, metrics, surely=True):
-                place = self.spare / self.store.path(step).name
-                note = f"saved in {place}, as the run's own folder takes no more; the same command takes it back"
+                place = self.fallback_folder / self.store.path(step).name
+                note = f"saved in {place}, as the run's own folder has no space; the same command moves it back"
                 return Kept(True, note, asked, halts)
             if saver is not None:
                 error = "; ".join(saved.error for saved in saver.finished())
         if lead and error:
             self.tracker.tell(step, "checkpoint.failed", error)
-        stands = (
-            next((each for each in reversed(self.store.steps()) if self.store.is_whole(each)), 0)
-            if lead
-            else 0
-        )
-        lost = (
-            f"steps {stands + 1} to {step} are lost"
-            if stands + 1 < step
-            else f"step {step} is lost"
-        )
-        if stands >= step:  # gone back to and trained on again
+
+        # Rank 0 reads what is left on disk; the others get its answer.
+        lost = self.engine.broadcast(self._lost_steps(step) if lead else "")
+        return Kept(False, lost, asked, halts)
+
+    def _lost_steps(self, step: int) -> str:
+        """Which steps are lost if the state of `step` cannot be saved, and the checkpoint that remains; for people."""
+        newest = 0
+        for each in reversed(self.store.steps()):
+            if self.store.is_whole(each):
+                newest = each
+                break
+
+        what = "there is no checkpoint"
+        if newest:
+            what = f"the newest checkpoint that verifies is of step {newest}"
+        if newest >= step:  # the run went back, and trained these steps again
             lost = f"what was trained up to step {step} is lost"
-        what = (
-            f"the newest checkpoint that verifies is of step {stands}"
-            if stands
-            else "there is no checkpoint"
-        )
-        return Kept(
-            False,
-            self.engine.broadcast(f"{lost}: the state could not be saved, and {what}"),
-            asked,
-            halts,
-        )
+        elif newest + 1 < step:
+            lost = f"steps {newest + 1} to {step} are lost"
+        else:
+            lost = f"step {step} is lost"
+        return f"{lost}: the state could not be saved, and {what}"
 
     def _failures_so_far(self) -> int:
-        """Saves in a row that have failed, after what is being saved now; the same on every rank."""
-        self._until_idle()
+        """How many saves in a row have failed, the present one included; the same on every rank. Collective."""
+        self._wait_for_saver()
         return int(self.engine.broadcast(self._failures))
 
-    def _until_idle(self) -> None:
-        """Until nothing is being written, and what became of it is told. Collective."""
-        while self._agreed(self.engine.rank == 0 and self.saver.busy(_ROUND)):
+    def _wait_for_saver(self) -> None:
+        """Wait on every rank until no save is under way, and log its result. Collective."""
+        while self._on_any_rank(self.engine.rank == 0 and self.saver.busy(_ROUND)):
             pass
         if self.engine.rank == 0:
-            self._mark(self.state.step, self.good.settled)
+            self._update_marks(self.state.step, self.good.settled)
 
-    def _agreed(self, mine: bool) -> bool:
-        """Whether it holds on any rank."""
-        return self._all_agreed(mine)[0]
+    def _on_any_rank(self, mine: bool) -> bool:
+        """Whether it is true on any rank. Collective."""
+        return self._on_any_ranks(mine)[0]
 
-    def _all_agreed(self, *mine: bool) -> list[bool]:
+    def _on_any_ranks(self, *mine: bool) -> list[bool]:
+        """For each of `mine`, whether it is true on any rank. Collective."""
         if self.engine.world_size == 1:
             return list(mine)
         flags = torch.tensor([float(each) for each in mine], device=self.engine.device)
         return [bool(each) for each in self.engine.max(flags).tolist()]
 
     def settle(self) -> None:
-        """Until what is being saved is on disk, or has failed; on ranks other than 0 there is nothing to wait for."""
+        """Wait until no save is under way, and log its result. Other ranks than 0 have nothing to wait for."""
         if self.engine.rank == 0:
             self.saver.wait()
-            self._mark(self.state.step, self.good.settled)
+            self._update_marks(self.state.step, self.good.settled)
 
     def observe(self, step: int, healthy: bool) -> None:
-        """One judged step: checkpoints before it come closer to being good, or start again."""
+        """Count a judged step: checkpoints before it come closer to being good, or start again."""
         if self.engine.rank == 0:
-            self._mark(step, lambda: self.good.observe(step, healthy))
+            self._update_marks(step, lambda: self.good.observe(step, healthy))
 
     def newest_good(self) -> int | None:
-        """Step of the newest checkpoint that may be gone back to, after what is being saved. Collective."""
+        """Step of the newest good checkpoint, after waiting for a save under way; None if there is none. Collective.
+
+        Newer good checkpoints that do not verify are logged by name.
+        """
         self.settle()
-        newest = self.good.newest_good() if self.engine.rank == 0 else None
-        for step in self.good.damaged_good(newest) if self.engine.rank == 0 else ():
-            text = f"a rollback passes over the good checkpoint of step {step}, which does not verify: "
-            text += "; ".join(map(str, self.store.verify(step)))
-            self.tracker.tell(self.state.step, "checkpoint.quarantined", text)
+        newest: int | None = None
+        if self.engine.rank == 0:
+            newest = self.good.newest_good()
+            for step in self.good.damaged_good(newest):
+                problems = "; ".join(map(str, self.store.verify(step)))
+                text = f"a rollback skips the good checkpoint of step {step}, which does not verify: {problems}"
+                self.tracker.tell(self.state.step, "checkpoint.quarantined", text)
         return self.engine.broadcast(newest)
 
     def commit(self, target: int) -> None:
-        """Write that the run goes back to `target`, and delete what comes after it. Collective.
+        """Write that the run goes back to `target`, and rename the checkpoints after it. Collective.
 
-        incidents.json is the commit point: killed before it, the run decides again; killed after it,
-        `finish_rollback` completes the rest at the next start, and the steps from the checkpoint to a snapshot run
-        once more.
+        The ledger, incidents.json, is the commit point. A run that is killed before it is written decides again. One
+        that is killed later finishes the rollback at the next start (`finish_rollback`). If `target` was a snapshot in
+        memory, the steps from the checkpoint before it run once more.
+
+        Raises CheckpointError if it cannot be written.
         """
         ledger = self.state.ledger
         ledger.return_to = target
+        later: list[int] = []
         if self.engine.rank == 0:
             self.tracker.flush()
-        later = (
-            [each for each in self.store.steps() if each > target] if self.engine.rank == 0 else []
-        )
+            later = [each for each in self.store.steps() if each > target]
 
-        def written() -> bool:
+        # One try, then the wait for free space, then one try more: a stop request has ended the wait.
+        error = self._write_rollback(target)
+        pause = self.config.on_failure == "pause"
+        if error and pause and self._wait_for_space(lambda: not self._write_rollback(target)):
             error = ""
-            if self.engine.rank == 0:
-                try:
-                    self.keep_ledger(ledger)
-                    finish_rollback(ledger, self.store, self.keep_ledger)
-                except CheckpointError as failure:
-                    ledger.return_to, error = target, str(failure)
-                    self.tracker.tell(
-                        self.state.step,
-                        "checkpoint.failed",
-                        f"the way back to step {target}: {error}",
-                    )
-            errors.append(self.engine.broadcast(error))
-            return not errors[-1]
-
-        errors: list[str] = []
-        if not (
-            written() or (self.config.on_failure == "pause" and self._held(written)) or written()
-        ):
-            what = f"the way back to step {target} could not be written"
-            failed = CheckpointError(
-                Problem(what, why=errors[-1], fix="make room, and give the same command again")
-            )
+        if error:
+            error = self._write_rollback(target)
+        if error:
+            what = f"the rollback to step {target} could not be written"
+            fix = "free space, and give the same command again"
+            failed = CheckpointError(Problem(what, why=error, fix=fix))
             failed.exit_code = ExitCode.FAILED
             raise failed
+
         if self.engine.rank == 0:
-            self._note("rolled back", later)
+            self._log_state("rolled back", later)
         ledger.return_to = 0
-        self._stands = None if self._stands is None else min(self._stands, target)
+        if self._newest_saved is not None:
+            self._newest_saved = min(self._newest_saved, target)
         self.good.rolled_back(target)
 
+    def _write_rollback(self, target: int) -> str:
+        """Write the ledger, and rename the checkpoints after `target`. Collective; returns the error, the same on every
+        rank, or an empty text.
+        """
+        ledger = self.state.ledger
+        error = ""
+        if self.engine.rank == 0:
+            try:
+                self.keep_ledger(ledger)
+                finish_rollback(ledger, self.store, self.keep_ledger)
+            except CheckpointError as failure:
+                ledger.return_to = target
+                error = str(failure)
+                text = f"the rollback to step {target}: {error}"
+                self.tracker.tell(self.state.step, "checkpoint.failed", text)
+        return self.engine.broadcast(error)
+
     def read(self, step: int) -> tuple[Tensors, Meta]:
-        """The checkpoint of `step`, the same on every rank. Raises CheckpointError on every rank if one cannot."""
+        """Tensors and meta data of the checkpoint of `step`, the same on every rank. Collective.
+
+        Raises CheckpointError on every rank if any rank cannot read it, or if ranks read different ones.
+        """
+        # A rank that cannot read it goes on to the comparison, which the others wait in.
         tensors: Tensors = {}
         meta: Meta = {}
         problems: list[Problem] = []
@@ -300,140 +368,169 @@ class Recovery:
             tensors, meta = self.store.load(step)
         except CheckpointError as error:
             problems = list(error.problems)
+
+        # Machines may have different folders of the same name. Each copy verifies, and still they differ.
         if self.engine.world_size > 1:
             mine = state_hash(tensors, meta)
-            differs = float(mine != self.engine.broadcast(mine))
-            agreed = self.engine.max(
-                torch.tensor([differs, float(bool(problems))], device=self.engine.device)
-            )
-            found, unread = (bool(flag) for flag in agreed.tolist())
-            if found and not problems:
-                what = f"the ranks read different checkpoints of step {step}"
-                why = "each of them verifies, so the run folder is not the same folder on every machine"
-                if unread:
-                    what = f"another rank cannot read the checkpoint of step {step}"
-                    why = "its copy is damaged or missing: it says which file"
-                fix = "put the run folder on a disk that all machines share"
-                problems = [Problem(what, f"rank {self.engine.rank}", why=why, fix=fix)]
+            differs = mine != self.engine.broadcast(mine)
+            differ, unread = self._on_any_ranks(differs, bool(problems))
+            if differ and not problems:
+                problems = [self._different_copies(step, unread)]
+
         if problems:
             raise CheckpointError(problems)
         return tensors, meta
 
-    def _mark(self, step: int, earned: Callable[[], list[int]]) -> None:
-        steps: list[int] = []
+    def _different_copies(self, step: int, unread: bool) -> Problem:
+        """Why this rank cannot go on with its own copy of the checkpoint of `step`. unread: some rank has none."""
+        what = f"the ranks read different checkpoints of step {step}"
+        why = "each of them verifies, so the run folder is not the same folder on every machine"
+        if unread:
+            what = f"another rank cannot read the checkpoint of step {step}"
+            why = "its copy is damaged or missing: its own message names the file"
+        fix = "put the run folder on a disk that all machines share"
+        return Problem(what, f"rank {self.engine.rank}", why=why, fix=fix)
+
+    def _update_marks(self, step: int, update: Callable[[], list[int]]) -> None:
+        """Call `update`, and log finished saves and the checkpoints that it marked good. Rank 0 only.
+
+        update: one of the methods of `good`; returns the steps that it marked.
+        """
+        marked: list[int] = []
         try:
-            steps = earned()
+            marked = update()
         except CheckpointError as error:
             self.tracker.event(step, "checkpoint.failed", text=str(error))
-        self._tell_saves()  # first that it was saved, then that it is good
-        self._note("good", steps)
 
-    def _tell_saves(self) -> None:
+        # A reader of the journal must see that a checkpoint was saved before it sees that it is good.
+        self._log_saves()
+        self._log_state("good", marked)
+
+    def _log_saves(self) -> None:
+        """Log the results of the saves that have ended."""
         for saved in self.saver.finished():
             if saved.path is None:
-                self._tell_failure(saved)
+                self._log_failure(saved)
                 continue
-            self._failures, self._since, self._stands = 0, 0.0, saved.step
-            self._note(
+            self._failures = 0
+            self._since = 0.0
+            self._newest_saved = saved.step
+            self._log_state(
                 "saved",
                 [saved.step],
                 path=str(saved.path.resolve()),
                 metrics=saved.metrics,
                 seconds=saved.seconds,
             )
-            if saved.error:  # written, but what was to be deleted could not be
+            # The checkpoint was written; older ones could not be deleted.
+            if saved.error:
                 self.tracker.event(saved.step, "checkpoint.failed", text=saved.error)
-            self._note("deleted", saved.deleted)
+            self._log_state("deleted", saved.deleted)
 
-    def _tell_failure(self, saved: Saved) -> None:
-        """What failed, for how long that has been so, and what it means."""
+    def _log_failure(self, saved: Saved) -> None:
+        """Log a failed save: why, for how long saves have failed, what a crash would lose, and what follows."""
         self._failures += 1
         self._since = self._since or time.monotonic()
         count, config = self._failures, self.config
-        if count > _TOLD and count & (count - 1):
+        power_of_two = count & (count - 1) == 0
+        if count > _LOGGED_SINGLY and not power_of_two:
             return
-        since = f", for {clock(time.monotonic() - self._since)}" if count > 1 else ""
-        what = f"{count} save{'s' if count > 1 else ''} in a row failed{since}"
-        stands = (
-            "none stands"
-            if self._stands is None
-            else f"the newest that stands is of step {self._stands}"
-        )
-        text = f"{saved.error}\n    {what}; {stands}, and a crash would lose what came after it"
+
+        what = "1 save in a row failed"
+        if count > 1:
+            what = f"{count} saves in a row failed, for {clock(time.monotonic() - self._since)}"
+        newest = "no checkpoint is there"
+        if self._newest_saved is not None:
+            newest = f"the newest checkpoint is of step {self._newest_saved}"
+        text = f"{saved.error}\n    {what}; {newest}, and a crash would lose what came after it"
         if count < config.max_failures and config.on_failure != "continue":
-            then = "training waits for room" if config.on_failure == "pause" else "the run ends"
+            then = (
+                "training waits for free space" if config.on_failure == "pause" else "the run ends"
+            )
             text += f"; after {max(config.max_failures, 2)} {then}"
         self.tracker.tell(saved.step, "checkpoint.failed", text, failures=count)
 
-    def _note(self, state: str, steps: Iterable[int], **fields: Any) -> None:
-        """For the tracker: what became of the checkpoints of `steps`."""
+    def _log_state(self, state: str, steps: Iterable[int], **fields: Any) -> None:
+        """Write one row for each of `steps`: its checkpoint is now in `state`, such as "saved" or "good"."""
         for step in steps:
             self.tracker.note("checkpoint", step=step, state=state, **fields)
 
 
-def spare_folder(path: str | None, folder: Path) -> Path | None:
-    """Where the last save of the run in `folder` goes, of checkpoint.emergency_path; another run's is never taken for
-    it, whatever its name. None without a path.
+def fallback_folder(path: str | None, folder: Path) -> Path | None:
+    """The folder for the last save of the run in `folder`, if its own has no space. None without a path.
+
+    Its name has a hash of the run's own path, so that another run of the same name gets another one.
+
+    path: checkpoint.emergency_path.
     """
     if path is None:
         return None
     here = str(folder.resolve())
-    return (
-        Path(path).resolve() / f"{folder.name}-{hashlib.sha256(os.fsencode(here)).hexdigest()[:8]}"
-    )
+    digest = hashlib.sha256(os.fsencode(here)).hexdigest()[:8]
+    return Path(path).resolve() / f"{folder.name}-{digest}"
 
 
-def spare_folders(folder: Path, path: str | None) -> list[Path]:
-    """The same, of the run's last start, and of a start with emergency_path `path`."""
+def fallback_folders(folder: Path, path: str | None) -> list[Path]:
+    """The fallback folders in which the run in `folder` may have saved: of its last start, and of this one.
+
+    path: checkpoint.emergency_path of this start. The one of the last start is in the run's config.yaml.
+    """
     try:
         earlier = read_yaml(folder / "config.yaml").get("checkpoint", {}).get("emergency_path")
     except (ConfigError, OSError, AttributeError):
         earlier = None
-    paths = [each for each in (earlier, path) if isinstance(each, str)]
-    return [
-        each
-        for each in (spare_folder(name, folder) for name in dict.fromkeys(paths))
-        if each is not None
-    ]
+
+    found: list[Path] = []
+    for each in (earlier, path):
+        fallback = fallback_folder(each, folder) if isinstance(each, str) else None
+        if fallback is not None and fallback not in found:
+            found.append(fallback)
+    return found
 
 
-def bring_back(store: Store, spare: Path) -> int | None:
-    """Take over what a last save has left in `spare`: its step, if it is newer than all that `store` has, else None.
+def move_from_fallback(store: Store, fallback: Path) -> int | None:
+    """Move the last save of a run from its `fallback` folder into `store`; returns its step.
 
-    On rank 0, before the newest checkpoint is chosen. Raises CheckpointError, and changes nothing, where it cannot be
-    read or does not fit in.
+    None if there is none, or if `store` has a newer checkpoint. For rank 0, before the newest checkpoint is chosen.
+    Raises CheckpointError, and changes nothing, if the save cannot be read or there is no space for it.
     """
-    if not spare.is_dir():
+    if not fallback.is_dir():
         return None
-    away = Store(spare)
-    fix = f"repair it, or delete {spare} to go on from an older checkpoint"
+    source = Store(fallback)
     try:
-        step = away.newest_valid()
+        step = source.newest_valid()
         newest = max((each for each in store.steps() if store.is_whole(each)), default=0)
-        found = step is not None and step > newest
-        if lost := [
-            problem for each, told in away.damaged.items() if each > newest for problem in told
-        ]:
-            raise CheckpointError(
-                lost
-            )  # the last save itself: an older one beside it must not stand for it unasked
-        if step is not None and found:
-            store.save(step, *away.load(step), away.metrics(step))
+
+        # A damaged last save: an older one beside it must not replace it without the user's consent.
+        unreadable: list[Problem] = []
+        for each, problems in source.damaged.items():
+            if each > newest:
+                unreadable += problems
+        if unreadable:
+            raise CheckpointError(unreadable)
+
+        moved = step is not None and step > newest
+        if step is not None and moved:
+            store.save(step, *source.load(step), source.metrics(step))
             if problems := store.verify(step):
                 raise CheckpointError(problems)
     except CheckpointError as error:
         what = (
-            "the last save of this run, which its own folder had no room for, cannot be taken back"
+            "the last save of this run, which its own folder had no space for, cannot be moved back"
         )
-        raise CheckpointError([Problem(what, str(spare), fix=fix), *error.problems]) from error
-    shutil.rmtree(spare, ignore_errors=True)
-    return step if found else None
+        fix = f"repair it, or delete {fallback} to go on from an older checkpoint"
+        raise CheckpointError([Problem(what, str(fallback), fix=fix), *error.problems]) from error
+    shutil.rmtree(fallback, ignore_errors=True)
+    return step if moved else None
 
 
 def finish_rollback(
     ledger: RunLedger, store: Store, keep_ledger: Callable[[RunLedger], None]
 ) -> None:
-    """Carry out a rollback that incidents.json has committed; nothing to do if there is none. Rank 0 only."""
+    """Carry out the rollback that incidents.json has committed; nothing to do if there is none. Rank 0 only.
+
+    `return_to` is cleared last: a kill before that leaves it on disk, and the next start does everything again.
+    """
     if ledger.return_to:
         store.discard_after(ledger.return_to)
         ledger.return_to = 0

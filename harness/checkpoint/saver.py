@@ -1,4 +1,8 @@
-"""Saves in the background: a thread writes a copy of the state while training goes on."""
+"""Saves in the background: training waits while the state is copied in memory, and a thread writes the copy.
+
+No decision of training may depend on how fast the disk is, or a resume would not repeat the run. So a save begins with
+everything that it needs, such as the list of good steps, and its result is read only after waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,22 @@ from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
 from harness.core.protocols import Meta, Tensors
 
-# Behind training, and no further: a core that is wanted elsewhere is shared by weights of 1.25 a level: a save
-# that gets a tenth of it takes ten times as long, and the next one waits for it.
+# Nice level of the writing thread: each level costs a factor of about 1.25 in CPU share. Three let training go first.
+# Many more would starve the save, and the next save waits for it.
 _NICENESS = 3
 
 
 @dataclass
 class Saved:
-    """What became of the save of `step`. path: None and `error` if it failed. deleted: older ones, by retention."""
+    """The result of one save.
+
+    step: of the state that was saved.
+    metrics: as given to `Saver.begin`.
+    path: the checkpoint's folder; None if the save failed.
+    error: why it failed; with a path, why older checkpoints could not be deleted. Empty: no error.
+    deleted: steps of older checkpoints that retention deleted.
+    seconds: how long it took, without the copy.
+    """
 
     step: int
     metrics: Mapping[str, float]
@@ -35,12 +47,13 @@ class Saved:
 
 
 class Saver:
-    """Writes one checkpoint at a time to `store`, then lets `prune` delete older ones (given the good steps).
+    """Writes one checkpoint at a time. Only the thread that made it may call its methods.
 
-    With `staging`, training waits for one copy of the state in memory; a thread of low priority does the rest. Without,
-    `begin` returns when all is done. Only the thread that made it may call it. Nothing that training decides depends
-    on how fast the disk is: the steps that are good are read when the save begins, and `wait` comes before the store
-    or its marks are read for a decision.
+    Call `wait` before the store or its marks are read for a decision.
+
+    store: where checkpoints are written.
+    prune: deletes older checkpoints after each save, given the good steps as of its beginning; returns their steps.
+    staging: memory for the copy, which a thread of low priority then writes. None: `begin` returns when all is written.
     """
 
     def __init__(
@@ -67,20 +80,25 @@ class Saver:
         *,
         surely: bool = False,
     ) -> None:
-        """Save the state of `step`. Waits for the save before it. metrics: what the checkpoint is known by.
+        """Begin to save the state of `step`, after waiting for the save before it.
 
-        tensors and meta may change as soon as this returns (on a GPU: by what is queued on the current stream).
-        surely: they do not change before `wait` or `busy` says that it is done, so no copy is needed, and what was
-        written is verified before it counts.
+        tensors: by part and name. They may change once this returns; on a GPU, by work queued on the current stream.
+        meta: JSON-able. It may change once this returns.
+        metrics: recorded in the manifest.
+        surely: the caller waits for the end before it changes the state. No copy is made, the thread has full priority,
+          and the checkpoint is verified before the save counts as done.
         """
         self.wait()
         self._now = Saved(step, dict(metrics))
         good = manifest.read_marks(self._store.root)
         copies = tensors if surely else self._copied(tensors)
+
+        # No memory for a copy: training waits for the disk.
         if copies is None:
             self._work(self._now, tensors, meta, good)
             self.wait()
             return
+
         arguments = (self._now, copies, copy.deepcopy(meta), good, surely)
         self._thread = threading.Thread(
             target=self._in_background, args=arguments, name="checkpoint", daemon=True
@@ -88,36 +106,40 @@ class Saver:
         self._thread.start()
 
     def busy(self, seconds: float) -> bool:
-        """Whether something is still being written, after waiting for it for at most `seconds`."""
+        """Whether a save is still under way, after waiting at most `seconds` for it."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is not None and self._thread.is_alive()
 
     def finished(self) -> list[Saved]:
-        """Saves that have ended since the last call; never waits."""
+        """Results of the saves that have ended since the last call. Never waits."""
         if self._thread is None or not self._thread.is_alive():
             self.wait()
         done, self._done = self._done, []
         return done
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what no save should raise."""
+        """Wait until no save is under way. Raises what the writing thread raised, but for a save that failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._crash is not None:
-            crash, self._crash, self._now = self._crash, None, None
+            crash = self._crash
+            self._crash = None
+            self._now = None
             raise crash
+
+        # File the result. A step that failed before may have been saved at another try.
         if self._now is not None:
             if self._now.path is None:
                 self._failed.add(self._now.step)
-            else:  # perhaps at another try
+            else:
                 self._failed.discard(self._now.step)
             self._done.append(self._now)
             self._now = None
 
     def committed(self, step: int) -> bool | None:
-        """Whether the save of `step` went well; None while it is under way."""
+        """Whether the save of `step` succeeded; None while it is under way."""
         if self._now is not None and self._now.step == step:
             if self.busy(0.0):
                 return None
@@ -125,23 +147,26 @@ class Saver:
         return step not in self._failed
 
     def _copied(self, tensors: Tensors) -> Tensors | None:
+        """Copies of `tensors`; None where there is no memory for them."""
+        if self._staging is None:
+            return None
         try:
-            return self._staging.copy(tensors) if self._staging is not None else None
+            return self._staging.copy(tensors)
         except (OSError, MemoryError):
-            self._staging = None  # no room: from now on training waits for the disk
+            # From now on training waits for the disk.
+            self._staging = None
             return None
 
     def _in_background(
         self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool
     ) -> None:
         try:
-            # Of this thread alone, on Linux: where cores are scarce, training comes first.
-            thread = threading.get_native_id()
-            with suppress(OSError):
-                if not surely:
-                    os.setpriority(
-                        os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
-                    )
+            # On Linux a priority can be set for one thread: where cores are scarce, training goes first.
+            if not surely:
+                with suppress(OSError):
+                    thread = threading.get_native_id()
+                    present = os.getpriority(os.PRIO_PROCESS, thread)
+                    os.setpriority(os.PRIO_PROCESS, thread, present + _NICENESS)
             self._work(saved, tensors, meta, good, surely)
         except BaseException as error:
             self._crash = error
@@ -149,8 +174,10 @@ class Saver:
     def _work(
         self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool = False
     ) -> None:
+        """Write, verify and prune; the result goes into `saved`. Nothing that a disk can do raises here."""
         began = time.monotonic()
         try:
+            # Copies from a GPU may still be under way.
             if self._staging is not None:
                 self._staging.wait()
             path = self._store.save(saved.step, tensors, meta, saved.metrics)

@@ -1,4 +1,8 @@
-"""Snapshots of the TrainState in host memory: the short way back over a few steps, without a disk."""
+"""Copies of the TrainState in host memory, for a rollback over a few steps without reading a disk.
+
+A fault shows some steps after its cause. So a copy is not good when it is taken, but after healthy steps have followed
+it. Until then the earlier good copy stays: two buffers take turns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,13 @@ from harness.core.protocols import Meta, Tensors, Tracker
 
 @dataclass
 class _Snapshot:
-    """One copy of the state. meta: JSON, as in a checkpoint. step: 0 while empty. healthy: such steps since it."""
+    """One copy of the state.
+
+    memory: what the tensors are views of.
+    meta: JSON, as in a checkpoint.
+    step: when it was taken; 0: empty.
+    healthy: healthy steps in a row since then.
+    """
 
     memory: Staging
     tensors: Tensors = field(default_factory=dict)
@@ -25,13 +35,15 @@ class _Snapshot:
 
 
 class Snapshots:
-    """Two copies of a rank's TrainState in the host's memory: one that is good, one that is on the way there.
+    """Two copies of this rank's TrainState in host memory: a good one, and a newer one that may become good.
 
-    A snapshot is good once `healthy_steps` healthy steps in a row have followed it. One snapshot serves one rollback:
-    if the run breaks again before another has become good, going back to the same state would not help, and the disk
-    has older ones. size: bytes to reserve for each copy. pinned: as in `Staging`.
+    A snapshot serves one rollback. If the run breaks again before another one is good, the same state would lead to the
+    same fault; checkpoints are older. Every rank has its own snapshots. All ranks see the same verdicts, so they agree
+    on which step is good.
 
-    Every rank holds its own and, as all see the same verdicts, all agree on which is good.
+    healthy_steps: healthy steps in a row after which a snapshot is good.
+    size: bytes to reserve for each copy; 0: reserve nothing.
+    pinned: as in `Staging`.
     """
 
     def __init__(self, healthy_steps: int, size: int = 0, *, pinned: bool = False) -> None:
@@ -43,14 +55,14 @@ class Snapshots:
                 each.memory.reserve(size)
 
     def take(self, step: int, tensors: Tensors, meta: Meta) -> None:
-        """Copy the state of `step`, unless an earlier copy is still earning its mark."""
+        """Copy the state of `step`, unless a copy is there whose healthy steps are being counted."""
         if self._next.step and self._next.healthy:
             return
         memory = self._next.memory
         self._next = _Snapshot(memory, memory.copy(tensors), json.dumps(meta), step)
 
     def observe(self, step: int, healthy: bool) -> None:
-        """Step `step` was judged."""
+        """Count a judged step. A snapshot with enough healthy steps becomes the good one, and the old one is reused."""
         waiting = self._next
         if waiting.step and waiting.step <= step:
             waiting.healthy = waiting.healthy + 1 if healthy else 0
@@ -63,14 +75,17 @@ class Snapshots:
         return self._good.step or None
 
     def load(self) -> tuple[Tensors, Meta]:
-        """The good snapshot; its tensors are the copies themselves. It is good no longer, nor is any other."""
+        """Tensors and meta data of the good snapshot. Afterwards no snapshot is good.
+
+        The tensors are not copied: they are valid until the next `take`.
+        """
         tensors, meta = self._good.tensors, json.loads(self._good.meta)
         self._good.memory.wait()
         self.clear()
         return tensors, meta
 
     def clear(self) -> None:
-        """Nothing here is to be gone back to (the run went back further); the memory is kept."""
+        """Drop both snapshots, as the run went back further than they reach. The memory is kept."""
         self._good = _Snapshot(self._good.memory)
         self._next = _Snapshot(self._next.memory)
 
@@ -78,7 +93,10 @@ class Snapshots:
 def room_for_snapshots(
     size: int, healthy_steps: int, device: torch.device, tracker: Tracker
 ) -> Snapshots | None:
-    """Snapshots of a state of `size` bytes on `device`, if every rank has room for them. Collective."""
+    """Snapshots for a state of `size` bytes on `device`; None if some rank lacks the memory. Collective.
+
+    tracker: logs that no snapshots are taken.
+    """
     lacks = torch.tensor(float(2 * size > free_memory() / 4), device=device)
     if max_over_ranks(lacks).item():
         text = "two copies of the state would take over a quarter of the free memory: no snapshots are taken"

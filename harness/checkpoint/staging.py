@@ -1,4 +1,8 @@
-"""Copies of a TrainState in host memory, in one block that is allocated once: for background saves and snapshots."""
+"""Copies of a TrainState in host memory, for saves in the background and for snapshots.
+
+Training waits only for the copy. A copy into memory that was used before is several times faster than one into new
+memory, whose pages the kernel must find and zero first. So one block is allocated once, and every copy reuses it.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +17,32 @@ from torch import Tensor
 
 from harness.core.protocols import Tensors
 
+# Bytes: a cache line. It also aligns every dtype.
 _ALIGNMENT = 64
+
+# Of one tensor: part, name, shape and dtype. A copy with the same layout reuses the views of the one before it.
+_Layout = list[tuple[str, str, torch.Size, torch.dtype]]
 
 
 class Staging:
-    """One block of memory that is allocated once and filled again and again.
+    """One block of memory that every copy reuses.
 
-    To touch fresh memory for the first time costs several times the copy, so `reserve` does it beforehand, on a thread.
-    pinned: page-locked, for tensors of a GPU: their copies then do not hold up the host.
+    pinned: page-locked memory, for tensors of a GPU: the host does not wait for such copies.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._layout: list[tuple[str, str, torch.Size, torch.dtype]] = []
+        self._layout: _Layout = []
         self._views: Tensors = {}
         self._reserving: threading.Thread | None = None
         self._arrived: torch.Event | None = None
 
     def reserve(self, size: int) -> None:
-        """Have room for `size` bytes soon; returns at once."""
+        """Begin to allocate `size` bytes on a thread; returns at once."""
 
         def allocate() -> None:
-            with suppress(OSError, MemoryError):  # `copy` tries again, where it can be told
+            with suppress(OSError, MemoryError):  # `copy` tries again, and can raise
                 self._allocate(size)
 
         self._reserving = threading.Thread(target=allocate, name="staging", daemon=True)
@@ -43,23 +50,31 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> Tensors:
-        """Copy `tensors` (by part and name; any device, dtype and layout) and return the copies: contiguous views.
+        """Copy `tensors`; returns the copies, contiguous views into the block. The next call overwrites them.
 
-        Raises OSError or MemoryError if there is no room. The copies are overwritten by the next call. Those from a GPU
-        may still be under way (`wait`); what is queued on the current stream afterwards comes after them.
+        Copies from a GPU may still be under way when this returns: see `wait`. Work that is queued on the current
+        stream afterwards comes after them. Raises OSError or MemoryError if there is no room.
+
+        tensors: by part and name, of any device, dtype and layout.
         """
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
-        layout = [
-            (part, name, t.shape, t.dtype)
-            for part, named in tensors.items()
-            for name, t in named.items()
-        ]
+
+        # Tensors get new places in the block only when some were added or changed: an optimizer's state grows.
+        layout: _Layout = []
+        sources: list[Tensor] = []
+        for part, named in tensors.items():
+            for name, tensor in named.items():
+                layout.append((part, name, tensor.shape, tensor.dtype))
+                sources.append(tensor.detach())
         if layout != self._layout or tensors.keys() != self._views.keys():
             self._lay_out(tensors, layout)
-        sources = [tensor.detach() for named in tensors.values() for tensor in named.values()]
-        copies = [copy for named in self._views.values() for copy in named.values()]
+
+        # One call for all tensors: there are thousands.
+        copies: list[Tensor] = []
+        for named in self._views.values():
+            copies += named.values()
         if sources:
             torch._foreach_copy_(copies, sources, non_blocking=True)
         if any(source.is_cuda for source in sources):
@@ -67,39 +82,44 @@ class Staging:
         return {part: dict(named) for part, named in self._views.items()}
 
     def wait(self) -> None:
-        """Until the copies have arrived; from any thread."""
+        """Wait until the copies have arrived. Any thread may call it."""
         if self._arrived is not None:
             self._arrived.synchronize()
 
-    def _lay_out(
-        self, tensors: Tensors, layout: list[tuple[str, str, torch.Size, torch.dtype]]
-    ) -> None:
-        sizes = [
-            -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
-            for named in tensors.values()
-            for t in named.values()
-        ]
+    def _lay_out(self, tensors: Tensors, layout: _Layout) -> None:
+        """Give every tensor its place in the block, which grows if it is too small."""
+        sizes: list[int] = []
+        for named in tensors.values():
+            for tensor in named.values():
+                lines = -(-tensor.nbytes // _ALIGNMENT)  # rounded up
+                sizes.append(lines * _ALIGNMENT)
         if sum(sizes) > self._block.numel():
             self._allocate(sum(sizes))
+
         offsets = accumulate(sizes, initial=0)
-        self._views = {
-            part: {name: self._view(next(offsets), tensor) for name, tensor in named.items()}
-            for part, named in tensors.items()
-        }
+        self._views = {}
+        for part, named in tensors.items():
+            self._views[part] = {
+                name: self._view(next(offsets), tensor) for name, tensor in named.items()
+            }
         self._layout = layout
 
     def _view(self, offset: int, like: Tensor) -> Tensor:
+        """The bytes of the block from `offset` on, as a tensor with shape and dtype of `like`."""
         return self._block[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
     def _allocate(self, size: int) -> None:
+        """Replace the block by a new one of at least `size` bytes, and touch all of its pages."""
         if self._pinned:
-            with suppress(RuntimeError):  # no more memory can be locked: other memory will do
+            with suppress(RuntimeError):  # no more memory can be locked: ordinary memory will do
                 self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 return
-        # Large pages: fewer faults while the block is new, and faster copies ever after.
+
+        # Large pages: fewer page faults now, and faster copies later.
         memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
         block = torch.frombuffer(memory, dtype=torch.uint8)
-        ctypes.memset(block.data_ptr(), 0, block.numel())  # without Python's lock: training goes on
+        # ctypes releases Python's lock meanwhile, so that training goes on.
+        ctypes.memset(block.data_ptr(), 0, block.numel())
         self._block = block

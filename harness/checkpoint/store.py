@@ -1,8 +1,28 @@
-"""Where checkpoints live: each is committed whole or not at all, and verified before it is trusted.
+"""The folder of a run's checkpoints, and the protocol by which one is written: completely, or not at all.
 
-A save writes `.tmp-step-N/`, fsyncs every file, writes the manifest last, fsyncs it, renames the folder to `step-N/`
-and fsyncs the parent. There is no pointer to the latest: readers scan and verify. Damaged checkpoints and those that
-a rollback passed over are renamed, never overwritten or deleted. Whether there is room is asked before any work.
+A process can be killed, or a disk can fill up, between any two file calls. A reader must never take a half-written
+checkpoint for a good one. So a save builds the checkpoint under another name and gives it its own name last:
+
+1. Make the temporary folder `.tmp-step-N/`. Readers ignore that name.
+2. Write the files: one `<part>.safetensors` for each part of the state, and `state.json`. Call fsync on each file:
+   after a power cut, bytes that were only in the page cache would be missing.
+3. Write `manifest.json` with the size and SHA-256 of every file, and fsync it. It comes last, because a manifest claims
+   that all other files are there.
+4. fsync the folder, rename it to `step-N/`, and fsync the parent. A rename happens completely or not at all. It is the
+   commit.
+
+What a kill leaves behind:
+
+| killed             | on disk                       | at the next start                                      |
+|--------------------|-------------------------------|--------------------------------------------------------|
+| before the rename  | `.tmp-step-N/`                | it is deleted; the run resumes from the one before it  |
+| after the rename   | `step-N/`, complete           | it counts                                              |
+| during a deletion  | `.tmp-trash-step-N/`          | the deletion is completed                              |
+| during a rollback  | some checkpoints renamed      | incidents.json names the target; the rest is renamed   |
+
+No file points to the latest checkpoint: such a pointer could be older than the folder, or damaged. Readers list the
+folder and verify the newest checkpoint against its manifest. A damaged checkpoint, or one that a rollback discards, is
+renamed. It is never overwritten or deleted.
 """
 
 from __future__ import annotations
@@ -16,6 +36,7 @@ import shutil
 import stat
 import time
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +57,41 @@ from harness.checkpoint.manifest import (
     read_manifest,
 )
 from harness.core.errors import CheckpointError, MisuseError, Problem
-from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder, write_json
+from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder
 from harness.core.protocols import Meta, TensorDict, Tensors
-from harness.core.state import RunLedger
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
-_ROLLBACK = "rollback.json"
-LEDGER = "incidents.json"
-"""Beside the checkpoints' folder; see `policy.load_ledger`."""
-_KEEP_ALL = "delete this file to keep every checkpoint"
-# Seconds: the coarsest clocks that file systems keep of changes. What changed so lately could change again unseen.
-_CLOCK = 2.0
+# Seconds: the coarsest resolution of modification times (FAT). A newer file can change again without a new time.
+_COARSEST_MTIME = 2.0
 
+# For each file of a checkpoint: name, inode, size, modification time and status change time, both in nanoseconds.
 _Files = list[tuple[str, int, int, int, int]]
 
 
-class Store:
-    """The checkpoints of one run, in `root`.
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """A checkpoint that was read completely and matched its manifest.
 
-    versions: written into every manifest, for people. damaged: what `newest_valid` passed over, by step, until it is
-    set aside. quarantined: what was moved aside since the store was opened. A writer must hold the run's lock: opening
-    removes what dead writers left half done and finishes an interrupted `discard_after`. With `readonly` (tools, ranks
-    other than 0) nothing on disk is ever changed. Raises CheckpointError if `root` cannot be made.
+    files: what its files looked like then.
+    settled: all of them were old enough that a later change must show in their times.
+    """
+
+    files: _Files
+    settled: bool
+
+
+class Store:
+    """The checkpoints of one run.
+
+    A writer must hold the run's lock: opening deletes the temporary folders of killed writers. Raises CheckpointError
+    if `root` cannot be made.
+
+    root: the folder that holds them.
+    versions: of torch and of this package; written into every manifest, for people.
+    readonly: never change anything on disk. For tools, and for ranks other than 0.
+    damaged: problems of checkpoints that `newest_valid` skipped, by step. `set_aside` empties it.
+    quarantined: problems of checkpoints that were renamed since the store was opened.
     """
 
     def __init__(
@@ -69,17 +102,18 @@ class Store:
         self.quarantined: list[Problem] = []
         self._versions = dict(versions or {})
         self._readonly = readonly
-        self._whole: dict[int, tuple[_Files, bool]] = {}
+        self._verified: dict[int, _Verified] = {}
         if readonly:
             return
+
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise failed("the checkpoint folder cannot be made", root, error) from error
+
+        # Unfinished saves and deletions of a writer that was killed.
         for leftover in root.glob(f"{_TMP}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if (target := unfinished_rollback(root)) is not None:
-            self.discard_after(target)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -101,24 +135,29 @@ class Store:
         meta: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Commit the state of `step`: one `<part>.safetensors` per part that has tensors, and `meta` as state.json.
+        """Write and commit the checkpoint of `step`; returns its folder.
 
-        tensors: by part and name, any dtype, device and layout; shared memory is written once per name. metrics: what
-        the checkpoint is known by, in its manifest; those that are not finite are left out. A committed
-        checkpoint of this step that verifies is kept as it is; a damaged one is quarantined. Raises CheckpointError,
-        with nothing left behind and older checkpoints untouched, if anything cannot be written (training can go on).
+        An existing checkpoint of this step is kept if it verifies, and quarantined if it is damaged. Raises
+        CheckpointError if anything cannot be written. Then nothing is left behind, older checkpoints are untouched,
+        and training can go on.
+
+        tensors: by part and name, of any dtype, device and layout. Memory that two names share is written twice.
+        meta: JSON-able; becomes state.json.
+        metrics: recorded in the manifest, for example the validation loss. Values that are not finite are dropped.
         """
         self._check_writer()
+
+        # This step may be there already, after a rollback or a repeated command.
         final = self.path(step)
         problems = self.verify(step) if os.path.lexists(final) else []
         if final.exists() and not problems:
             try:
-                sync_folder(
-                    self.root
-                )  # which may be what an earlier save of this step has failed in
+                # An earlier save of this step may have failed in exactly this call.
+                sync_folder(self.root)
             except OSError as error:
                 raise failed("the checkpoint was not written", final, error) from error
             return final
+
         temporary = self.root / f"{_TMP}{final.name}"
         try:
             self._write(temporary, step, tensors, meta, metrics or {})
@@ -127,82 +166,88 @@ class Store:
             temporary.rename(final)
             sync_folder(self.root)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
-            raise failed(
-                "the checkpoint was not written", final, self._made_again() or error
-            ) from error
+            cause = self._recreate_deleted_root() or error
+            raise failed("the checkpoint was not written", final, cause) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
 
     def verify(self, step: int) -> list[Problem]:
-        """What is wrong with the checkpoint of `step`: every byte is read. Empty if nothing is."""
+        """Read every byte of the checkpoint of `step`; returns everything that is wrong with it."""
+        # The files are listed before they are read: a change in between must not pass for verified.
         files = self._files(step)
         problems = check_folder(self.path(step), step)
-        self._whole.pop(step, None)
+        self._verified.pop(step, None)
         if files and not problems:
-            settled = max(modified for *_, modified, _ in files) < time.time_ns() - _CLOCK * 1e9
-            self._whole[step] = files, settled
+            newest_change = max(modified for *_, modified, _ in files)
+            settled = newest_change < time.time_ns() - _COARSEST_MTIME * 1e9
+            self._verified[step] = _Verified(files, settled)
         return problems
 
     def is_whole(self, step: int, settled: bool = False) -> bool:
-        """Whether the checkpoint of `step` verifies. What has verified once is not read again while its files stay the
-        same, by number, size and times; settled: nor if it was so new that their times may tell too little.
+        """Whether the checkpoint of `step` verifies.
+
+        A checkpoint that verified once is not read again while its files keep their inodes, sizes and times.
+
+        settled: read it again also if its files were so new at that time that a change may not show in their times.
         """
         return not self._problems(step, settled)
 
     def _problems(self, step: int, settled: bool) -> list[Problem]:
-        known = self._whole.get(step)
-        if known is not None and known[0] == self._files(step) and (known[1] or not settled):
-            return []
-        return self.verify(step)
+        earlier = self._verified.get(step)
+        if earlier is None or earlier.files != self._files(step):
+            return self.verify(step)
+        if settled and not earlier.settled:
+            return self.verify(step)
+        return []
 
     def _files(self, step: int) -> _Files:
-        """Name, number, size and times of each file of the checkpoint of `step`; empty if it cannot be looked at."""
+        """What the files of the checkpoint of `step` look like; empty if the folder cannot be listed."""
+        files: _Files = []
         try:
-            files = [
-                (each.name, each.stat(follow_symlinks=False))
-                for each in os.scandir(self.path(step))
-            ]
+            for entry in os.scandir(self.path(step)):
+                s = entry.stat(follow_symlinks=False)
+                files.append((entry.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
         except OSError:
             return []
-        return sorted(
-            (name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files
-        )
+        return sorted(files)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What the checkpoint of `step` is known by; empty if its manifest cannot be read. Verifies nothing else."""
+        """The metrics in the manifest of `step`; empty if it cannot be read. The other files are not verified."""
         try:
             return dict(read_manifest(self.path(step))["metrics"])
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
     def load(self, step: int, parts: Container[str] | None = None) -> tuple[Tensors, Meta]:
-        """(tensors by part and name, on the CPU; meta), verified (see `is_whole`). Raises CheckpointError with every
-        problem.
+        """Tensors by part and name, on the CPU, and the meta data of the checkpoint of `step`.
 
-        parts: those whose tensors are wanted, None for all. Ones that had no tensors when saved are not in the first
-        mapping.
+        It is verified first (see `is_whole`). Raises CheckpointError with every problem. A part that had no tensors
+        when it was saved is not among the tensors.
+
+        parts: the parts whose tensors are read; None: all.
         """
         folder = self.path(step)
         if problems := self._problems(step, settled=True):
             raise CheckpointError(problems)
+
+        tensors: Tensors = {}
         try:
-            tensors: Tensors = {
-                name.removesuffix(TENSORS): load_file(folder / name)
-                for name in read_manifest(folder)["files"]
-                if name.endswith(TENSORS) and (parts is None or name.removesuffix(TENSORS) in parts)
-            }
+            for name in read_manifest(folder)["files"]:
+                part = name.removesuffix(TENSORS)
+                if name.endswith(TENSORS) and (parts is None or part in parts):
+                    tensors[part] = load_file(folder / name)
             meta: Meta = read_json(folder / STATE, MAX_LARGE)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise failed("the checkpoint cannot be loaded", folder, error) from error
         return tensors, meta
 
     def newest_valid(self) -> int | None:
-        """Step of the newest checkpoint that verifies, None if there are none. Newer ones are `damaged`, and stay where
-        they are until the run goes on without them (`set_aside`).
+        """Step of the newest checkpoint that verifies; None if the folder holds no checkpoint.
 
-        Raises CheckpointError if there are checkpoints and not one verifies: a run that came far must not start over
-        unasked.
+        Newer ones that do not verify go into `damaged`. They stay in place until the run goes on without them
+        (`set_aside`). Raises CheckpointError if there are checkpoints and none verifies: a run must not start over, and
+        lose its progress, without being asked to.
         """
         damaged: dict[int, list[Problem]] = {}
         for step in reversed(self.steps()):
@@ -212,60 +257,53 @@ class Store:
                 return step
             damaged[step] = problems
         if damaged:
+            what = "not one of its checkpoints is whole, so there is nothing to go on from"
             fix = "restore one from a copy of this run, or start a new run with another --name"
-            none = Problem(
-                "not one of its checkpoints is whole, so there is nothing to go on from",
-                str(self.root),
-                fix=fix,
-            )
-            raise CheckpointError(
-                [none, *(problem for problems in damaged.values() for problem in problems)]
-            )
+            everything = [Problem(what, str(self.root), fix=fix)]
+            for problems in damaged.values():
+                everything += problems
+            raise CheckpointError(everything)
         return None
 
     def set_aside(self) -> None:
-        """Rename what is `damaged` to `quarantine-*`. Raises CheckpointError."""
+        """Rename the checkpoints in `damaged` to `quarantine-*`. Raises CheckpointError."""
         for step in [*self.damaged]:
             self._check_writer()
             try:
                 self._quarantine(step, self.damaged[step])
             except OSError as error:
-                raise failed(
-                    "a damaged checkpoint cannot be moved aside", self.path(step), error
-                ) from error
+                what = "a damaged checkpoint cannot be moved aside"
+                raise failed(what, self.path(step), error) from error
             del self.damaged[step]
 
     def discard_after(self, step: int) -> None:
-        """Rename checkpoints newer than `step` to `rolledback-*` and take their good marks away.
+        """Rename checkpoints newer than `step` to `rolledback-*`, and remove their good marks. Raises CheckpointError.
 
-        The intent is on disk first, so that a writer killed half-way is finished by the next one to open the store.
-        Raises CheckpointError.
+        A kill may leave it half done. incidents.json still holds `return_to` then, and the next start calls this again
+        (`recovery.finish_rollback`). A second call renames only what is left.
         """
         self._check_writer()
-        intent = self.root / _ROLLBACK
         try:
-            write_json(intent, {"to": step})
+            # Marks go first: a mark without its checkpoint is harmless, a new checkpoint under an old mark is not.
             manifest.forget_after(self.root, step)
             for newer in self.steps():
                 if newer > step:
-                    self._aside(newer, "rolledback")
-            sync_folder(self.root)
-            intent.unlink()
+                    self._rename_aside(newer, "rolledback")
             sync_folder(self.root)
         except OSError as error:
             what = f"the checkpoints after step {step} cannot be set aside"
-            raise failed(what, self.root, self._made_again() or error) from error
+            raise failed(what, self.root, self._recreate_deleted_root() or error) from error
 
     def remove(self, step: int) -> None:
-        """Delete the checkpoint of `step`; killed half-way, it is gone from `steps` all the same.
+        """Delete the checkpoint of `step`. Raises CheckpointError.
 
-        Raises CheckpointError.
+        It is renamed first: after a kill no half-deleted folder has the name of a checkpoint.
         """
         self._check_writer()
         trash = self.root / f"{_TMP}trash-{self.path(step).name}"
         try:
             self.path(step).rename(trash)
-            self._whole.pop(step, None)
+            self._verified.pop(step, None)
             shutil.rmtree(trash)
         except OSError as error:
             raise failed("the checkpoint cannot be deleted", self.path(step), error) from error
@@ -278,51 +316,58 @@ class Store:
         meta: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
+        """Write and sync all files: the protocol up to the rename."""
+        # What cannot be written is refused before the first file is made.
         state = dump_json(meta)
         if len(state) > MAX_LARGE:
-            raise ValueError(f"{len(state)} bytes of state are more than will be read again")
+            raise ValueError(
+                f"state.json would have {len(state)} bytes; at most {MAX_LARGE} can be read again"
+            )
         contents = {part_file(part): _plain(named) for part, named in tensors.items() if named}
+
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir()
         _write_synced(folder / STATE, state)
-        # safetensors makes private files, whatever the umask: others would see a checkpoint they cannot load.
+
+        # safetensors ignores the umask and makes private files: other users could list the checkpoint, not load it.
         mode = stat.S_IMODE((folder / STATE).stat().st_mode)
         for name, named in contents.items():
             save_file(named, folder / name)
             (folder / name).chmod(mode)
             _sync(folder / name)
+
+        # The hashes are of what the files hold now, read back.
         files = {name: file_entry(folder / name) for name in (*contents, STATE)}
-        known = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions, known))
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions, finite))
         sync_folder(folder)
 
-    def _made_again(self) -> OSError | None:
-        """Why a write has failed, if somebody has deleted `root`: a run must not wait for room that never comes."""
+    def _recreate_deleted_root(self) -> OSError | None:
+        """Make `root` again if somebody deleted it, and return an error that says so; None if it was not deleted.
+
+        A failed write would look like a full disk otherwise, and the run would wait for room for ever.
+        """
         try:
             self.root.mkdir()
             sync_folder(self.root.parent)
-        except OSError:  # it is there, or the folder of the run is gone too
+        except OSError:  # it exists, or the run's folder is gone too
             return None
         why = "the folder was deleted, with every checkpoint in it; it is made again for the next save"
         return FileNotFoundError(errno.ENOENT, why)
 
     def _check_writer(self) -> None:
         if self._readonly:
-            raise MisuseError(
-                Problem(
-                    "this store was opened to read",
-                    str(self.root),
-                    fix="open it on rank 0, to write",
-                )
-            )
+            what = "this store was opened to read"
+            raise MisuseError(Problem(what, str(self.root), fix="open it on rank 0, to write"))
 
     def _quarantine(self, step: int, problems: list[Problem]) -> None:
-        self._aside(step, "quarantine")
+        self._rename_aside(step, "quarantine")
         sync_folder(self.root)
         self.quarantined += problems
 
-    def _aside(self, step: int, prefix: str) -> None:
+    def _rename_aside(self, step: int, prefix: str) -> None:
+        """Rename the checkpoint of `step` to the first free `<prefix>-step-N-<number>`."""
         source = self.path(step)
         number = 1
         while os.path.lexists(target := self.root / f"{prefix}-{source.name}-{number}"):
@@ -330,42 +375,11 @@ class Store:
         source.rename(target)
 
 
-def unfinished_rollback(root: Path) -> int | None:
-    """The step that a writer was going back to when it was killed: whoever opens the store next sets the later ones
-    aside. None if there is nothing to finish. Raises CheckpointError.
-    """
-    intent = root / _ROLLBACK
-    try:
-        target = read_json(intent)["to"]
-        if type(target) is not int or target < 0:
-            raise ValueError("names no step")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "an unfinished rollback cannot be read"
-        raise CheckpointError(Problem(what, str(intent), str(error), fix=_KEEP_ALL)) from error
-    return target
-
-
-def check_unfinished(root: Path, ledger: RunLedger) -> None:
-    """Refuse an unfinished rollback that is not the one in the ledger, as a folder copied over another may have it: the
-    run would go back, or start over. Raises CheckpointError.
-    """
-    target = unfinished_rollback(root)
-    if target in (None, ledger.return_to or None):
-        return
-    known = (
-        f"that is finished, by {LEDGER}"
-        if target in ledger.returned_to
-        else f"of which {LEDGER} knows nothing"
-    )
-    what = f"tells of a rollback to step {target} {known}"
-    raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
-
-
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:
-    """Tensors as safetensors takes them: on the CPU, contiguous, no two in the same memory (tied weights are)."""
+    """Tensors as safetensors takes them: on the CPU, contiguous, and no two in the same memory."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+
+    # Tied weights share memory. In the order of their addresses, an overlap is with an earlier neighbour.
     end = 0
     for name, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
         begin = tensor.data_ptr()
@@ -391,55 +405,50 @@ def _sync(path: Path) -> None:
 
 
 COPIES = 3
-"""Checkpoints that must fit: the two that always verify, and the one that is being written."""
+"""Checkpoints that must fit on the disk: the two that are always kept, and the one that is being written."""
+# Free inodes that a checkpoint and the files of its run may need.
 _FILES = 64
 _PROBE = ".preflight"
 
 
 def lacks_room(folder: Path, bytes_each: int, existing: int) -> list[Problem]:
-    """Why `folder`, which exists, cannot take files, or three checkpoints of `bytes_each` bytes; empty if it can.
+    """Why an existing `folder` has no room for the checkpoints of a run; empty if it has. Asked before any training.
 
-    existing: committed checkpoints that are there already; one more must fit in any case.
+    bytes_each: size of one checkpoint. `COPIES` of them must fit.
+    existing: committed checkpoints that are there already. At least one more must fit.
     """
+    # Permissions and read-only disks show only when something is written.
     try:
-        _write(folder / _PROBE)
+        _write_probe(folder / _PROBE)
         disk = os.statvfs(folder)
     except OSError as error:
         fix = "choose a folder that you may write to: start from another working folder, or give another --name"
-        return [
-            Problem(
-                "checkpoints cannot be written here",
-                str(folder),
-                why=error.strerror or str(error),
-                fix=fix,
-            )
-        ]
+        why = error.strerror or str(error)
+        return [Problem("checkpoints cannot be written here", str(folder), why, fix)]
+
+    # All limits are reported at once, so that one correction is enough.
     problems: list[Problem] = []
     count = max(COPIES - existing, 1)
     free = disk.f_bavail * disk.f_frsize
     if free < count * bytes_each:
-        problems.append(
-            Problem(
-                f"{_size(free)} free, {_size(count * bytes_each)} needed: {count} checkpoint(s) of {_size(bytes_each)}",
-                str(folder),
-                why="two that verify must stay while the next is written",
-                fix="free space, start from a folder on a larger disk, or train a smaller model",
-            )
-        )
+        needed = f"{_size(count * bytes_each)} needed: {count} checkpoint(s) of {_size(bytes_each)}"
+        why = "two that verify must stay while the next is written"
+        fix = "free space, start from a folder on a larger disk, or train a smaller model"
+        problems.append(Problem(f"{_size(free)} free, {needed}", str(folder), why, fix))
     if disk.f_files and disk.f_favail < _FILES:
         fix = "delete files on this disk, or start from a folder on another"
-        problems.append(
-            Problem(f"the disk has room for {disk.f_favail} more files", str(folder), fix=fix)
-        )
+        what = f"the disk has room for {disk.f_favail} more files"
+        problems.append(Problem(what, str(folder), fix=fix))
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and limit < bytes_each:
         why = f"a checkpoint's files may need up to {_size(bytes_each)}"
-        text = f"this process may write files of at most {_size(limit)}"
-        problems.append(Problem(text, str(folder), why=why, fix="raise it: ulimit -f unlimited"))
+        what = f"this process may write files of at most {_size(limit)}"
+        problems.append(Problem(what, str(folder), why, fix="raise it: ulimit -f unlimited"))
     return problems
 
 
-def _write(path: Path) -> None:
+def _write_probe(path: Path) -> None:
+    """Write one byte to `path`, fsync it and delete it. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         os.write(descriptor, b"\0")
@@ -450,7 +459,7 @@ def _write(path: Path) -> None:
 
 
 def _size(count: int) -> str:
-    """Such as "1.7 GB", in powers of ten."""
+    """`count` bytes as people read them, such as "1.7 GB", in powers of ten."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:

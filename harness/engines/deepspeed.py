@@ -1,10 +1,13 @@
-"""DeepSpeed at ZeRO 0, 1 and 2 behind the same interface as plain torch.
+"""DeepSpeed at ZeRO 0, 1 and 2, behind the same interface as plain torch.
 
-What differs: DeepSpeed reads its gradient norm on the host, so a step costs a few host reads, and at ZeRO 1 and 2 the
-norm is computed twice: before its step, which cannot be held back afterwards, and in it. Parameters stay fp32 (bf16 and
-FP8 rungs use its torch_autocast section); its fp16 section at ZeRO-1 is the one exception, and there DeepSpeed owns the
-loss scale. Under ZeRO 1 and 2 model and optimizer are read and written by DeepSpeed's public accessors, in the layout
-of `torch_engine`.
+ZeRO 1 and 2 split the optimizer's state over the ranks: each rank steps a flat partition of all parameters. Model and
+optimizer state are gathered and set by DeepSpeed's public accessors, so that checkpoints have the layout of
+`torch_engine`. Three things differ from plain torch:
+
+- DeepSpeed reads its gradient norm on the host, so a step costs a few host reads.
+- Its step at ZeRO 1 and 2 cannot be held back once it has begun. So the norm is computed before it as well.
+- It casts for bf16 and FP8 by its torch_autocast section, and parameters stay fp32. Under fp16, at ZeRO 1 only, its
+  fp16 section keeps half-precision weights with fp32 masters, and DeepSpeed owns the loss scale.
 """
 
 from __future__ import annotations
@@ -52,11 +55,15 @@ from harness.engines.torch_engine import (
     shares_buffers,
 )
 
+# Attributes of DeepSpeed's fp16 loss scaler that a resume needs.
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class ZeroModelPart:
-    """fp32 weights and buffers under ZeRO 1 and 2. Collective where DeepSpeed's fp16 section keeps fp32 masters."""
+    """fp32 weights and buffers under ZeRO 1 and 2, as a part of the TrainState.
+
+    Collective under fp16, as the fp32 masters are gathered from all ranks then.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -68,23 +75,28 @@ class ZeroModelPart:
         tensors, meta = kept_state(self.model)
         full: TensorDict = {}
         for name, tensor in tensors.items():
-            master = None if tensor.dtype == torch.float32 else safe_get_full_fp32_param(tensor)
+            # Half-precision weights have an fp32 master. Buffers have none.
+            master = None
+            if tensor.dtype != torch.float32:
+                master = safe_get_full_fp32_param(tensor)
             full[name] = tensor.detach() if master is None else master
         return full, meta
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """As `ModelPart.load_state_dict`, into the parameters and DeepSpeed's partitions of their masters."""
+        """As `ModelPart.load_state_dict`, into the parameters and into DeepSpeed's partitions of their masters."""
         from deepspeed.utils import safe_set_full_fp32_param
 
         here, own = kept_state(self.model)
         require_same_meta(own, meta)
-        shapes = {
-            name: torch.empty_like(tensor, dtype=torch.float32, device="meta")
-            if hasattr(tensor, "_hp_mapping")
-            else tensor
-            for name, tensor in here.items()
-        }
+
+        # The checkpoint holds the fp32 master of a parameter, whatever DeepSpeed computes in.
+        shapes: TensorDict = {}
+        for name, tensor in here.items():
+            has_master = hasattr(tensor, "_hp_mapping")
+            shapes[name] = tensor
+            if has_master:
+                shapes[name] = torch.empty_like(tensor, dtype=torch.float32, device="meta")
         require_same("model", tensors, shapes)
         for name, tensor in here.items():
             tensor.copy_(tensors[name])
@@ -92,7 +104,14 @@ class ZeroModelPart:
 
 
 class ZeroOptimizerPart:
-    """Optimizer state under ZeRO 1 and 2, by parameter name as `OptimizerPart` has it. Collective: every rank calls."""
+    """Optimizer state under ZeRO 1 and 2, by parameter name as in `OptimizerPart`. Collective.
+
+    model: for the names of the parameters.
+    optimizer: the one whose parameter groups DeepSpeed has replaced by flat partitions.
+    members: the parameters of each group, before DeepSpeed replaced them.
+    applied: the count of applied updates, 0-d.
+    loss_scaler: DeepSpeed's.
+    """
 
     def __init__(
         self,
@@ -109,78 +128,78 @@ class ZeroOptimizerPart:
         self.loss_scaler = loss_scaler
 
     def _flat_states(self) -> list[dict[str, Tensor]]:
-        """State of each group's flat partition: counters are 0-d, the rest has the partition's shape."""
+        """The state of each group's flat partition. Counters are 0-d; the rest has the partition's shape."""
         return [self.optimizer.state[group["params"][0]] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """As `OptimizerPart.state_dict`, gathered from all ranks; DeepSpeed's fp16 loss scaler goes into meta."""
+        """As `OptimizerPart.state_dict`, gathered from all ranks. The meta data hold DeepSpeed's loss scaler, too."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         tensors: TensorDict = {"applied": self.applied}
         for members, flat in zip(self.groups, self._flat_states(), strict=True):
             for name, param in members:
                 for key, value in flat.items():
-                    full = (
-                        value.detach().clone()
-                        if value.ndim == 0
-                        else safe_get_full_optimizer_state(param, key)
-                    )
+                    if value.ndim == 0:
+                        tensors[f"{name}.{key}"] = value.detach().clone()
+                        continue
+                    full = safe_get_full_optimizer_state(param, key)
                     assert full is not None, f"DeepSpeed does not know parameter {name}"
                     tensors[f"{name}.{key}"] = full
-        scaler = {
-            key: getattr(self.loss_scaler, key)
-            for key in _LOSS_SCALER_STATE
-            if hasattr(self.loss_scaler, key)
-        }
+
+        scaler: dict[str, Any] = {}
+        for key in _LOSS_SCALER_STATE:
+            if hasattr(self.loss_scaler, key):
+                scaler[key] = getattr(self.loss_scaler, key)
         return tensors, {**optimizer_meta(self.optimizer), "plain": {}, "loss_scaler": scaler}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore into a fresh or live engine. Raises CheckpointError if names, shapes or the optimizer differ, or if
-        parameters that ZeRO steps together have different step counters."""
+        """Restore into a fresh or a live engine.
+
+        Raises CheckpointError if names, shapes or the optimizer differ, or if parameters that ZeRO steps together have
+        different step counters.
+        """
         from deepspeed.utils import safe_set_full_optimizer_state
 
+        # Compare names and shapes with what this engine would save.
         require_same_optimizer(self.optimizer, meta)
         flats = self._flat_states()
         here: TensorDict = {"applied": self.applied}
         for members, flat in zip(self.groups, flats, strict=True):
             for name, param in members:
                 for key, value in flat.items():
-                    like = (
-                        value
-                        if value.ndim == 0
-                        else torch.empty_like(param, dtype=value.dtype, device="meta")
-                    )
+                    like = value
+                    if value.ndim > 0:
+                        like = torch.empty_like(param, dtype=value.dtype, device="meta")
                     here[f"{name}.{key}"] = like
         require_same("optimizer", tensors, here)
+
+        # A flat partition has one counter for all of its parameters.
         for members, flat in zip(self.groups, flats, strict=True):
             for key, value in flat.items():
                 incoming = [tensors[f"{name}.{key}"] for name, _ in members]
                 if value.ndim == 0:
                     if any(not torch.equal(other, incoming[0]) for other in incoming):
-                        raise CheckpointError(
-                            Problem(
-                                f'parameters have different "{key}" counters',
-                                "optimizer",
-                                why="ZeRO steps all parameters of a group together",
-                                fix="resume with torchrun or a single process",
-                            )
-                        )
+                        what = f'parameters have different "{key}" counters'
+                        why = "ZeRO steps all parameters of a group together"
+                        fix = "resume with torchrun or a single process"
+                        raise CheckpointError(Problem(what, "optimizer", why, fix))
                     value.copy_(incoming[0])
                     continue
                 for (_, param), tensor in zip(members, incoming, strict=True):
                     safe_set_full_optimizer_state(param, tensor.to(param.device), key)
+
         self.applied.copy_(tensors["applied"])
         for key, value in meta.get("loss_scaler", {}).items():
             setattr(self.loss_scaler, key, value)
 
 
-# FP8 layers cast their own weights: to DeepSpeed such a run is one in bf16.
+# DeepSpeed's section of the config by the precision of the run. FP8 layers cast for themselves: the rest runs in bf16.
 _SECTIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 
 
 def _take_buffers(model: nn.Module, _: object) -> None:
-    """Take rank 0's buffers, before a forward of any kind."""
+    """Copy rank 0's buffers to every rank; a hook before forward."""
     for buffer in model.buffers():
         torch.distributed.broadcast(buffer, 0)
 
@@ -188,27 +207,35 @@ def _take_buffers(model: nn.Module, _: object) -> None:
 class DeepSpeedEngine(ProcessGroup):
     """Engine for the deepspeed launcher (see `core.protocols.Engine`).
 
-    model and optimizer are fresh and on `device`; schedule maps applied updates to a learning rate. micro_batch:
-    samples per forward on one rank; accumulation: micro-batches per step. autocast_dtype: bfloat16 for the bf16 and
-    FP8 rungs, float16 for DeepSpeed's fp16 section (CUDA, ZeRO-1), None for fp32. user_config: a DeepSpeed JSON to
-    merge under ours. Raises ConfigError for combinations that are refused, MachineError if DeepSpeed cannot start here.
+    Raises ConfigError for combinations that are refused, MachineError if DeepSpeed cannot start here.
+
+    model, optimizer: new, and on `device`.
+    schedule: learning rate by the count of applied updates.
+    max_grad_norm: clip to this norm.
+    zero_stage: 0, 1 or 2.
+    micro_batch: samples in one forward on one rank.
+    accumulation: micro-batches in one step.
+    autocast_dtype: bfloat16 for the bf16 and FP8 rungs, float16 for DeepSpeed's fp16 section (CUDA, ZeRO 1), None for
+      fp32.
+    user_config: path or shipped name of a DeepSpeed JSON. Our keys override it.
+    timeout_seconds: after which a collective gives up on a rank.
     """
 
     name = "deepspeed"
     owns_loss_scale: ClassVar = True
-    snapshots: ClassVar = False  # ZeRO would have to gather its partitions for every copy
-    any_optimizer: ClassVar = (
-        False  # its flat partitions have no matrices, and its gathers no tensor subclasses
-    )
+    # ZeRO would have to gather its partitions for every snapshot.
+    snapshots: ClassVar = False
+    # Flat partitions have no matrices, which some optimizers need. The gathers take no tensor subclasses.
+    any_optimizer: ClassVar = False
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:
-        """What it needs on this machine and does not find. device: "cpu" or "cuda"."""
+        """What DeepSpeed needs and this machine lacks. device: "cpu" or "cuda"."""
         return preflight(device)
 
     @classmethod
     def refusals(cls, config: EngineConfig, precision: str, device: str) -> list[Problem]:
-        """Why it cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"); empty if it can."""
+        """Why DeepSpeed cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"); empty if it can."""
         return check(config.zero_stage, _SECTIONS[precision], device)
 
     @classmethod
@@ -222,7 +249,7 @@ class DeepSpeedEngine(ProcessGroup):
         autocast_dtype: torch.dtype | None,
         device: torch.device,
     ) -> DeepSpeedEngine:
-        """The engine of a run. loss_scale: the recipe's, which stays unused: under fp16 it has its own."""
+        """The engine of a run. loss_scale: unused, as DeepSpeed has its own under fp16."""
         train, engine = config.train, config.engine
         return cls(
             model,
@@ -253,26 +280,20 @@ class DeepSpeedEngine(ProcessGroup):
         device: torch.device,
         timeout_seconds: float = 600.0,
     ) -> None:
-        precision: Precision = (
-            "fp16"
-            if autocast_dtype == torch.float16
-            else "fp32"
-            if autocast_dtype is None
-            else "bf16"
-        )
+        # Refuse what cannot work, before anything starts.
+        precision: Precision = "bf16"
+        if autocast_dtype is None:
+            precision = "fp32"
+        elif autocast_dtype == torch.float16:
+            precision = "fp16"
         if problems := check(zero_stage, precision, device.type):
             raise ConfigError(problems)
         if missing := preflight(device.type):
             raise MachineError(missing)
         launch = read_launch()
         if not launch.launched:
-            raise ConfigError(
-                Problem(
-                    "not started by a launcher",
-                    "deepspeed",
-                    fix="deepspeed launch/train.py ..., or TorchEngine alone",
-                )
-            )
+            fix = "deepspeed launch/train.py ..., or TorchEngine alone"
+            raise ConfigError(Problem("not started by a launcher", "deepspeed", fix=fix))
         config = build_config(
             zero_stage=zero_stage,
             micro_batch=micro_batch,
@@ -282,20 +303,24 @@ class DeepSpeedEngine(ProcessGroup):
             tested_optimizer=isinstance(optimizer, (torch.optim.Adam, torch.optim.Adagrad)),
             user=user_config,
         )
+
+        # Meet the other ranks. DeepSpeed prints banners and logs to stdout, where our lines are.
+        def say(text: str) -> None:
+            if launch.local_rank == 0:
+                print(text, file=sys.stderr, flush=True)
+
         find_tools_of_this_python()
-        with redirect_stdout(sys.stderr):  # its banners and its log do not belong into our lines
+        with redirect_stdout(sys.stderr):
             import deepspeed
 
             join(launch, device, timeout_seconds)
-            build_kernel(
-                lambda text: (
-                    print(text, file=sys.stderr, flush=True) if launch.local_rank == 0 else None
-                )
-            )
+            build_kernel(say)
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         super().__init__(device)
-        self.barrier()  # now every rank has opened what it shares with the others
+        # After the barrier every rank has opened the shared memory, and its name is no longer needed.
+        self.barrier()
         release_shared_memory(self.rank)
+
         self._model = model
         self._schedule = schedule
         self._sharded = zero_stage > 0
@@ -305,46 +330,48 @@ class DeepSpeedEngine(ProcessGroup):
         self.lr_factor = 1.0
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
         self._buffers = WindowBuffers(model)
+        # DDP broadcasts buffers by itself, DeepSpeed does not.
         if self.world_size > 1 and shares_buffers(model):
-            model.register_forward_pre_hook(_take_buffers)  # DDP does, DeepSpeed does not
+            model.register_forward_pre_hook(_take_buffers)
+
+        # ZeRO makes a new state for its flat partitions.
         if self._sharded:
-            optimizer.state.clear()  # ZeRO keeps the state of its own flat partitions
+            optimizer.state.clear()
         try:
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )[0]
         except ValidationError as error:
-            raise ConfigError(
-                [
-                    Problem(
-                        f"DeepSpeed refuses {'.'.join(str(part) for part in item['loc'])}: {item['msg']}",
-                        f"engine.deepspeed={user_config}",
-                        fix="correct or remove the key",
-                    )
-                    for item in error.errors()
-                ]
-            ) from error
+            refused: list[Problem] = []
+            for item in error.errors():
+                key = ".".join(str(part) for part in item["loc"])
+                what = f"DeepSpeed refuses {key}: {item['msg']}"
+                where = f"engine.deepspeed={user_config}"
+                refused.append(Problem(what, where, fix="correct or remove the key"))
+            raise ConfigError(refused) from error
         limit_every_group(timeout_seconds)
+
+        # A checkpoint needs the optimizer's state before the first step: make it as that step would.
         init_optimizer_state(optimizer)
         if self._sharded:
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # as after a first step
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.module: nn.Module = self._engine
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch; ZeRO 0 and 1 exchange gradients in the last one only."""
+        """Context for forward and backward of one micro-batch. ZeRO 0 and 1 exchange gradients in the last one only."""
         self._buffers.begin()
         self._engine.set_gradient_accumulation_boundary(last)
         with lost_rank_named():
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of `loss`; DeepSpeed applies its own loss scale in fp16."""
+        """Accumulate gradients of `loss`. Under fp16 DeepSpeed multiplies by its own loss scale."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
     @lost_rank_named()
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """As `core.protocols.Gradients.measure`; DeepSpeed owns the scaled gradients: `shares` has no effect."""
+        """As `core.protocols.Gradients.measure`. `shares` has no effect: DeepSpeed owns the scaled gradients."""
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
         if self._sharded:
             norm = self._sharded_norm() / loss_scale
@@ -356,8 +383,8 @@ class DeepSpeedEngine(ProcessGroup):
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed.
 
-        At ZeRO 0, where DeepSpeed would write NaN into the weights, a bad update never reaches it. At ZeRO 1 and 2 a
-        bad flag is turned into an infinite gradient, which DeepSpeed's own overflow check then drops on every rank.
+        A bad update must not reach the weights. At ZeRO 0 DeepSpeed checks nothing, so its step is not called. At ZeRO
+        1 and 2 one gradient is set to infinity, and DeepSpeed's own overflow check drops the update on every rank.
         """
         lr = self._set_lr()
         bad = bool(skip.item())
@@ -372,29 +399,30 @@ class DeepSpeedEngine(ProcessGroup):
         else:
             self._clip(norm, clip)
             self._engine.step()
+
         applied = torch.full_like(skip, float(not bad))
         self._buffers.settle(applied)
         self._applied += applied
         return {"applied": applied, "lr": lr, "applied_steps": self._applied.clone()}
 
     def _sharded_norm(self) -> Tensor:
-        """L2 norm of the averaged, still scaled gradients, float32 0-d, the same on every rank."""
-        norm = torch.as_tensor(
-            self._engine.optimizer.scaled_global_norm(), dtype=torch.float32, device=self.device
-        )
-        return torch.where(
-            norm < 0, torch.inf, norm
-        )  # -1 is DeepSpeed's word for a norm that is not finite
+        """L2 norm of the averaged gradients, still scaled: float32 0-d, the same on every rank."""
+        measured = self._engine.optimizer.scaled_global_norm()
+        norm = torch.as_tensor(measured, dtype=torch.float32, device=self.device)
+        # DeepSpeed returns -1 for a norm that is not finite.
+        return torch.where(norm < 0, torch.inf, norm)
 
     def _clip(self, norm: Tensor, limit: float) -> None:
-        """Clip to `limit`; DeepSpeed's own limit follows in its step."""
-        if math.isfinite(limit):
-            gradients = [
-                param.grad for group in self._members for param in group if param.grad is not None
-            ]
-            torch._foreach_mul_(gradients, torch.clamp(limit / norm, max=1.0))
+        """Clip to `limit`. DeepSpeed's step clips to the run's own limit afterwards."""
+        if not math.isfinite(limit):
+            return
+        gradients: list[Tensor] = []
+        for group in self._members:
+            gradients += [param.grad for param in group if param.grad is not None]
+        torch._foreach_mul_(gradients, torch.clamp(limit / norm, max=1.0))
 
     def _set_lr(self) -> Tensor:
+        """Set the learning rate of the next update, and return it."""
         lr = self._schedule(int(self._applied.item())) * self.lr_factor
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -404,9 +432,11 @@ class DeepSpeedEngine(ProcessGroup):
         return torch.tensor(lr, dtype=torch.float32, device=self.device)
 
     def _loss_scale(self) -> float:
+        """What the present gradients are multiplied by."""
         return float(self._engine.optimizer.cur_scale) if self._sharded else 1.0
 
     def _poison(self) -> None:
+        """Set one gradient to infinity, so that DeepSpeed drops the update."""
         from deepspeed.utils import safe_set_full_grad
 
         param = self._members[0][0]

@@ -1,12 +1,15 @@
-"""DeepSpeed before it trains: which combinations are refused, what must be installed, the config we build, all of that
-without importing it; and the kernel that it compiles for itself on a CPU, built by one process at a time.
+"""What DeepSpeed needs before it trains: refused combinations, installed tools, its config, and its kernel for CPUs.
 
-torch's own lock of a build is a file that only its maker takes away: who is killed while it compiles leaves it, and
-whoever comes after waits for ever without a word. Ours is the kernel's, which goes with its owner; holding it, we take
-away a file whose maker is gone, and wait for one that lives, in plain words and not for ever.
+All but the kernel work without importing DeepSpeed.
 
-A rank compiles in a process of its own with a process group of its own, which ends with the rank however that ends:
-ninja and its compilers would go on without it.
+The kernel. On a CPU DeepSpeed compiles a communication kernel when it first starts. Two things go wrong there:
+
+- torch guards the build with a lock file that only its maker deletes. A process that is killed while it compiles leaves
+  the file, and all later ones wait for ever without a message. So a process first takes a lock of the kernel (flock),
+  which ends with its owner. While it holds that lock, it deletes torch's file if the maker is gone. If the maker lives,
+  it waits, says so, and gives up at some time.
+- ninja and its compilers go on when the rank that started them is killed. So a rank compiles in another process, with a
+  process group of its own, which ends with the rank.
 
 `python -m harness.engines.deepspeed_setup` builds the kernel beforehand, as `make setup` does.
 """
@@ -33,10 +36,11 @@ from harness.core.files import read_json, resource_dir
 from harness.core.processes import command_of
 
 Precision = Literal["fp8", "bf16", "fp16", "fp32"]
+# Of a user's DeepSpeed JSON.
 _MAX_BYTES = 256 * 1024
 _OTHERS = "start it as `torchrun --nproc_per_node N launch/train.py ...` or `python launch/train.py ...` instead"
 
-# Keys of a user's DeepSpeed JSON that would undo what the harness guarantees, and what to use instead.
+# Keys of a user's DeepSpeed JSON that would break what the harness guarantees: by reason, the keys and the fix.
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "it would change the precision behind the recipe's back": (
         (
@@ -70,93 +74,76 @@ _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 QUIET = 30.0
-"""Seconds in which nothing changes in a build that no process of this machine is at: one of another machine, with a
-folder that both see, would have written something by then."""
+"""Seconds without a change in the build's folder, after which its maker counts as gone.
+
+The maker may be on another machine that shares the folder. It would have written something by then.
+"""
+# Seconds between two looks at a lock.
 _LOOK = 0.2
-# Seconds of waiting that are not worth a word: what is compiled already is loaded sooner.
+# Seconds of waiting before it is reported: a kernel that is compiled already loads sooner.
 _SILENT = 3.0
+# Characters of another process's command line in a message.
 _SHOWN = 200
+# The argument of the process that compiles for a rank.
 _APART = "--for-a-rank"
 
 
 def check(zero_stage: int, precision: Precision, device: str) -> list[Problem]:
-    """Combinations that DeepSpeed gets wrong, each with what works instead; empty if this one is fine.
+    """Why DeepSpeed cannot train this combination correctly, and what works instead; empty if it can.
 
-    precision: of the rung that was taken. device: "cpu" or "cuda".
+    zero_stage: 0 to 3.
+    precision: of the rung that was taken.
+    device: "cpu" or "cuda".
     """
     problems: list[Problem] = []
     where = f"engine.zero_stage={zero_stage}, {precision} on {device}, under deepspeed"
     if zero_stage == 3:
-        problems.append(
-            Problem(
-                "ZeRO-3 is not supported yet",
-                where,
-                why="its partitioned weights are not restored bit for bit",
-                fix="set engine.zero_stage to 0, 1 or 2",
-            )
-        )
+        what = "ZeRO-3 is not supported yet"
+        why = "its partitioned weights are not restored bit for bit"
+        problems.append(Problem(what, where, why, "set engine.zero_stage to 0, 1 or 2"))
     if precision != "fp16":
         return problems
+
+    fix = "set engine.zero_stage=1, or start with torchrun"
     if device == "cpu":
-        problems.append(
-            Problem(
-                "DeepSpeed has no fp16 on the CPU",
-                where,
-                why="its accelerator refuses fp16",
-                fix=_OTHERS,
-            )
-        )
+        what = "DeepSpeed has no fp16 on the CPU"
+        problems.append(Problem(what, where, "its accelerator refuses fp16", _OTHERS))
     elif zero_stage == 0:
-        problems.append(
-            Problem(
-                "fp16 does not train at ZeRO-0",
-                where,
-                why="DeepSpeed divides the gradients by a loss scale that it never multiplied the loss with",
-                fix="set engine.zero_stage=1, or start with torchrun",
-            )
+        what = "fp16 does not train at ZeRO-0"
+        why = (
+            "DeepSpeed divides the gradients by a loss scale that it never multiplied the loss with"
         )
+        problems.append(Problem(what, where, why, fix))
     elif zero_stage == 2:
-        problems.append(
-            Problem(
-                "fp16 is supported at ZeRO-1 only",
-                where,
-                why="other stages clip scaled gradients or hide skipped steps",
-                fix="set engine.zero_stage=1, or start with torchrun",
-            )
-        )
+        what = "fp16 is supported at ZeRO-1 only"
+        why = "other stages clip scaled gradients or hide skipped steps"
+        problems.append(Problem(what, where, why, fix))
     return problems
 
 
 def preflight(device: str = "cpu") -> list[Problem]:
-    """What DeepSpeed needs on this machine and does not find, before it dies of it. device: "cpu" or "cuda"."""
+    """What DeepSpeed needs and this machine lacks. device: "cpu" or "cuda"."""
     if find_spec("deepspeed") is None:
-        return [
-            Problem(
-                "deepspeed is not installed", "machine", fix=f"pip install deepspeed, or {_OTHERS}"
-            )
-        ]
+        fix = f"pip install deepspeed, or {_OTHERS}"
+        return [Problem("deepspeed is not installed", "machine", fix=fix)]
     if device != "cpu":
         return []
     why = "on a CPU DeepSpeed compiles its communication kernel when it starts"
     problems: list[Problem] = []
-    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
-        problems.append(
-            Problem(
-                "no C++ compiler on PATH",
-                "machine",
-                why,
-                f"install one (apt-get install g++), or {_OTHERS}",
-            )
-        )
+    compilers = (os.environ.get("CXX") or "c++", "g++", "clang++")
+    if not any(shutil.which(name) for name in compilers):
+        fix = f"install one (apt-get install g++), or {_OTHERS}"
+        problems.append(Problem("no C++ compiler on PATH", "machine", why, fix))
     if shutil.which("ninja", path=_search_path()) is None:
-        problems.append(
-            Problem("no ninja on PATH", "machine", why, f"pip install ninja, or {_OTHERS}")
-        )
+        fix = f"pip install ninja, or {_OTHERS}"
+        problems.append(Problem("no ninja on PATH", "machine", why, fix))
     return problems
 
 
 def _search_path() -> str:
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    """PATH, followed by the folder of this interpreter."""
+    folders = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    return os.pathsep.join(folders)
 
 
 def find_tools_of_this_python() -> None:
@@ -165,14 +152,15 @@ def find_tools_of_this_python() -> None:
 
 
 def release_shared_memory(rank: int) -> None:
-    """Take away the name of the memory that a rank on a CPU shares with the others of its machine: 66 MB.
+    """Delete the name of the memory (66 MB) that a rank on a CPU shares with the others of its machine.
 
-    DeepSpeed never does, and without a name the memory goes with the last rank, killed or not. Nothing to do on a GPU.
+    DeepSpeed never deletes it. Memory without a name is freed when the last rank ends, killed or not. Call it once
+    every rank has opened the memory. On a GPU there is none.
     """
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(
-        missing_ok=True
-    )
+    address = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
+    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def build_config(
@@ -185,10 +173,17 @@ def build_config(
     tested_optimizer: bool,
     user: str | None = None,
 ) -> dict[str, Any]:
-    """The DeepSpeed config: our keys over the user's JSON over our bucket sizes.
+    """The DeepSpeed config: our defaults, the user's JSON over them, and the keys of the run over both.
 
-    micro_batch: samples per forward on one rank. accumulation: micro-batches per step. user: path of a JSON file, or
-    the name of a shipped one (`configs/deepspeed`). Raises ConfigError naming every key of it that conflicts.
+    Raises ConfigError that names every key of the user's JSON which conflicts.
+
+    zero_stage: 0, 1 or 2.
+    micro_batch: samples in one forward on one rank.
+    accumulation: micro-batches in one step.
+    max_grad_norm: clip to this norm.
+    precision: of the rung that was taken.
+    tested_optimizer: whether DeepSpeed knows the optimizer's class.
+    user: path of a JSON file, or the name of a shipped one (`configs/deepspeed`); None: no file.
     """
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -197,7 +192,7 @@ def build_config(
         "zero_optimization": {"stage": zero_stage},
     }
     if precision in ("fp8", "bf16"):
-        # No "lower precision safe" modules: DeepSpeed would reduce the gradients of theirs in bf16.
+        # DeepSpeed would reduce the gradients of "lower precision safe" modules in bf16: there are none.
         ours["torch_autocast"] = {
             "enabled": True,
             "dtype": "bfloat16",
@@ -213,6 +208,7 @@ def build_config(
         }
     if not tested_optimizer:
         ours["zero_allow_untested_optimizer"] = True
+
     defaults = {
         "zero_optimization": {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
     }
@@ -223,6 +219,7 @@ def build_config(
 
 
 def _read_json(name_or_path: str) -> dict[str, Any]:
+    """The user's DeepSpeed JSON. Raises ConfigError if there is no such file, or no object in it."""
     bare = "/" not in name_or_path and not name_or_path.endswith(".json")
     shipped = resource_dir("configs") / "deepspeed"
     try:
@@ -231,50 +228,44 @@ def _read_json(name_or_path: str) -> dict[str, Any]:
         if not isinstance(data, dict):
             raise TypeError(f"holds a {type(data).__name__}, not an object")
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        known = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
-        raise ConfigError(
-            Problem(
-                f"not a readable DeepSpeed JSON: {error}",
-                f"engine.deepspeed={name_or_path}",
-                fix=f"give the path of a JSON object, or a shipped name: {known}",
-            )
-        ) from error
+        names = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
+        what = f"not a readable DeepSpeed JSON: {error}"
+        fix = f"give the path of a JSON object, or a shipped name: {names}"
+        raise ConfigError(Problem(what, f"engine.deepspeed={name_or_path}", fix=fix)) from error
     return data
 
 
 def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) -> list[Problem]:
+    """Keys of the user's JSON that are refused, or differ from the run's.
+
+    theirs: the user's JSON.
+    ours: keys that the run sets.
+    source: name of the user's JSON, for messages.
+    """
     problems: list[Problem] = []
     for key in _paths(theirs):
         for why, (refused, fix) in _REFUSED.items():
             if key in refused:
                 problems.append(Problem(f'key "{key}" is refused', source, why, fix))
+
     given = flat(theirs)
     for key, value in flat(ours).items():
         other = given.get(key, value)
         if other != value:
-            problems.append(
-                Problem(
-                    f'key "{key}" is {other!r}, but the run sets it to {value!r}',
-                    source,
-                    fix="remove it; use the run's config",
-                )
-            )
+            what = f'key "{key}" is {other!r}, but the run sets it to {value!r}'
+            problems.append(Problem(what, source, fix="remove it; use the run's config"))
+
     if "train_batch_size" in given:
-        problems.append(
-            Problem(
-                'key "train_batch_size" conflicts',
-                source,
-                fix="remove it; set train.global_batch in the run's config",
-            )
-        )
+        fix = "remove it; set train.global_batch in the run's config"
+        problems.append(Problem('key "train_batch_size" conflicts', source, fix=fix))
     if "zero_optimization" in theirs and not isinstance(theirs["zero_optimization"], Mapping):
-        problems.append(
-            Problem('key "zero_optimization" must be an object', source, fix="write { ... }")
-        )
+        what = 'key "zero_optimization" must be an object'
+        problems.append(Problem(what, source, fix="write { ... }"))
     return problems
 
 
 def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Every key of `data` and of the mappings in it, with dots between them."""
     for key, value in data.items():
         yield prefix + key
         if isinstance(value, Mapping):
@@ -282,12 +273,16 @@ def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def build_kernel(say: Callable[[str], None], seconds: float = 900.0) -> bool:
-    """Compile the kernel if it is not there, while no other process does; False where DeepSpeed has no use for one.
+    """Compile the kernel if it does not exist, while no other process does. False if DeepSpeed uses none here.
 
-    say: takes a line of text. Raises MachineError naming who is still waited for after `seconds`.
+    Raises MachineError that names the process which is still compiling after `seconds`.
+
+    say: called with lines for people.
     """
     find_tools_of_this_python()
-    with redirect_stdout(sys.stderr):  # its banners and its log do not belong into our lines
+    with redirect_stdout(
+        sys.stderr
+    ):  # DeepSpeed prints banners and logs to stdout, where our lines are
         import deepspeed
         from deepspeed.accelerator import get_accelerator
         from torch.utils.cpp_extension import _get_build_directory
@@ -305,11 +300,13 @@ def build_kernel(say: Callable[[str], None], seconds: float = 900.0) -> bool:
 
 
 def _compile_apart(folder: Path) -> None:
-    """Compile the kernel in another process, which holds no lock of ours. Raises MachineError if that fails; whatever
-    else is raised here ends its compilers.
+    """Compile the kernel in another process, which holds none of our locks. Raises MachineError if that fails.
+
+    Any other exception here, such as a request to stop, ends the compilers.
     """
     command = [sys.executable, "-m", "harness.engines.deepspeed_setup", _APART]
-    # Nothing is written to its input: it ends when the last writer, this process, does.
+
+    # Nothing is ever written into the pipe. Its reader sees the end of it when this process is gone.
     build = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, process_group=0)
     try:
         code = build.wait()
@@ -317,22 +314,20 @@ def _compile_apart(folder: Path) -> None:
         with suppress(ProcessLookupError):
             os.killpg(build.pid, signal.SIGKILL)
         build.wait()
-        (folder / "lock").unlink(
-            missing_ok=True
-        )  # torch's, which its maker did not live to take away
+        # torch's lock file: its maker was just killed.
+        (folder / "lock").unlink(missing_ok=True)
         raise
     finally:
         if build.stdin is not None:
             build.stdin.close()
     if code:
-        why = f"the process that compiles it ended with {code}; its words are above this"
-        raise MachineError(
-            Problem("DeepSpeed's kernel cannot be compiled", str(folder), why, _OTHERS)
-        )
+        what = "DeepSpeed's kernel cannot be compiled"
+        why = f"the process that compiles it ended with {code}; its output is above this"
+        raise MachineError(Problem(what, str(folder), why, _OTHERS))
 
 
 def _compile() -> None:
-    """In that process: compile, and end the whole process group when the rank is gone."""
+    """In the other process: compile, and kill the whole process group when the rank is gone."""
 
     def end_with_the_rank() -> None:
         os.read(0, 1)
@@ -348,19 +343,22 @@ def _compile() -> None:
 
 @contextmanager
 def _alone(folder: Path, seconds: float, say: Callable[[str], None]) -> Iterator[None]:
-    """While no other process builds in `folder`, nor will one wait for what a dead one has left there."""
+    """Context in which no other process builds in `folder`, and no lock file of a dead one is there.
+
+    Raises MachineError that names the process which is still building after `seconds`.
+    """
     began = time.monotonic()
     with (folder / ".building").open("a+") as ours:
-        told = ""
+        # The kernel releases this lock when its owner ends, killed or not. The file names the owner.
+        reported = ""
         while True:
             try:
                 fcntl.flock(ours, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 ours.seek(0)
-                told = _waits(
-                    f"process {ours.read(20) or '(not known)'}", folder, began, seconds, told, say
-                )
+                who = f"process {ours.read(20) or '(not known)'}"
+                reported = _wait_for(who, folder, began, seconds, reported, say)
         ours.truncate(0)
         ours.write(str(os.getpid()))
         ours.flush()
@@ -369,43 +367,47 @@ def _alone(folder: Path, seconds: float, say: Callable[[str], None]) -> Iterator
 
 
 def free_build_lock(lock: Path, seconds: float, say: Callable[[str], None]) -> None:
-    """Until torch's lock of a build is gone: a dead maker's is taken away, a live one's is waited for. Raises
-    MachineError naming who has it after `seconds`.
+    """Wait until torch's `lock` file of a build is gone, and delete it if its maker is.
+
+    Raises MachineError that names the maker if it still exists after `seconds`.
     """
-    told, began = "", time.monotonic()
+    began = time.monotonic()
+    reported = ""
     while (found := _identity(lock)) is not None:
-        owner = _at_work(lock)
+        # Nobody works at it, and nothing changes any more. It must still be the same file.
+        owner = _owner_of(lock)
         if not owner and _unchanged(lock.parent) >= QUIET:
             if found == _identity(lock):
-                say(f"{lock} was left behind by a process that is gone, and is taken away")
+                say(f"{lock} was left behind by a process that is gone, and is deleted")
                 lock.unlink(missing_ok=True)
             continue
-        who = (
-            owner
-            or f"no process of this machine, perhaps one of another: {QUIET:.0f} s without a change will tell"
-        )
-        told = _waits(who, lock.parent, began, seconds, told, say)
+
+        elsewhere = f"no process of this machine, perhaps one of another: {QUIET:.0f} s without a change will tell"
+        reported = _wait_for(owner or elsewhere, lock.parent, began, seconds, reported, say)
 
 
-def _waits(
-    who: str, folder: Path, began: float, seconds: float, told: str, say: Callable[[str], None]
+def _wait_for(
+    who: str, folder: Path, began: float, seconds: float, reported: str, say: Callable[[str], None]
 ) -> str:
-    """Wait a moment for `who`, saying so once; what was said. Raises MachineError `seconds` after `began`."""
+    """Wait a moment for a build in `folder`, and report it once. Raises MachineError `seconds` after `began`.
+
+    who: is building, for messages.
+    reported: what this function returned last; empty at first. Returns the message that has been reported.
+    """
     waited = time.monotonic() - began
     what = f"DeepSpeed's kernel is being compiled by {who}"
     if waited > seconds:
         fix = f"end that process, or if there is none, delete {folder / 'lock'}; or start with torchrun"
-        raise MachineError(
-            Problem(what, str(folder), why=f"it was waited for for {seconds:.0f} s", fix=fix)
-        )
-    if what != told and waited > _SILENT:
+        raise MachineError(Problem(what, str(folder), f"it took longer than {seconds:.0f} s", fix))
+    if what != reported and waited > _SILENT:
         say(f"waiting for at most {seconds - waited:.0f} s: {what} (in {folder})")
-        told = what
+        reported = what
     time.sleep(_LOOK)
-    return told
+    return reported
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
+    """Inode and modification time of a file, by which it is told from a later one; None if there is none."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -423,8 +425,9 @@ def _unchanged(folder: Path) -> float:
     return time.time() - max(times)
 
 
-def _at_work(lock: Path) -> str:
-    """A process of this machine that has the lock open, else one that works in its folder, as compilers do; or none."""
+def _owner_of(lock: Path) -> str:
+    """The process of this machine that has the lock open, or else works in its folder, as compilers do; empty: none."""
+    # The lower number is the better answer.
     places = {str(lock.resolve()): 0, str(lock.parent.resolve()): 1}
     found: list[tuple[int, str]] = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -434,11 +437,15 @@ def _at_work(lock: Path) -> str:
         with suppress(OSError):
             links += (process / "fd").iterdir()
         for link in links:
-            with suppress(OSError):  # gone, or another user's
-                if (rank := places.get(os.readlink(link))) is not None:
-                    words = command_of(int(process.name))
-                    found.append((rank, f"process {process.name} ({words[:_SHOWN].strip()})"))
-    return min(found, default=(0, ""))[1]
+            with suppress(OSError):  # gone meanwhile, or another user's
+                rank = places.get(os.readlink(link))
+                if rank is not None:
+                    command = command_of(int(process.name))[:_SHOWN].strip()
+                    found.append((rank, f"process {process.name} ({command})"))
+    if not found:
+        return ""
+    _, owner = min(found)
+    return owner
 
 
 def _say(text: str) -> None:
@@ -446,7 +453,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Build the kernel where DeepSpeed would when it first trains; what hinders it then is no error here."""
+    """Build the kernel beforehand. Returns 1 if that is not possible; `make setup` goes on without it."""
     if sys.argv[1:] == [_APART]:
         _compile()
         return 0

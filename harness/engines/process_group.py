@@ -1,7 +1,9 @@
-"""Ranks: what the launcher says, joining and leaving the process group, small collectives, and which rank was lost.
+"""The ranks of a run: what the launcher says, how they join and leave the process group, and which rank was lost.
 
-The ranks know each other's processes before they join, and those of one machine look after them: while they meet, and
-when a collective fails.
+torch reports a lost rank as "connection closed by peer", or waits until a timeout. This file finds out which rank it
+was. Before the ranks join, each writes its host and process number into the rendezvous store, and reads those of the
+others. A rank can then look in /proc whether another process of its machine is gone or stopped. It does so while the
+ranks meet, and when a collective fails.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from harness.core.collectives import max_over_ranks, mean_over_ranks, world_rank
 from harness.core.errors import ConfigError, LostRankError, MachineError, Problem, clipped, some
 from harness.core.processes import state_of
 
-# The kernel closes a dying process's connections before it shows the process as gone.
+# Seconds: the kernel closes a dying process's connections before /proc shows it as gone.
 _SHOWS_WITHIN = 1.0
+# Letters of /proc/PID/stat for processes that cannot answer.
 _STATES = {
     "T": "stopped by a signal",
     "t": "held by a debugger",
@@ -37,17 +40,26 @@ _STATES = {
     "X": "gone",
 }
 _GONE = {letter: state for letter, state in _STATES.items() if state == "gone"}
-_NAMED, _SHOWN = 5, 40
+# In a message: ranks that are named, and characters of a variable that are shown.
+_NAMED = 5
+_SHOWN = 40
 
+# Seconds between two looks at other ranks and the store.
 _LOOK = 0.1
-# Seconds between two looks at the store, for each rank: one process answers all of them.
+# The same for each rank in a large run: one process answers all of them.
 _LOOK_EACH = 0.01
+# The machine of a process that cannot say which one it is on.
 _ELSEWHERE = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A rank's process. machine: tells its kernel and its process numbers from others; _ELSEWHERE if not known."""
+    """The process of a rank.
+
+    host: the name of its machine, for messages.
+    machine: identifies its kernel and the numbering of its processes; _ELSEWHERE if not known.
+    pid: its process number there.
+    """
 
     host: str
     machine: str
@@ -56,8 +68,11 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Meeting:
-    """Which ranks have come so far. rank: this one's. host: of the rendezvous, in words. peers: in rank order, None for
-    a rank that has not come; empty where ranks did not meet.
+    """Which ranks have come so far.
+
+    rank: this one's number.
+    host: who hosts the rendezvous, for messages.
+    peers: in rank order; None for a rank that has not come. Empty if no ranks are to meet.
     """
 
     rank: int = 0
@@ -70,10 +85,9 @@ _meeting = _Meeting()
 
 def _this_process() -> _Peer:
     try:
-        # Containers may share a host name, and number their processes apart.
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
-            "/proc/self/ns/pid"
-        )
+        # Containers of one machine may share a host name, and each numbers its processes for itself.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = boot + os.readlink("/proc/self/ns/pid")
     except OSError:
         machine = _ELSEWHERE
     return _Peer(socket.gethostname(), machine, os.getpid())
@@ -81,76 +95,87 @@ def _this_process() -> _Peer:
 
 @contextmanager
 def lost_rank_named() -> Iterator[None]:
-    """Around collectives: one that fails because a rank is gone or frozen raises LostRankError, naming the rank."""
+    """Context for collectives: if one fails because a rank is gone or frozen, LostRankError names that rank."""
     try:
         yield
     except LostRankError:
         raise
     except RuntimeError as error:
-        if max(world_size(), len(_meeting.peers)) == 1 or not _of_ranks(error):
+        alone = max(world_size(), len(_meeting.peers)) == 1
+        if alone or not _of_ranks(error):
             raise
         raise LostRankError(_problem(str(error).partition("\n")[0])) from error
 
 
 def _of_ranks(error: RuntimeError) -> bool:
-    return (
-        isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-    )  # gloo's errors have no class of their own
+    """Whether a collective raised `error`. gloo has no error class of its own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def _problem(why: str) -> Problem:
+    """Which rank was lost, as far as this rank can find out. why: what failed."""
+    # A process that has just died may still look alive.
     deadline = time.monotonic() + _SHOWS_WITHIN
     while not (lost := _lost()) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+    # A rank of this machine is gone or stopped.
     where = f"rank {_meeting.rank}" if _meeting.peers else f"rank {world_rank()}"
-    fix = "start the same command again: it resumes at the newest checkpoint; what ended the rank is told above this"
+    fix = "start the same command again: it resumes at the newest checkpoint; the lost rank's own message is above this"
     if lost:
         return Problem(f"lost {some(lost, _NAMED)}", where, why=why, fix=fix)
+
+    # The ranks were still meeting, and some have not come.
     come = [f"rank {rank}" for rank, peer in enumerate(_meeting.peers) if peer is not None]
     absent = [f"rank {rank}" for rank, peer in enumerate(_meeting.peers) if peer is None]
     if absent:
         what = f"waited in vain for {some(absent, _NAMED)} of {len(_meeting.peers)} ranks; there: {some(come, _NAMED)}"
         if not come:
             what = f"{_meeting.host} does not answer"
-        fix = f"{fix}; where it is only slow to start: a higher engine.timeout_seconds"
+        fix = f"{fix}; if it is only slow to start: a higher engine.timeout_seconds"
         return Problem(what, where, why, fix)
+
+    # All have come, and those of this machine are alive: it is one of another machine, or it hangs.
     here = _this_process().machine
     elsewhere = sum(peer is not None and peer.machine != here for peer in _meeting.peers)
-    told = f"; {elsewhere} ranks are on other machines" if elsewhere else ""
-    return Problem(
-        f"another rank does not answer; none of this machine is gone or stopped{told}",
-        where,
-        why,
-        fix,
-    )
+    what = "another rank does not answer; none of this machine is gone or stopped"
+    if elsewhere:
+        what += f"; {elsewhere} ranks are on other machines"
+    return Problem(what, where, why, fix)
 
 
 def _lost(states: Mapping[str, str] = _STATES) -> list[str]:
-    """Every rank of this machine that is in one of `states`, such as `rank 1 (process 123, gone)`."""
+    """Every rank of this machine that is in one of `states`, such as `rank 1 (process 123, gone)`.
+
+    states: words for each letter of /proc/PID/stat.
+    """
     here = _this_process().machine
     found: list[str] = []
     for rank, peer in enumerate(_meeting.peers):
-        if (
-            peer is not None
-            and peer.machine == here != _ELSEWHERE
-            and (state := states.get(state_of(peer.pid)))
-        ):
+        if peer is None or here == _ELSEWHERE or peer.machine != here:
+            continue
+        if state := states.get(state_of(peer.pid)):
             found.append(f"rank {rank} (process {peer.pid}, {state})")
     return found
 
 
 _LOOPBACK = "127.0.0.1"
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_MOST_RANKS, _MOST_PORT = 10**6, 65_535
+_MOST_RANKS = 10**6
+_MOST_PORT = 65_535
 _BY_A_LAUNCHER = "start with torchrun, deepspeed or plain python"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among its peers, as torchrun or the deepspeed launcher put it into the environment.
+    """This process among its peers, from the environment that torchrun or the deepspeed launcher sets.
 
-    launched: False when there is no launcher (rank 0 of 1, alone). one_machine: the launcher says that all ranks are
-    here; False where it does not say.
+    rank: from 0 to `world_size` - 1.
+    world_size: how many ranks there are.
+    local_rank: from 0 to `local_world_size` - 1.
+    local_world_size: how many ranks are on this machine.
+    launched: whether there is a launcher. Without one this is rank 0 of 1.
+    one_machine: whether the launcher says that all ranks are on this machine; False if it does not say.
     """
 
     rank: int = 0
@@ -162,42 +187,53 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """The launcher's environment. Raises ConfigError naming every variable that cannot be right."""
+    """What the launcher says in `environ`, by default this process's environment.
+
+    Raises ConfigError that names every variable which cannot be right.
+    """
     environ = os.environ if environ is None else environ
     if not ({"RANK", "WORLD_SIZE"} & environ.keys()):
         return Launch()
-    problems: list[Problem] = []
-    numbers: dict[str, int] = {}
+
+    # torchrun sets LOCAL_WORLD_SIZE. The deepspeed launcher may set LOCAL_SIZE, or neither.
     texts = {name: environ.get(name) for name in (*_NUMBERS, "MASTER_PORT")}
     if not texts["LOCAL_WORLD_SIZE"]:
-        name = "LOCAL_SIZE"  # the deepspeed launcher's
         del texts["LOCAL_WORLD_SIZE"]
-        if environ.get(name):
-            texts[name] = environ[name]
+        if environ.get("LOCAL_SIZE"):
+            texts["LOCAL_SIZE"] = environ["LOCAL_SIZE"]
+
+    # Each variable by itself.
+    problems: list[Problem] = []
+    numbers: dict[str, int] = {}
     for name, text in texts.items():
         least = 0 if name in ("RANK", "LOCAL_RANK") else 1
         most = _MOST_PORT if name == "MASTER_PORT" else _MOST_RANKS
         if not text:
             problems.append(Problem(f"{name} is missing", "environment", fix=_BY_A_LAUNCHER))
-        elif (number := _whole(text)) is None or not least <= number <= most:
+            continue
+        number = _whole(text)
+        if number is None or not least <= number <= most:
             what = f"{name} is {clipped(repr(text), _SHOWN)}, not a number from {least} to {most}"
             problems.append(Problem(what, "environment", fix=_BY_A_LAUNCHER))
         else:
             numbers[name] = number
     if not environ.get("MASTER_ADDR"):
         problems.append(Problem("MASTER_ADDR is missing", "environment", fix=_BY_A_LAUNCHER))
-    for low, high in (
+
+    # Ranks against their number. The first pair that does not fit is reported.
+    pairs = (
         ("RANK", "WORLD_SIZE"),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         ("LOCAL_RANK", "LOCAL_SIZE"),
-    ):
+    )
+    for low, high in pairs:
         if not problems and high in numbers and numbers[low] >= numbers[high]:
             what = f"{low} {numbers[low]} is not below {high} {numbers[high]}"
-            problems.append(
-                Problem(what, "environment", fix="unset both, or let a launcher set them")
-            )
+            fix = "unset both, or let a launcher set them"
+            problems.append(Problem(what, "environment", fix=fix))
     if problems:
         raise ConfigError(problems)
+
     world_size = numbers["WORLD_SIZE"]
     local = numbers.get("LOCAL_WORLD_SIZE") or numbers.get("LOCAL_SIZE")
     return Launch(
@@ -211,12 +247,12 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _whole(text: str) -> int | None:
-    """The number that `text` spells in plain digits, as every reader of it does; None if it is none, or a long one."""
+    """The number in `text`, if it is 1 to 9 plain digits; else None. Other spellings are read differently elsewhere."""
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """cuda:<local rank> where torch sees GPUs (it is made current), else the CPU.
+    """This rank's GPU, which becomes the current one; the CPU if torch sees no GPU.
 
     Raises ConfigError if there are more local ranks than GPUs.
     """
@@ -224,24 +260,21 @@ def choose_device(launch: Launch) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if launch.local_rank >= count:
-        raise ConfigError(
-            Problem(
-                f"local rank {launch.local_rank} has no GPU: there are {count}",
-                "launcher",
-                fix=f"start at most {count} processes on this machine",
-            )
-        )
+        what = f"local rank {launch.local_rank} has no GPU: there are {count}"
+        fix = f"start at most {count} processes on this machine"
+        raise ConfigError(Problem(what, "launcher", fix=fix))
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
-    """Join the process group (nccl on CUDA, gloo on CPU) if there is a launcher. Joining twice is harmless.
+    """Join the process group (nccl on CUDA, gloo on a CPU) if there is a launcher. Joining twice is harmless.
 
-    Where all ranks are on this machine, gloo and the rendezvous that rank 0 hosts listen on loopback alone. Raises
-    LostRankError as soon as a rank of this machine that has come is gone, and for every other rank that is lost, frozen
-    or not there within `timeout_seconds`.
+    If all ranks are on this machine, gloo and the rendezvous of rank 0 listen on loopback only.
+
+    Raises LostRankError. A rank of this machine that is gone is noticed at once. Any other rank that is lost, frozen or
+    has not come is noticed after `timeout_seconds`.
     """
     if not launch.launched or dist.is_initialized():
         return
@@ -251,7 +284,7 @@ def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
 
     def meet_and_join() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # it is each thread's own
+            torch.cuda.set_device(device)  # each thread has a current device of its own
         store = _store(launch, timeout)
         _meet(store, launch)
         dist.init_process_group(
@@ -269,8 +302,10 @@ def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
 
 
 def _watched(action: Callable[[], None], seconds: float) -> None:
-    """Run `action` on a thread, and look after the ranks that have come: torch waits for a store whose host is frozen
-    without an end, and out of reach of signals. Raises what `action` does; LostRankError after `seconds`.
+    """Run `action` on a thread, and watch the ranks that have come.
+
+    torch waits for ever for a store whose host is frozen, and no signal reaches it there. Raises what `action` raises,
+    and LostRankError if a rank is gone, or after `seconds`.
     """
     raised: list[BaseException] = []
 
@@ -296,8 +331,8 @@ def _watched(action: Callable[[], None], seconds: float) -> None:
 
 
 def _meet(store: dist.Store, launch: Launch) -> None:
-    """Leave word of this process in `store`, and read every other rank's, as it comes."""
-    # torchrun's store outlives a start that failed: what ranks of that one left there must not be read again.
+    """Write this process into `store`, and read the other ranks' processes as they come."""
+    # torchrun's store outlives a failed start. Keys with the number of the start keep its entries apart.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = [f"harness/{start}/{rank}" for rank in range(launch.world_size)]
     mine = _this_process()
@@ -312,33 +347,34 @@ def _meet(store: dist.Store, launch: Launch) -> None:
 
 
 def _store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The rendezvous at MASTER_PORT: the launcher's agent hosts it, or rank 0. Where rank 0 does and all ranks are on
-    this machine, it is on loopback alone: torch's own would listen on every interface, and has no say in who connects.
+    """The rendezvous at MASTER_PORT, which the launcher's agent hosts, or rank 0.
+
+    If rank 0 hosts it and all ranks are on this machine, it listens on loopback only. torch's own socket would listen
+    on every interface, and anybody could connect.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hosts, local = launch.rank == 0 and not agent, launch.one_machine and not agent
-    address, port = (
-        _LOOPBACK if local else os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-    )
-    _meeting.host = (
-        f"the rendezvous at {address}:{port}, which {'the launcher' if agent else 'rank 0'} hosts,"
-    )
-    # torch takes the socket over; its name stays bound while it lives.
+    hosts = launch.rank == 0 and not agent
+    local = launch.one_machine and not agent
+    address = _LOOPBACK if local else os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    host = "the launcher" if agent else "rank 0"
+    _meeting.host = f"the rendezvous at {address}:{port}, which {host} hosts,"
+
+    # torch takes over the listening socket. The port stays taken as long as the store lives.
     return dist.TCPStore(
         address,
         port,
         launch.world_size,
         hosts,
         timeout,
-        wait_for_workers=False,  # `_meet` does, and knows for whom
+        wait_for_workers=False,  # `_meet` waits, and knows for whom
         multi_tenant=not agent,
         master_listen_fd=_listen(port) if hosts and local else None,
     )
 
 
 def _listen(port: int) -> int:
-    """A socket that listens at `port` of loopback. Raises MachineError if it cannot."""
+    """The descriptor of a socket that listens at `port` of loopback. Raises MachineError if it cannot."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -355,31 +391,35 @@ def _listen(port: int) -> int:
 
 
 def limit_every_group(timeout_seconds: float) -> None:
-    """Let the groups that a library made for itself give up when ours does: theirs would wait for torch's 30 minutes.
+    """Give every process group our timeout, those that a library made for itself too. Theirs is torch's 30 minutes.
 
-    Torch has no public way to ask for its groups or to change a timeout.
+    torch has no public way to list its groups or to change a timeout.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def leave() -> None:
-    """Leave the process group; harmless outside of one."""
+    """Leave the process group; harmless if this process is in none."""
     if dist.is_initialized():
         dist.destroy_process_group()
         _meeting.peers = []
 
 
 class ProcessGroup:
-    """This rank of its group and small collectives, which give the same answer everywhere; alone, their argument."""
+    """This rank in its group, and small collectives. Each gives the same answer on every rank.
+
+    With a single process they return their argument.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.rank, self.world_size = world_rank(), world_size()
+        self.rank = world_rank()
+        self.world_size = world_size()
 
     @lost_rank_named()
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over ranks of fp32 [n] or 0-d, summed in rank order, so that all ranks get the same bits."""
+        """Mean over ranks of fp32 [n] or 0-d. It is summed in rank order, so that all ranks get the same bits."""
         return mean_over_ranks(values)
 
     def max(self, values: Tensor) -> Tensor:
@@ -393,9 +433,11 @@ class ProcessGroup:
 
     @lost_rank_named()
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON-able value; what other ranks pass is ignored."""
+        """Rank 0's `value`, which is JSON-able. What other ranks pass is ignored."""
         if self.world_size == 1:
             return value
+
+        # The size goes first: the others must allocate the tensor that they receive into.
         data = json.dumps(value).encode() if self.rank == 0 else b""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         dist.broadcast(size, src=0)

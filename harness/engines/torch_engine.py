@@ -1,13 +1,17 @@
-"""One process, or several under DistributedDataParallel: the step stays on the device from norm to zeroed gradients.
+"""Plain torch, with one process or with several under DistributedDataParallel (DDP).
 
-Model and optimizer are parts of the TrainState, by parameter name; every engine writes this layout.
+A step stays on the device: the gradient norm, the decision whether the update is applied, and the update itself never
+wait for the host. The learning rate is a tensor for the same reason.
+
+This file also defines the layout of model and optimizer in a checkpoint: tensors by the name of their parameter. Every
+engine writes this layout, so a run can resume under another one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any, ClassVar
@@ -29,10 +33,10 @@ SCALAR_STATE = "step"
 
 
 def named_state(model: nn.Module) -> tuple[TensorDict, dict[str, str]]:
-    """Parameters and persistent buffers of `model` by state_dict key, and {alias: key} of what is tied.
+    """Parameters and persistent buffers of `model` by state_dict key, and {alias: key} for tied ones.
 
-    Pickled extra state (`_extra_state` of Transformer Engine) is not among them. A tensor that is reachable under
-    several names is listed under the first.
+    A tensor with several names is listed under the first. Pickled extra state (`_extra_state` of Transformer Engine) is
+    left out.
     """
     tensors: TensorDict = {}
     tied: dict[str, str] = {}
@@ -46,39 +50,44 @@ def named_state(model: nn.Module) -> tuple[TensorDict, dict[str, str]]:
     return tensors, tied
 
 
-def kept_state(model: nn.Module, known: Meta | None = None) -> tuple[TensorDict, Meta]:
-    """What a checkpoint holds of `model`: `named_state`, and {"tied": {alias: key}}; "config", too, the hash of what
-    the model was built from, if that is a file and the model has it as `config_sha256`.
+def kept_state(model: nn.Module, frozen_meta: Meta | None = None) -> tuple[TensorDict, Meta]:
+    """What a checkpoint holds of `model`: tensors as `named_state` gives them, and meta data.
 
-    A model whose frozen weights come from a folder says so by an attribute `frozen_from`: they stay there, and the meta
-    data has their fingerprint, {"frozen": {"from": folder, "count": n, "sha256": of their hashes}}. known: that of an
-    earlier call, which spares reading all of them.
+    Frozen weights that come from a folder stay there, if the model names that folder in an attribute `frozen_from`. The
+    checkpoint then holds their fingerprint only. Keys of the meta data:
+
+    tied: {alias: key}.
+    config: hash of the file that describes the model, if the model has it as `config_sha256`.
+    frozen: {"from": folder, "count": of tensors, "sha256": of their hashes}, if frozen weights are left out.
+
+    frozen_meta: `frozen` of an earlier call. The frozen weights are not read again then.
     """
     tensors, tied = named_state(model)
     meta: Meta = {"tied": tied}
     if described := getattr(model, "config_sha256", ""):
         meta["config"] = str(described)
+
     folder = getattr(model, "frozen_from", "")
-    frozen = {
-        name: each
-        for name, each in tensors.items()
-        if isinstance(each, nn.Parameter) and not each.requires_grad
-    }
+    trained: TensorDict = {}
+    frozen: TensorDict = {}
+    for name, tensor in tensors.items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        (frozen if is_frozen else trained)[name] = tensor
     if not folder or not frozen:
         return tensors, meta
-    if known is None:
-        hashes = Fingerprint(next(iter(frozen.values())).device).of(frozen.values()).tolist()
-        sha256 = hashlib.sha256(
-            json.dumps(list(zip(frozen, hashes, strict=True))).encode()
-        ).hexdigest()
-        known = {"from": str(folder), "count": len(frozen), "sha256": sha256}
-    return {name: each for name, each in tensors.items() if name not in frozen}, {
-        **meta,
-        "frozen": known,
-    }
+
+    # Reading gigabytes of weights takes seconds: the fingerprint is made once.
+    if frozen_meta is None:
+        device = next(iter(frozen.values())).device
+        hashes = Fingerprint(device).of(frozen.values()).tolist()
+        listed = json.dumps(list(zip(frozen, hashes, strict=True)))
+        sha256 = hashlib.sha256(listed.encode()).hexdigest()
+        frozen_meta = {"from": str(folder), "count": len(frozen), "sha256": sha256}
+    return trained, {**meta, "frozen": frozen_meta}
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and persistent buffer with its state_dict key, tied ones under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, tensor in module._parameters.items():
@@ -90,35 +99,38 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named(names: set[str]) -> str:
+    """The first eight of `names`, for a message."""
     return some(sorted(names), 8)
 
 
 def require_same(part: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError naming every tensor that is missing on a side or differs in shape or dtype."""
+    """Raise CheckpointError that names every tensor that is missing on one side, or differs in shape or dtype.
+
+    part: "model" or "optimizer", for the message.
+    saved: tensors of the checkpoint.
+    here: tensors of the run.
+    """
     problems: list[Problem] = []
     fix = "resume with the model, recipe and version that wrote the checkpoint, or start anew with --resume never"
-    for side, names in (
-        ("checkpoint", saved.keys() - here.keys()),
-        ("run", here.keys() - saved.keys()),
-    ):
-        if names:
-            problems.append(Problem(f"only in the {side}: {_named(set(names))}", part, fix=fix))
+    if missing := saved.keys() - here.keys():
+        problems.append(Problem(f"only in the checkpoint: {_named(missing)}", part, fix=fix))
+    if added := here.keys() - saved.keys():
+        problems.append(Problem(f"only in the run: {_named(added)}", part, fix=fix))
     for name in sorted(saved.keys() & here.keys()):
         a, b = saved[name], here[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            problems.append(
-                Problem(
-                    f"{name} is {a.dtype} {list(a.shape)} in the checkpoint, {b.dtype} {list(b.shape)} in the run",
-                    part,
-                    fix=fix,
-                )
-            )
+            theirs, ours = f"{a.dtype} {list(a.shape)}", f"{b.dtype} {list(b.shape)}"
+            what = f"{name} is {theirs} in the checkpoint, {ours} in the run"
+            problems.append(Problem(what, part, fix=fix))
     if problems:
         raise CheckpointError(problems)
 
 
 class ModelPart:
-    """Weights and persistent buffers. Tensors of `state_dict` are the live ones: copy before training goes on."""
+    """Weights and persistent buffers, as a part of the TrainState.
+
+    `state_dict` gives the live tensors: copy them before training goes on.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -130,55 +142,63 @@ class ModelPart:
         return tensors, meta
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """As `kept_state`: tensors by state_dict key, tied ones once."""
+        """Tensors by state_dict key, tied ones once, and meta data: see `kept_state`."""
         tensors, meta = self._kept()
         return {name: tensor.detach() for name, tensor in tensors.items()}, meta
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Copy in place (identity is kept). Raises CheckpointError if names, shapes, dtypes or ties differ, or if the
-        frozen weights that it leaves out are others."""
+        """Copy `tensors` into the live ones, which stay the same objects.
+
+        Raises CheckpointError if names, shapes, dtypes or ties differ, or if the frozen weights beside it are others.
+        """
         here, own = self._kept()
         require_same_meta(own, meta)
         require_same("model", tensors, here)
         for name, tensor in here.items():
-            if (
-                0 in tensor.stride() and tensor.numel() > 1
-            ):  # an expanded buffer has no memory of its own to copy into
+            # The elements of an expanded buffer share memory: nothing can be copied into it.
+            expanded = 0 in tensor.stride() and tensor.numel() > 1
+            if expanded:
                 tensor.data = tensors[name].to(tensor.device, copy=True)
             else:
                 tensor.copy_(tensors[name])
 
 
 def require_same_meta(here: Meta, meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the checkpoint's ties, the file that describes its model, or the frozen weights that it
-    leaves out, are not the run's."""
-    saved, tied = dict(meta["tied"]), here["tied"]
+    """Raise CheckpointError if the meta data of a model part do not fit the run's model.
+
+    Three things must be the same: ties, the file that describes the model, and frozen weights outside the checkpoint.
+
+    here: of the run's model, by `kept_state`.
+    meta: of the checkpoint.
+    """
     problems: list[Problem] = []
+    saved, tied = dict(meta["tied"]), here["tied"]
     if saved != tied:
         what = f"tied parameters differ: {saved or 'none'} in the checkpoint, {tied or 'none'} in the run"
-        problems.append(
-            Problem(what, "model", fix="resume with the model that wrote the checkpoint")
-        )
-    if meta.get("config", here.get("config")) != here.get("config", meta.get("config")):
+        fix = "resume with the model that wrote the checkpoint"
+        problems.append(Problem(what, "model", fix=fix))
+
+    # Compared only where both sides have it.
+    described = meta.get("config"), here.get("config")
+    if None not in described and described[0] != described[1]:
         what = "the model is described otherwise than when the checkpoint was written"
         why = "its config.json has changed since, and the same weights would compute something else"
-        problems.append(
-            Problem(what, "model", why, "put the folder of model.target back as it was")
-        )
+        fix = "put the folder of model.target back as it was"
+        problems.append(Problem(what, "model", why, fix))
+
     theirs, ours = meta.get("frozen"), here.get("frozen")
     if theirs and ours and theirs["sha256"] != ours["sha256"]:
         what = f"the frozen weights of {ours['from']} are not those that the checkpoint was trained beside"
+        why = f"those were {theirs['count']} of {theirs['from']}"
         fix = "put the folder back as it was when the run began"
-        problems.append(
-            Problem(what, "model", f"those were {theirs['count']} of {theirs['from']}", fix)
-        )
+        problems.append(Problem(what, "model", why, fix))
     if problems:
         raise CheckpointError(problems)
 
 
 def optimizer_meta(optimizer: torch.optim.Optimizer) -> Meta:
-    """What must match between checkpoint and run, whatever the engine."""
+    """What must be the same in checkpoint and run, whatever the engine: the optimizer's class."""
     return {"optimizer": type(optimizer).__name__}
 
 
@@ -186,22 +206,21 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, meta: Mapping[str, 
     """Raise CheckpointError if the checkpoint was written by another kind of optimizer."""
     saved, here = meta["optimizer"], optimizer_meta(optimizer)["optimizer"]
     if saved != here:
-        raise CheckpointError(
-            Problem(
-                f"written by {saved}, this run has {here}",
-                "optimizer",
-                fix="resume with the same train.optimizer",
-            )
-        )
+        what = f"written by {saved}, this run has {here}"
+        fix = "resume with the same train.optimizer"
+        raise CheckpointError(Problem(what, "optimizer", fix=fix))
 
 
 _INNER = "/"
-"""Between a state's key and the name of a tensor that a tensor subclass, such as torchao's quantised moments, is made
-of: files of checkpoints hold plain tensors."""
+"""Separates a state's key from the name of an inner tensor.
+
+A checkpoint holds plain tensors only. A tensor subclass, such as torchao's quantised moments, is saved as the plain
+tensors that it is made of.
+"""
 
 
 def _inner(value: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that `value` is made of, by name: "" for one that is plain itself."""
+    """The plain tensors that `value` is made of, by the ending of their key; {"": value} for a plain one."""
     if not is_traceable_wrapper_subclass(value):
         return {"": value}
     names, _ = value.__tensor_flatten__()
@@ -209,23 +228,34 @@ def _inner(value: Tensor) -> dict[str, Tensor]:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer may count in its groups and attributes, beside its state: plain values by `<group>.<name>`, and
-    by `.<name>` for its own.
+    """Plain values in the groups and attributes of `optimizer`: some optimizers count steps there, not in their state.
+
+    Keys are `<group number>.<name>`, and `.<name>` for attributes of the optimizer itself. The learning rate is left
+    out, as the schedule sets it.
     """
-    found = {
-        f".{name}": value for name, value in vars(optimizer).items() if not name.startswith("_")
-    }
+    found: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        if not name.startswith("_"):
+            found[f".{name}"] = value
     for number, group in enumerate(optimizer.param_groups):
-        found |= {f"{number}.{name}": value for name, value in group.items() if name != "lr"}
+        for name, value in group.items():
+            if name != "lr":
+                found[f"{number}.{name}"] = value
     return {
         name: value for name, value in found.items() if isinstance(value, bool | int | float | str)
     }
 
 
 class OptimizerPart:
-    """Optimizer state by parameter name, and the count of applied updates. Tensors are the live ones.
+    """Optimizer state by parameter name, and the count of applied updates, as a part of the TrainState.
 
-    initial: the optimizer's `_settings` when it was new; those that it has changed since are part of its state.
+    `state_dict` gives the live tensors: copy them before training goes on.
+
+    model: for the names of the parameters.
+    optimizer: whose state it is.
+    applied: the count of applied updates, 0-d.
+    initial: `_settings` of the optimizer when it was new; None: it is new now. Settings that have changed since then
+      are part of the state.
     """
 
     def __init__(
@@ -241,112 +271,138 @@ class OptimizerPart:
         self._initial = _settings(optimizer) if initial is None else dict(initial)
 
     def _owned(self) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
+        """Each parameter that the optimizer trains, with its group, by name."""
         names = {id(param): name for name, param in self.model.named_parameters()}
-        return {
-            names[id(param)]: (param, group)
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-        }
+        owned: dict[str, tuple[nn.Parameter, dict[str, Any]]] = {}
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                owned[names[id(param)]] = (param, group)
+        return owned
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """tensors: `<parameter>.<state key>` and `applied`; meta: its class, and state that is no tensor.
+        """The live tensors, and meta data.
 
-        A tensor subclass is there as the tensors that it is made of, `<parameter>.<state key>/<name>`.
+        Tensors are `applied` and `<parameter>.<state key>`; those of a tensor subclass are
+        `<parameter>.<state key>/<inner name>`. Keys of the meta data:
+
+        optimizer: the class.
+        plain: state that is no tensor, by the same keys.
+        counted: settings that have changed since the optimizer was new, if any.
         """
         tensors: TensorDict = {"applied": self.applied}
         plain: dict[str, Any] = {}
         for name, (param, _) in self._owned().items():
             for key, value in self.optimizer.state[param].items():
-                if isinstance(value, Tensor):
-                    tensors |= {
-                        f"{name}.{key}{inner}": tensor for inner, tensor in _inner(value).items()
-                    }
-                else:
+                if not isinstance(value, Tensor):
                     plain[f"{name}.{key}"] = value
-        counted = {
-            key: now
-            for key, now in _settings(self.optimizer).items()
-            if self._initial.get(key) != now
-        }
-        moved = {"counted": counted} if counted else {}
-        return tensors, {**optimizer_meta(self.optimizer), "plain": plain, **moved}
+                    continue
+                for inner, tensor in _inner(value).items():
+                    tensors[f"{name}.{key}{inner}"] = tensor
+        meta: Meta = {**optimizer_meta(self.optimizer), "plain": plain}
+
+        now = _settings(self.optimizer)
+        counted = {key: now[key] for key in now if self._initial.get(key) != now[key]}
+        if counted:
+            meta["counted"] = counted
+        return tensors, meta
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore into a fresh or a live optimizer; tensors that exist are copied into.
+        """Restore into a fresh or a live optimizer. Tensors that exist are copied into.
 
-        Raises CheckpointError if the optimizer's class differs, or a state belongs to no parameter or has another
-        shape than the live one.
+        Raises CheckpointError if the optimizer's class differs, if a state belongs to no parameter or has another shape
+        than the live one, or if only one side is quantised.
         """
+        # Sort what is saved by parameter, and refuse what does not fit before anything changes.
         require_same_optimizer(self.optimizer, meta)
         owned = self._owned()
-        incoming: dict[str, dict[str, Any]] = {name: {} for name in owned}
-        unknown: set[str] = set()
-        for full, value in [*tensors.items(), *meta["plain"].items()]:
-            name, _, key = full.rpartition(".")
-            if name in incoming:
-                incoming[name][key] = value
-            elif full != "applied":
-                unknown.add(full)
-        if unknown or "applied" not in tensors:
-            what = (
-                f"state of no parameter of this run: {_named(unknown)}"
-                if unknown
-                else 'no "applied" count'
-            )
-            raise CheckpointError(Problem(what, "optimizer", fix="resume with the same model"))
-        state_of = self.optimizer.state
-        live = {
-            f"{name}.{key}{inner}": tensor
-            for name, (param, _) in owned.items()
-            for key, now in state_of[param].items()
-            if isinstance(now, Tensor)
-            for inner, tensor in _inner(now).items()
-        }
-        known = live.keys() & tensors.keys()
-        require_same(
-            "optimizer",
-            {full: tensors[full] for full in known},
-            {full: live[full] for full in known},
-        )
-        if odd := {
-            full for full in live.keys() ^ tensors.keys() if _INNER in full.rpartition(".")[2]
-        }:
-            fix = (
-                "resume with the train.optimizer, the optimizer_args and the library that wrote it"
-            )
-            raise CheckpointError(
-                Problem(f"quantised on one side only: {_named(odd)}", "optimizer", fix=fix)
-            )
+        incoming = self._by_parameter(owned.keys(), tensors, meta["plain"])
+        live = self._live_tensors(owned)
+        shared = live.keys() & tensors.keys()
+        saved = {full: tensors[full] for full in shared}
+        require_same("optimizer", saved, {full: live[full] for full in shared})
+        self._require_same_quantisation(live, tensors)
+
+        # Set the state of each parameter.
         for name, (param, group) in owned.items():
-            state = state_of[param]
-            for key in state.keys() - {key.partition(_INNER)[0] for key in incoming[name]}:
+            state = self.optimizer.state[param]
+            saved_keys = {key.partition(_INNER)[0] for key in incoming[name]}
+            for key in state.keys() - saved_keys:
                 del state[key]
             for key, value in incoming[name].items():
                 if f"{name}.{key}" in live:
                     live[f"{name}.{key}"].copy_(value)
                 elif isinstance(value, Tensor):
-                    on_host = key == SCALAR_STATE and not (
-                        group.get("fused") or group.get("capturable")
-                    )
+                    # Like torch itself: step counters are on the host, unless a kernel reads them.
+                    on_device = group.get("fused") or group.get("capturable")
+                    on_host = key == SCALAR_STATE and not on_device
                     state[key] = value.detach().clone().to("cpu" if on_host else param.device)
                 else:
                     state[key] = value
-        self.applied.copy_(tensors["applied"])
-        self._count(meta.get("counted", {}))
 
-    def _count(self, counted: Mapping[str, Any]) -> None:
-        """Set what an optimizer counts in its groups and attributes: to what it was, or to its beginning."""
-        for place, now in _settings(self.optimizer).items():
-            wanted = counted.get(place, self._initial.get(place, now))
-            number, _, name = place.partition(".")
-            if wanted != now and number:
+        self.applied.copy_(tensors["applied"])
+        self._restore_settings(meta.get("counted", {}))
+
+    def _by_parameter(
+        self, names: Collection[str], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """Saved state by parameter and key. Raises CheckpointError for state of no parameter in `names`."""
+        incoming: dict[str, dict[str, Any]] = {name: {} for name in names}
+        unknown: set[str] = set()
+        for full, value in [*tensors.items(), *plain.items()]:
+            name, _, key = full.rpartition(".")
+            if name in incoming:
+                incoming[name][key] = value
+            elif full != "applied":
+                unknown.add(full)
+        what = ""
+        if unknown:
+            what = f"state of no parameter of this run: {_named(unknown)}"
+        elif "applied" not in tensors:
+            what = 'no "applied" count'
+        if what:
+            raise CheckpointError(Problem(what, "optimizer", fix="resume with the same model"))
+        return incoming
+
+    def _live_tensors(
+        self, owned: Mapping[str, tuple[nn.Parameter, dict[str, Any]]]
+    ) -> dict[str, Tensor]:
+        """Tensors of the present state by the keys of `state_dict`; empty for a fresh optimizer."""
+        live: dict[str, Tensor] = {}
+        for name, (param, _) in owned.items():
+            for key, now in self.optimizer.state[param].items():
+                if not isinstance(now, Tensor):
+                    continue
+                for inner, tensor in _inner(now).items():
+                    live[f"{name}.{key}{inner}"] = tensor
+        return live
+
+    def _require_same_quantisation(
+        self, live: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Raise CheckpointError if a state is a tensor subclass in the run or in the checkpoint only."""
+        one_sided = live.keys() ^ tensors.keys()
+        if odd := {full for full in one_sided if _INNER in full.rpartition(".")[2]}:
+            what = f"quantised on one side only: {_named(odd)}"
+            fix = (
+                "resume with the train.optimizer, the optimizer_args and the library that wrote it"
+            )
+            raise CheckpointError(Problem(what, "optimizer", fix=fix))
+
+    def _restore_settings(self, counted: Mapping[str, Any]) -> None:
+        """Set the optimizer's settings to the saved ones, and those that are not saved to what they were when new."""
+        for key, now in _settings(self.optimizer).items():
+            wanted = counted.get(key, self._initial.get(key, now))
+            if wanted == now:
+                continue
+            number, _, name = key.partition(".")
+            if number:
                 self.optimizer.param_groups[int(number)][name] = wanted
-            elif wanted != now:
+            else:
                 setattr(self.optimizer, name, wanted)
 
 
-# torch renamed the argument, and warns of the old name.
+# torch renamed this argument of DDP, and warns about the old name.
 _ARGUMENTS = signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
@@ -356,9 +412,14 @@ _SYNC_BUFFERS = (
 class TorchEngine(ProcessGroup):
     """Engine for plain torch (see `core.protocols.Engine`).
 
-    model and optimizer are on `device`; schedule maps applied updates (0-d tensor) to a learning rate (0-d tensor).
-    With an optimizer that takes `found_inf` a step reads nothing on the host; the learning rate is then one 0-d tensor
-    shared by all parameter groups.
+    A step reads nothing on the host if the optimizer takes `found_inf`. The learning rate is then one 0-d tensor that
+    all parameter groups share.
+
+    model, optimizer: on `device`.
+    schedule: learning rate by the count of applied updates, both 0-d tensors.
+    max_grad_norm: clip to this norm.
+    loss_scale: of fp16; None: no loss scale.
+    timeout_seconds: after which a collective gives up on a rank.
     """
 
     owns_loss_scale: ClassVar = False
@@ -367,12 +428,12 @@ class TorchEngine(ProcessGroup):
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:
-        """What it needs on this machine and does not find: nothing. device: "cpu" or "cuda"."""
+        """What this engine needs and this machine lacks: nothing. device: "cpu" or "cuda"."""
         return []
 
     @classmethod
     def refusals(cls, config: EngineConfig, precision: str, device: str) -> list[Problem]:
-        """Why it cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"): it always can."""
+        """Why this engine cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"): it always can."""
         return []
 
     @classmethod
@@ -386,16 +447,15 @@ class TorchEngine(ProcessGroup):
         autocast_dtype: torch.dtype | None,
         device: torch.device,
     ) -> TorchEngine:
-        """The engine of a run. autocast_dtype: what the backend casts to, which is not the engine's business."""
-        limit, timeout = config.train.max_grad_norm, config.engine.timeout_seconds
+        """The engine of a run. autocast_dtype: unused, as the precision backend casts here."""
         return cls(
             model,
             optimizer,
             schedule,
-            limit,
+            config.train.max_grad_norm,
             loss_scale=loss_scale,
             device=device,
-            timeout_seconds=timeout,
+            timeout_seconds=config.engine.timeout_seconds,
         )
 
     def __init__(
@@ -421,16 +481,18 @@ class TorchEngine(ProcessGroup):
         self._schedule = schedule
         self._loss_scale = loss_scale
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
+
+        # A tensor as learning rate is read by kernels on the device. torchao's optimizers accept nothing else.
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
-        # torchao's take no other rate than a tensor either.
-        self._lr_on_device = all(
-            isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups
-        )
-        self._lr_on_device |= takes_found_inf(optimizer)
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        has_tensors = all(isinstance(rate, Tensor) for rate in rates)
+        self._lr_on_device = has_tensors or takes_found_inf(optimizer)
         self._initial = _settings(optimizer)
         if self._lr_on_device:
             for group in optimizer.param_groups:
                 group["lr"] = self._lr
+
+        # DDP averages the gradients of all ranks during backward.
         self._ddp: DistributedDataParallel | None = None
         self._checked = False
         if self.world_size > 1:
@@ -445,17 +507,20 @@ class TorchEngine(ProcessGroup):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch; ranks exchange gradients in the last one only."""
+        """Context for forward and backward of one micro-batch. Ranks exchange gradients in the last one only."""
         self._buffers.begin()
-        with lost_rank_named(), nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+        exchange = nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+        with lost_rank_named(), exchange:
             yield
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of `loss`, times the loss scale if there is one."""
-        (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
+        if self._loss_scale is not None:
+            loss = loss * self._loss_scale.value
+        loss.backward()
 
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """As `core.protocols.Gradients.measure`. Raises ConfigError for parameters that DDP would wait for in vain."""
+        """As `core.protocols.Gradients.measure`. Raises ConfigError for parameters without a gradient under DDP."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
@@ -471,6 +536,7 @@ class TorchEngine(ProcessGroup):
         return {**figures, "applied_steps": self._applied.clone()}
 
     def _set_lr(self) -> None:
+        """Set the learning rate of the next update."""
         self._lr.copy_(self._schedule(self._applied) * self.lr_factor)
         if not self._lr_on_device:
             for group in self.optimizer.param_groups:
@@ -484,35 +550,34 @@ class TorchEngine(ProcessGroup):
     def close(self) -> None:
         """Leave the process group; safe to call twice.
 
-        DDP's wrapper goes first: if it were the last to hold the group, the group would end its threads while this
-        thread has Python's lock, which one of them may be waiting for (pytorch issue 190489: the rank never exits).
+        DDP's wrapper goes first. If it held the last reference to the group, the group would join its threads while
+        this thread holds Python's lock. If one of them waits for that lock, the rank never exits (pytorch issue
+        190489).
         """
-        self._ddp, self.module = None, self._model
+        self._ddp = None
+        self.module = self._model
         leave()
 
 
 def shares_buffers(model: nn.Module) -> bool:
-    """Whether forward must take rank 0's buffers: it may write into some that a checkpoint holds, such as BatchNorm's.
+    """Whether every forward must begin with rank 0's buffers.
 
-    Each rank would go on from its own otherwise: a checkpoint has rank 0's alone, and a resume could not be exact.
-    Other models are spared the exchange.
+    It must if forward may write into a buffer that a checkpoint holds, such as BatchNorm's averages. A checkpoint holds
+    rank 0's buffers only: if each rank went on with its own, a resume would not be exact.
     """
     saved = model.state_dict().keys()
-    return any(
-        name in saved and buffer.is_floating_point() for name, buffer in model.named_buffers()
-    )
+    buffers = model.named_buffers()
+    return any(name in saved and buffer.is_floating_point() for name, buffer in buffers)
 
 
 def _require_gradients(model: nn.Module) -> None:
-    """Raise ConfigError naming parameters that the first step left without a gradient: DDP would stop at the next."""
-    if unused := [
-        name for name, p in model.named_parameters() if p.requires_grad and p.grad is None
-    ]:
-        raise ConfigError(
-            Problem(
-                f"{len(unused)} parameters took no part in the loss, such as {unused[0]}",
-                "model",
-                why="DistributedDataParallel waits for the gradient of every parameter",
-                fix="freeze them (requires_grad_(False)), use them, or train on one process",
-            )
-        )
+    """Raise ConfigError naming parameters without a gradient after the first step: DDP would wait for them for ever."""
+    unused: list[str] = []
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.grad is None:
+            unused.append(name)
+    if unused:
+        what = f"{len(unused)} parameters took no part in the loss, such as {unused[0]}"
+        why = "DistributedDataParallel waits for the gradient of every parameter"
+        fix = "freeze them (requires_grad_(False)), use them, or train on one process"
+        raise ConfigError(Problem(what, "model", why, fix))

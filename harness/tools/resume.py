@@ -15,8 +15,8 @@ from typing import cast
 
 from harness.build import Worker, open_store
 from harness.checkpoint.policy import load_ledger
-from harness.checkpoint.recovery import bring_back, spare_folders
-from harness.checkpoint.store import Store, check_unfinished
+from harness.checkpoint.recovery import fallback_folders, move_from_fallback
+from harness.checkpoint.store import Store
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.files import step_name
@@ -153,7 +153,8 @@ def find_start(
     resumed = None
     if resuming:
         resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
-        check_unfinished(folder / "checkpoints", load_ledger(folder))
+        # A ledger that cannot be read is refused here, before anything is written.
+        load_ledger(folder)
     return StartingPoint(folder, config, source, origin, resumed)
 
 
@@ -174,8 +175,8 @@ def take_back(start: StartingPoint, worker: Worker) -> list[int]:
     steps: list[int] = []
     if not start.resuming:
         return steps
-    for fallback in spare_folders(start.folder, start.config.checkpoint.emergency_path):
-        step = bring_back(open_store(start.folder, worker), fallback)
+    for fallback in fallback_folders(start.folder, start.config.checkpoint.emergency_path):
+        step = move_from_fallback(open_store(start.folder, worker), fallback)
         if step:
             steps.append(step)
     return steps

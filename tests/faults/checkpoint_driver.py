@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.policy import Retention, RollbackTargets
+from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
+from harness.checkpoint.recovery import finish_rollback
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
 
@@ -64,12 +65,20 @@ def set_aside(root: Path) -> None:
     store.set_aside()
 
 
+def roll_back(root: Path, step: int) -> None:
+    """As `Recovery.commit`: the ledger first, then what follows from it. The ledger lies beside the checkpoints."""
+    ledger = load_ledger(root)
+    ledger.return_to = step
+    save_ledger(root, ledger)
+    finish_rollback(ledger, Store(root), lambda current: save_ledger(root, current))
+
+
 SCENARIOS: dict[str, Callable[[Path], object]] = {
     "save": lambda root: save(root, 60),
     "resave": lambda root: save(root, 50),
     "quarantine": set_aside,
     "prune": lambda root: Retention(Store(root), 2).prune(),
-    "discard": lambda root: Store(root).discard_after(20),
+    "discard": lambda root: roll_back(root, 20),
 }
 
 
@@ -89,10 +98,11 @@ def in_fork(work: Callable[[], object]) -> int:
 
 
 def look(root: Path) -> dict[str, Any]:
-    """What a new process finds that opens the store and sets aside what is damaged; every load is compared to what
-    was saved."""
+    """What a new process finds that starts as a resume does: it opens the store, finishes a rollback and sets aside
+    what is damaged. Every load is compared to what was saved."""
     before = sorted(path.name for path in root.iterdir())
     store = Store(root)
+    finish_rollback(load_ledger(root), store, lambda current: save_ledger(root, current))
     newest = store.newest_valid()
     store.set_aside()
     valid = [step for step in store.steps() if not store.verify(step)]

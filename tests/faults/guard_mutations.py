@@ -312,12 +312,8 @@ GUARD = (
     Mutation(
         13,
         "a loop that went back by itself is not rolled forward",
-        (
-            "if (\n"
-            "            self._loaded != precision.prepared.loaded\n"
-            "        ):  # the loop went back by itself: what is in memory is not its past"
-        ),
-        "if False:  # the loop went back by itself: what is in memory is not its past",
+        "        if self._loaded != precision.prepared.loaded:\n",
+        "        if False:\n",
         "tests/unit/precision/test_own_guard.py -k went_back_by_itself",
     ),
     Mutation(

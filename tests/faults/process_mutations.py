@@ -148,8 +148,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "a rank names the one that it lost",
-        "(state := states.get(state_of(peer.pid)))",
-        '(state := "")',
+        "if state := states.get(state_of(peer.pid)):",
+        'if state := "":',
         "tests/faults/test_lost_ranks.py -k killed_rank",
     ),
     Mutation(
@@ -169,8 +169,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         24,
         "the ranks' rendezvous listens on loopback",
-        "hosts, local = launch.rank == 0 and not agent, launch.one_machine and not agent\n",
-        "hosts, local = launch.rank == 0 and not agent, False\n",
+        "    local = launch.one_machine and not agent\n",
+        "    local = False\n",
         "tests/faults/test_listening.py -k loopback",
     ),
     Mutation(

@@ -43,8 +43,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "applied updates are restored",
-        'state[key] = value\n        self.applied.copy_(tensors["applied"])',
-        "state[key] = value",
+        '        self.applied.copy_(tensors["applied"])\n        self._restore_settings',
+        "        self._restore_settings",
         "tests/faults/test_resume_sweep.py -k killed_fp8",
     ),
     Mutation(
@@ -92,12 +92,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         2,
         "how far checkpoints are from good is in the checkpoint",
-        (
-            "self._waiting = {\n"
-            "            each: count for each, count in counts.items() if each in there and each not in marked\n"
-            "        }"
-        ),
-        "self._waiting = {}",
+        "self._waiting[int(each)] = count\n",
+        "pass\n",
         "tests/unit/checkpoint/test_policy.py",
     ),
     Mutation(
@@ -166,15 +162,15 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "what an optimizer counts in itself is restored",
-        'self._count(meta.get("counted", {}))',
+        'self._restore_settings(meta.get("counted", {}))',
         "pass",
         "tests/unit/optim/test_kinds.py -k continues_bit_identically",
     ),
     Mutation(
         1,
         "quantised moments are restored",
-        "for inner, tensor in _inner(now).items()\n        }",
-        "for inner, tensor in _inner(now).items()\n            if not inner\n        }",
+        "for inner, tensor in _inner(now).items():\n",
+        "for inner, tensor in (each for each in _inner(now).items() if not each[0]):\n",
         "tests/unit/optim/test_kinds.py -k continues_bit_identically",
     ),
     Mutation(
@@ -256,20 +252,16 @@ RESUME: tuple[Mutation, ...] = (
     ),
     Mutation(
         4,
-        "a damaged good checkpoint that a rollback passes over is named",
-        "self.good.damaged_good(newest) if",
-        "() if",
+        "a damaged good checkpoint that a rollback skips is named",
+        "for step in self.good.damaged_good(newest):",
+        "for step in ():",
         "tests/unit/checkpoint/test_passed_over.py -k rollback",
     ),
     Mutation(
         4,
         "a damaged last save is not replaced by an older one beside it",
-        (
-            "raise CheckpointError(\n"
-            "                lost\n"
-            "            )  # the last save itself: an older one beside it must not stand for it unasked"
-        ),
-        "pass  # the last save itself: an older one beside it must not stand for it unasked",
+        "            raise CheckpointError(unreadable)\n",
+        "            pass\n",
         "tests/unit/checkpoint/test_passed_over.py -k last_save",
     ),
     Mutation(

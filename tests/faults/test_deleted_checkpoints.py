@@ -116,19 +116,3 @@ def test_a_folder_that_is_deleted_in_mid_run_is_made_again(tmp_path: Path) -> No
     assert (
         f"resumed at step {stopped}" in train(tmp_path, *command, "train.max_minutes=0.001").stdout
     )
-
-
-@pytest.mark.parametrize("to", [0, 5])
-def test_a_rollback_that_the_run_never_made_is_not_carried_out(tmp_path: Path, to: int) -> None:
-    checkpoints = tmp_path / "runs" / "r" / "checkpoints"
-    assert train(tmp_path, *RUN, "train.steps=12").returncode == 0
-    there = sorted(path.name for path in checkpoints.iterdir())
-    (checkpoints / "rollback.json").write_text(json.dumps({"to": to}))
-    refused = train(tmp_path, *RUN, "train.steps=14")
-    assert refused.returncode == 2, refused.stdout
-    assert "checkpoints/rollback.json" in refused.stdout
-    assert (
-        sorted(path.name for path in checkpoints.iterdir() if path.name != "rollback.json") == there
-    ), "untouched"
-    (checkpoints / "rollback.json").unlink()
-    assert "resumed at step 12" in train(tmp_path, *RUN, "train.steps=14").stdout

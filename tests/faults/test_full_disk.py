@@ -153,7 +153,7 @@ def test_a_full_disk_is_told_waited_for_and_forgotten(disk: Disk) -> None:
     first = re.search(r"step \d+: checkpoint\.failed: .*", said)
     assert first, said
     assert "No space left on device" in said
-    assert re.search(r"1 save in a row failed; the newest that stands is of step \d+", said), said
+    assert re.search(r"1 save in a row failed; the newest checkpoint is of step \d+", said), said
     assert re.search(r"2 saves in a row failed, for 0:\d\d", said), said
     assert said.count(": checkpoint.paused: ") == 1
     assert "checkpoint.saved_again" in said

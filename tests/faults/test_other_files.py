@@ -99,40 +99,6 @@ def test_a_ledger_that_is_not_the_runs_own_is_refused(
     )
 
 
-def put_back_the_intent(where: Path) -> None:
-    (where / "checkpoints" / "rollback.json").write_text(
-        json.dumps({"to": load_ledger(where).returned_to[0]})
-    )
-
-
-def test_a_rollback_that_is_finished_is_not_carried_out_again(
-    rolled_back: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "work"
-    shutil.copytree(rolled_back, folder)
-    where = folder / "runs" / "r"
-    put_back_the_intent(where)
-    before = {
-        path: path.read_bytes()
-        for path in where.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
-    code, told = run(folder, RESUMED)
-    assert code == CheckpointError.exit_code, told
-    assert "runs/r/checkpoints/rollback.json: " in told
-    assert "finished" in told
-    after = {
-        path: path.read_bytes()
-        for path in where.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
-    assert after == before, "untouched"
-    (where / "checkpoints" / "rollback.json").unlink()
-    code, told = run(folder, RESUMED)
-    assert code == 0, told
-    assert "resumed at step 80" in told
-
-
 def other_text(where: Path) -> None:
     """The source changed, and what the run kept of the old one is gone."""
     (where / "data" / "corpus.json").unlink()

@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.checkpoint.manifest import add_mark
 from harness.checkpoint.policy import RollbackTargets
-from harness.checkpoint.recovery import Recovery, bring_back
+from harness.checkpoint.recovery import Recovery, move_from_fallback
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.store import Store
 from harness.core.config import TrainConfig
@@ -61,12 +61,12 @@ def test_a_rollback_names_the_good_checkpoints_that_it_passes_over(tmp_path: Pat
 
 
 def test_a_damaged_last_save_is_not_replaced_by_an_older_one_beside_it(tmp_path: Path) -> None:
-    store, away = Store(tmp_path / "checkpoints"), Store(tmp_path / "spare")
+    store, away = Store(tmp_path / "checkpoints"), Store(tmp_path / "fallback")
     store.save(1, {"model": {"weight": torch.ones(3)}}, {"step": 1})
     for step in (2, 3):
         away.save(step, {"model": {"weight": torch.ones(3)}}, {"step": step})
     damage(away, 3)
-    with pytest.raises(CheckpointError, match="cannot be taken back"):
-        bring_back(store, away.root)
+    with pytest.raises(CheckpointError, match="cannot be moved back"):
+        move_from_fallback(store, away.root)
     assert store.steps() == [1]
     assert away.steps() == [2, 3], "nothing is deleted"

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint import manifest
-from harness.checkpoint.store import Store, check_unfinished
+from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError, MisuseError
-from harness.core.state import RunLedger
 
 META: dict[str, Any] = {
     "step": 3,
@@ -244,34 +243,6 @@ def test_a_rollback_keeps_newer_checkpoints_aside(tmp_path: Path) -> None:
         "rolledback-step-00000009-1",
         "step-00000003",
     ]
-
-
-def test_an_interrupted_rollback_is_finished_at_the_next_opening(tmp_path: Path) -> None:
-    saved(tmp_path, 3, 6, 9)
-    (tmp_path / "rollback.json").write_text('{"to": 3}')
-    assert Store(tmp_path, readonly=True).steps() == [3, 6, 9]
-    assert Store(tmp_path).steps() == [3]
-    assert "rollback.json" not in names(tmp_path)
-    (tmp_path / "rollback.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"rollback\.json"):
-        Store(tmp_path)
-
-
-def test_a_rollback_is_finished_only_where_its_ledger_says_so(tmp_path: Path) -> None:
-    ledger = RunLedger()
-    ledger.go_back(3, [5])
-    saved(tmp_path, 3, 6)
-    check_unfinished(tmp_path, ledger)
-    (tmp_path / "rollback.json").write_text('{"to": 3}')
-    with pytest.raises(
-        CheckpointError, match=r"rollback\.json: tells of a rollback to step 3 that is finished"
-    ):
-        check_unfinished(tmp_path, ledger)
-    ledger.return_to = 3
-    check_unfinished(tmp_path, ledger)
-    ledger.return_to = 6
-    with pytest.raises(CheckpointError, match=r"rollback\.json"):
-        check_unfinished(tmp_path, ledger)
 
 
 def test_opening_removes_what_a_dead_save_left(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_what_a_killed_build_leaves_is_taken_away_and_said(tmp_path: Path) -> No
     said: list[str] = []
     free_build_lock(lock, 5, said.append)
     assert not lock.exists()
-    assert said == [f"{lock} was left behind by a process that is gone, and is taken away"]
+    assert said == [f"{lock} was left behind by a process that is gone, and is deleted"]
 
 
 def test_one_that_changed_just_now_may_be_another_machines(

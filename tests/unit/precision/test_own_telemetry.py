@@ -244,7 +244,7 @@ def test_steps_that_would_be_told_nowhere_are_refused(tmp_path: Path) -> None:
         with pytest.raises(MisuseError, match="this Telemetry is another model's"):
             Guard.for_precision(other, optimizer, telemetry=telemetry)
         guard = Guard.for_precision(precision, optimizer, telemetry=telemetry)
-        with pytest.raises(MisuseError, match="the model's guard tells elsewhere already"):
+        with pytest.raises(MisuseError, match="the model's guard has another Telemetry already"):
             Telemetry.for_precision(tmp_path / "other", precision, mlflow=False)
     for step in range(2):
         forward_backward(precision, model, step)
