@@ -72,8 +72,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         15,
         "gradients have the limit of their own format under TE",
-        '"e5m2" if fp8.format == "hybrid" else "e4m3"]',
-        '"e4m3"]',
+        'gradient = "e5m2" if fp8.format == "hybrid" else "e4m3"',
+        'gradient = "e4m3"',
         _SAME,
     ),
     Mutation(
@@ -163,7 +163,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         25,
         "a history of another length is refused under TE",
-        "elif lengths[0] != lengths[1]:",
+        "elif saved_length != own_length:",
         "elif False:",
         "tests/te_cpu/conftest.py -k round_trip",
     ),
@@ -233,14 +233,14 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "te.checkpoint's queues are emptied of what nobody took",
-        "            queue.clear()\n        self._noted.clear()\n",
-        "            pass\n        self._noted.clear()\n",
+        "            queue.clear()\n        self._metas.clear()\n",
+        "            pass\n        self._metas.clear()\n",
         "tests/te_cpu/test_te_recompute.py -k dropped_last",
     ),
     Mutation(
         16,
         "what te.checkpoint computes again has the scales of its own forward",
-        "        if time < len(self._rolls):\n",
+        "        if interval < len(self._rolls):\n",
         "        if False:\n",
         "tests/te_cpu/test_te_recompute.py -k interleaved",
     ),
@@ -254,12 +254,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a second loss of one context is known to be of before the roll",
-        (
-            "self._watch.rolled_under = (\n"
-            "                True  # its forward counts as done: it had another backward, or is of before\n"
-            "            )"
-        ),
-        "pass  # its forward counts as done: it had another backward, or is of before",
+        "            self._watch.rolled_under = True\n",
+        "            pass\n",
         "tests/te_cpu/test_te_recompute.py -k torch_checkpoint_is_refused",
     ),
     Mutation(
@@ -272,8 +268,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a te.checkpoint within another goes by no number of a thread of autograd's",
-        "elif (watch.rolled_under or not watch.nested) and not",
-        "elif not",
+        "look_up = watch.rolled_under or not watch.nested",
+        "look_up = True",
         "tests/te_cpu/test_te_recompute.py -k thread_of_its_own",
     ),
     Mutation(

@@ -230,7 +230,7 @@ def test_what_is_looked_at_after_the_context_is_refused() -> None:
     trainer = after_a_window(meanwhile("out", lambda parts: kept.append(parts["gated"])))
     with trainer.precision.context():
         trainer.model(inputs(1, 32))
-    with pytest.raises(MisuseError, match="looked at after its forward"):
+    with pytest.raises(MisuseError, match="read after its forward"):
         kept[-1].float()
 
 
@@ -257,7 +257,7 @@ PAST = {
 
 @pytest.mark.parametrize("name", PAST)
 def test_a_gradient_that_would_be_lost_is_refused(name: str) -> None:
-    with pytest.raises(MisuseError, match="did not arrive"):
+    with pytest.raises(MisuseError, match="did not reach it"):
         gradients(PAST[name], True, inputs(1, 32))
 
 

@@ -110,7 +110,7 @@ def test_a_wrong_result_is_refused_by_name(make: type[Pair]) -> None:
     (problem,) = caught.value.problems
     assert problem.where == "layer linear"
     told = {InPlace: "changed in place", Watched: "a hook is put on the gradient"}.get(
-        make, "did not arrive"
+        make, "did not reach it"
     )
     assert told in problem.what
     assert "fusible_norms" in problem.fix

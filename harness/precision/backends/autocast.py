@@ -1,4 +1,8 @@
-"""Autocast rungs: bf16, fp16 (with a loss scale) and plain fp32, over fp32 parameters. No FP8 state."""
+"""The rungs without FP8: bf16 and fp16 by torch.autocast, and fp32 without it. Parameters are fp32, as on every rung.
+
+No layer is converted and no tensor has a scale, so everything about slots is empty here. fp16 has a loss scale, which
+lives in `precision.loss_scale`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 class AutocastBackend:
-    """A rung without FP8: everything about slots is empty.
+    """A rung without FP8.
 
-    loss_scale: the fp16 rung's, which is retired when the run falls to another precision.
+    loss_scale: that of an fp16 rung; it is retired when the run is downgraded to another precision.
     """
 
     layers: tuple[str, ...] = ()
@@ -33,7 +37,9 @@ class AutocastBackend:
     def __init__(
         self, precision: str, device: torch.device, loss_scale: LossScale | None = None
     ) -> None:
-        self.dtype, self.device, self._loss_scale = DTYPES[precision], device, loss_scale
+        self.dtype = DTYPES[precision]
+        self.device = device
+        self._loss_scale = loss_scale
         self._planned = precision
         self.fell_back_to = ""
         self.note = "torch.autocast" if self.dtype else "no autocast"
@@ -60,8 +66,8 @@ class AutocastBackend:
         return self._nothing
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [6, 0]."""
-        return self._nothing.reshape(6, 0)
+        """float32 [8, 0]: no slots, so no statistics."""
+        return self._nothing.reshape(8, 0)
 
     def scrubbed(self) -> Tensor:
         """Always 0."""
@@ -71,21 +77,25 @@ class AutocastBackend:
         """No layer can be named here, so there is nothing to switch."""
 
     def fall_back(self, precision: str) -> None:
-        """From fp16 to "bf16" or "fp32", neither of which needs a loss scale."""
+        """Downgrade from fp16 to "bf16" or "fp32". Neither needs a loss scale."""
         self.fell_back_to, self.dtype = precision, DTYPES[precision]
         if self._loss_scale is not None:
             self._loss_scale.retire()
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """Empty, but for the names that readers look for."""
+        """No tensors. meta has the keys of every backend's state, and the precision that the run was downgraded to."""
         return {}, {"slots": [], "demoted": [], "lowered": self.fell_back_to}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore which precision the run is in; the loss scale restores itself.
+        """Restore the precision that the run is in. The loss scale restores itself.
 
-        Only fp16 falls: what a run of another rung fell to says nothing of this one.
+        Only an fp16 rung can be downgraded. A downgrade saved by another rung, such as FP8, does not apply here.
         """
-        self.fell_back_to = meta["lowered"] if self._planned == "fp16" and not meta["slots"] else ""
+        saved_by_autocast = not meta["slots"]
+        if self._planned == "fp16" and saved_by_autocast:
+            self.fell_back_to = meta["lowered"]
+        else:
+            self.fell_back_to = ""
         self.dtype = DTYPES[self.fell_back_to or self._planned]
 
 

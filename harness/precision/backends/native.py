@@ -1,15 +1,47 @@
 """Native FP8 delayed scaling in PyTorch: the backend and its Linear, eager or inside `torch.compile`.
 
-The three GEMMs of a Linear y = x W^T: forward multiplies x and W, both E4M3; backward multiplies grad_output (E5M2)
-with W for the input gradient and with x for the weight gradient. Each operand is quantised once and reused. On a GPU
-with FP8 units the GEMMs are `torch._scaled_mm` on real FP8 tensors. Elsewhere raw FP8 values ride in bfloat16, which
-holds each of them exactly, and the scales go into the GEMM's alpha, so that an output is rounded once, as in
-Transformer Engine. The bias gradient comes from the unquantised grad_output.
+The three GEMMs
+---------------
+A Linear computes y = x W^T + b. Let m be the number of tokens, k in_features, n out_features, and dy the gradient of
+y (grad_output). Training multiplies three pairs of matrices:
 
-For the compiler a Linear is operators that it cannot look into, so that a block compiles into one graph. What may
-change between two steps (scales, demotion, sampling) is read from the layer when the operator runs, so no switch
-recompiles. The operators read and write FP8 state that the compiler does not know of. It may drop a call whose
-results nobody uses, or merge two calls with equal inputs, neither of which changes an amax that matters.
+    1. forward          y  = x W^T     [m, k] x [k, n]    `Operand.nt`
+    2. input gradient   dx = dy W      [m, n] x [n, k]    `Operand.nn`
+    3. weight gradient  dW = dy^T x    [n, m] x [m, k]    `Operand.tn`
+
+Both operands of every GEMM are FP8. Three tensors serve all three GEMMs. Each is quantised once and reused:
+
+    tensor  slot         format              cast from       cast when                          used by
+    x       input        E4M3                bfloat16        in forward, kept for backward      1, 3
+    W       weight       E4M3                the Parameter   once per optimizer step            1, 2
+    dy      grad_output  E5M2 (see below)    bfloat16        in backward                        2, 3
+
+`fp8.format: hybrid` takes E5M2 for dy, because gradients need range more than precision; `e4m3` takes E4M3. The
+weight is cast again if scales move within the step (`fp8.roll: micro_batch`). The bias gradient is the sum of the
+unquantised bfloat16 dy.
+
+The scales
+----------
+A cast stores q = round_to_fp8(clamp(t * scale)), so t is about q / scale. A GEMM multiplies the q of both operands, and
+the product with both inverse scales: y is about (q_x q_W^T) / (scale_x * scale_W). The result is rounded to bfloat16
+once, as in Transformer Engine.
+
+The scaling is delayed: a cast uses the scale that the amaxes (max|t|) of earlier steps gave, so it needs no pass over
+the tensor before it. The same cast records the amax of now in the slot's staging entry. At the end of the window
+`slot_buffers` rolls that amax into the history, and the history gives the next scale (`scaling.update`). Scales may
+move between the cast of an operand and its use. Each operand therefore carries the inverse of its own scale.
+
+Where the GEMMs run
+-------------------
+On a GPU with FP8 units the GEMMs are `torch._scaled_mm` on FP8 tensors (native_fp8). Elsewhere FP8 values are held in
+bfloat16, which represents each of them exactly, and the inverse scales go into the GEMM's alpha (native_gemm).
+
+torch.compile
+-------------
+A compiled Linear is made of operators that the compiler cannot look into, so a block compiles into one graph. An
+operator reads scales, demotion and sampling from the layer when it runs, so a switch between steps recompiles nothing.
+The compiler does not know that operators read and write FP8 state. It may drop a call whose results are unused, and it
+may merge two calls with equal inputs. Neither changes an amax that matters.
 """
 
 from __future__ import annotations
@@ -43,21 +75,27 @@ from harness.precision.products import planned_autocast
 from harness.precision.recipe import Recipe
 
 Needs = tuple[bool, bool, bool]
-# Attributes that a plain Linear has not, or that must not be copied.
+"""Which gradients autograd wants: of input, weight and bias."""
+
+# Attributes that a plain Linear does not have, or that a copy must not share.
 _OF_THE_LAYER = {"slot_buffers", "slot", "block", "handle", "follows", "_compiled_call_impl"}
 
 
 class NativeLayer(nn.Module):
-    """A Linear whose GEMMs run in FP8 inside a precision context, plain outside of it. Comes before the class of what
-    it replaces, `plain`, whose Parameters it shares.
+    """A Linear whose GEMMs run in FP8 inside a precision context, and which is a plain Linear outside of it.
 
-    slot: number of its first slot (input, weight, grad_output).
-    handle: int64 0-d on the CPU, how a compiled graph finds the layer; neither parameter nor buffer.
+    A subclass lists it before the class that it replaces, and uses that layer's own Parameters.
 
-    A deep copy (an EMA of the weights, a teacher) has Parameters of its own and follows the original: inside a
-    precision context it computes in FP8 or BF16 as the original does, with the same scales, but it records no amax and
-    no statistics, whether or not gradients flow through it. Only the original's tensors set scales. A copy of a
-    compiled block is not compiled.
+    plain: the class of the layer that it replaces.
+    slot_buffers: the FP8 state of all layers of the model.
+    slot: number of its first slot; the three are input, weight, grad_output.
+    block: the layers that are compiled together with it.
+    handle: int64 0-d on the CPU, by which a compiled graph finds the layer; neither parameter nor buffer.
+    follows: whether this is a deep copy, which records nothing.
+
+    A deep copy (an EMA of the weights, a teacher) has Parameters of its own. Inside a precision context it computes in
+    FP8 or BF16 as the original does, with the same scales. It records no amax and no statistics, whether or not
+    gradients flow through it: only the original's tensors set scales. A copy of a compiled block is not compiled.
     """
 
     plain: ClassVar[type[nn.Module]]
@@ -75,18 +113,22 @@ class NativeLayer(nn.Module):
 
     def attach(self, buffers: SlotBuffers, slot: int, block: Block) -> None:
         """Take slots `slot` to `slot + 2` of `buffers`."""
-        self.slot_buffers, self.slot, self.block, self.handle = buffers, slot, block, register(self)
+        self.slot_buffers = buffers
+        self.slot = slot
+        self.block = block
+        self.handle = register(self)
 
     @property
     def demoted(self) -> bool:
-        """In BF16 now, keeping a shadow amax so that the layer can return to FP8 with a warm scale."""
+        """Whether it runs in BF16 now. It still records amaxes, so that it can return to FP8 with a warm scale."""
         return self.slot in self.slot_buffers.demoted
 
     def forward(self, input: Tensor) -> Tensor:
-        if (
-            not self.slot_buffers.active or not input.is_floating_point()
-        ):  # F.linear says what is wrong with integers
+        # Integers go to F.linear too: its error says what is wrong with them.
+        if not self.slot_buffers.active or not input.is_floating_point():
             return F.linear(input, self.matrix(), self.bias)
+
+        # Only a training forward of the original sets scales.
         record = torch.is_grad_enabled() and not self.follows
         weight = self.matrix()
         if torch.compiler.is_compiling():
@@ -94,11 +136,17 @@ class NativeLayer(nn.Module):
             out = out.reshape(*input.shape[:-1], weight.shape[0])
         else:
             out: Any = _Matmul.apply(input, weight, self.bias, self, record)
-        # Where a model turns autocast off it goes on in its own dtype, as after Transformer Engine's Linear.
-        return out if torch.is_autocast_enabled(input.device.type) else out.to(input.dtype)
+
+        # Where a model turns autocast off, it continues in its own dtype, as after Transformer Engine's Linear.
+        if torch.is_autocast_enabled(input.device.type):
+            return out
+        return out.to(input.dtype)
 
     def _compiled(self, rows: Tensor, weight: Tensor, record: bool) -> Tensor:
-        """Traced: every attribute read here is a guard, which two blocks or two windows may share or not."""
+        """`forward` as the compiler traces it.
+
+        Every attribute that is read here becomes a guard. Blocks and windows share compiled code if they agree on all.
+        """
         given = (weight, self.bias, self.handle, record)
         if self.slot_buffers.traced is None:
             return linear_operator(rows.to(torch.bfloat16), *given)[0]
@@ -116,19 +164,20 @@ class NativeLayer(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if "plain" not in vars(type(self)):  # parametrised: torch refuses, and says why
+        if "plain" not in vars(type(self)):  # parametrised: torch refuses it with a reason
             return super().__reduce_ex__(protocol)
         return pickled_as_linear(self, _OF_THE_LAYER, self.plain)
 
     def quantized_weight(self, weight: Tensor, record: bool, rights: bool = True) -> Operand:
         """`weight` as an operand under the current scale, quantised once per optimizer step.
 
-        Fused optimizers do not bump a Parameter's version: epoch and window stand for it. Without `record` the
-        weights may be anything (an evaluation of averaged ones, say) and are quantised every time. rights: backward
-        wants it, too.
+        rights: backward needs it too, as a right operand.
         """
+        # An evaluation may run with other weights, such as averaged ones: nothing is cached for it.
         if not record:
             return self.slot_buffers.operand(weight.detach(), self.slot + 1, record, rights)
+
+        # Fused optimizers do not bump a Parameter's version: epoch and window stand for it.
         key = (
             self.slot_buffers.epoch,
             self.slot_buffers.window,
@@ -138,9 +187,10 @@ class NativeLayer(nn.Module):
         held = self.slot_buffers.weights.get(self.slot)
         if held is not None and held[0] == key:
             return held[1]
+
         plain = weight.detach()
         quantized = self.slot_buffers.operand(plain, self.slot + 1, record)
-        # Holding the weight keeps its address: freed, it could be that of the next one that somebody computes.
+        # The entry holds the weight too: if it were freed, another weight could get its address, and so its key.
         self.slot_buffers.weights[self.slot] = (key, quantized, plain)
         return quantized
 
@@ -152,13 +202,16 @@ class NativeLayer(nn.Module):
         record: bool,
         needs: Needs = (True, True, True),
     ) -> tuple[Tensor, Operand, Operand]:
-        """rows W^T + b: bfloat16 [m, n], and both operands, for backward.
+        """GEMM 1, y = x W^T + b: bfloat16 [m, n], and both operands, which backward needs.
 
-        rows: [m, k] of any float dtype. needs: gradients of rows, weight and bias that somebody will want. A demoted
-        layer's operands are plain bfloat16.
+        rows: x [m, k] of any float dtype.
+        needs: which gradients autograd will want. x serves the weight gradient, and W the input gradient.
+
+        A demoted layer's operands are plain bfloat16.
         """
         buffers, slot = self.slot_buffers, self.slot
         if self.demoted:
+            # BF16 needs no scale, but the layer's return to FP8 does: amaxes are recorded all the same.
             left, right = plain_operand(rows), plain_operand(weight)
             if record:
                 buffers.observe(left.values, slot)
@@ -171,100 +224,118 @@ class NativeLayer(nn.Module):
     def gradients(
         self, grad: Tensor, left: Operand, right: Operand, record: bool, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of rows (bfloat16 [m, k]), weight (bfloat16 [n, k]) and bias (float32 [n]); None where not in `needs`.
+        """GEMMs 2 and 3: dx (bfloat16 [m, k]), dW (bfloat16 [n, k]), and the bias gradient (float32 [n]).
 
-        grad: [m, n] of any float dtype. The operands are `multiply`'s.
+        Each is None where `needs` does not ask for it.
+
+        grad: dy [m, n] of any float dtype.
+        left, right: the operands x and W, as `multiply` returned them.
         """
         buffers, slot = self.slot_buffers, self.slot + 2
         grad = grad.to(torch.bfloat16).contiguous()
         grad_bias = grad.sum(0, dtype=torch.float32) if needs[2] else None
+
+        # dy goes the way that x went in forward. A demotion between the two must not mix FP8 and BF16 operands.
         if isinstance(left, Carrier) and left.inverse is None:
             scaled: Operand = Carrier(grad)
             if record:
                 buffers.observe(grad, slot)
         else:
             scaled = buffers.activation(grad, slot, record, needs[1])
+
         grad_rows = scaled.nn(right) if needs[0] else None
         grad_weight = scaled.tn(left) if needs[1] else None
         self.release(record)
         return grad_rows, grad_weight, grad_bias
 
     def release(self, record: bool) -> None:
-        """Backward has used the quantised weight."""
+        """Backward has used the quantised weight: drop it where the buffers allow that."""
         if record and self.slot_buffers.may_release():
             self.slot_buffers.weights.pop(self.slot, None)
 
 
 class NativeLinear(NativeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """In place of a Linear."""
+    """Replaces an nn.Linear."""
 
     plain = nn.Linear
 
 
 @cache
 def _in_place_of(kind: type[nn.Module]) -> type[NativeLayer]:
-    """The class for layers of class `kind`: one for each, so that equal blocks share their compiled code."""
+    """The class that replaces layers of class `kind`: one for each, so that equal blocks share their compiled code."""
     if kind is nn.Linear:
         return NativeLinear
-    # A transposed view: what it costs is a copy when it is cast.
+    # Conv1D keeps its weight as [in, out]. The transposed view costs a copy when it is cast.
     body = {"plain": kind, "matrix": lambda self: self.weight.t(), "__module__": __name__}
     return type(f"Native{kind.__name__}", (NativeLayer, kind), body)
 
 
 class _Matmul(torch.autograd.Function):
+    """The eager Linear: GEMM 1 in forward, GEMMs 2 and 3 in backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLayer, record: bool
     ) -> Tensor:
-        ctx.layer, ctx.record, ctx.shape = layer, record, x.shape
+        ctx.layer = layer
+        ctx.record = record
+        ctx.shape = x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         with operands_as_they_are(x.device.type):
             rows = x.reshape(-1, x.shape[-1])
             out, left, right = layer.multiply(rows, weight, bias, record, ctx.needs_input_grad[:3])
-        (kept_left, ctx.left), (kept_right, ctx.right) = left.kept(), right.kept()
+
+        # Keep of each operand what backward uses: x for the weight gradient, W for the input gradient.
+        kept_left, ctx.left = left.kept()
+        kept_right, ctx.right = right.kept()
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *(part if wants_weight else None for part in kept_left),
             *(part if wants_rows else None for part in kept_right),
         )
-        # Not a view: what follows may work in place on it.
+        # Not a view: the code that follows may work on it in place.
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # `kept` gives as many tensors for x as for W.
         saved = ctx.saved_tensors
-        left, right = ctx.left(*saved[: len(saved) // 2]), ctx.right(*saved[len(saved) // 2 :])
+        half = len(saved) // 2
+        left = ctx.left(*saved[:half])
+        right = ctx.right(*saved[half:])
+
         grad = grad_output.reshape(-1, grad_output.shape[-1])
         with operands_as_they_are(grad.device.type):
             grad_rows, grad_weight, grad_bias = ctx.layer.gradients(
                 grad, left, right, ctx.record, ctx.needs_input_grad[:3]
             )
+
         grad_x = None if grad_rows is None else grad_rows.reshape(ctx.shape)
-        return (
-            grad_x,
-            grad_weight,
-            None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
-            None,
-            None,
-        )
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _linear(
     rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """rows W^T + b of the layer behind `handle`: bfloat16 [m, n]; then what backward wants, for nobody else.
+    """The compiled Linear's forward: y, and the quantised x with its inverse scale, which only backward uses.
 
-    rows: bfloat16 [m, k]. The quantised weight stays with the layer: it serves several calls, and the compiler may
-    reuse the memory of whatever an operator returns.
+    rows: x, bfloat16 [m, k].
+    handle: of the layer.
+
+    Returns y bfloat16 [m, n], x as a carrier's bfloat16 [m, k], and its inverse scale float32 [1]. The quantised
+    weight stays with the layer: it serves several calls, and the compiler may reuse the memory of an operator's output.
     """
     layer: NativeLayer = layer_of(handle)
     with operands_as_they_are(rows.device.type):
         out, left, _ = layer.multiply(rows, weight, bias, record)
     assert isinstance(left, Carrier)
-    # An operator's outputs may not alias its inputs.
+    # An operator's outputs may not alias its inputs, and a demoted layer's operand may be the input itself.
     values = left.values.clone() if left.inverse is None else left.values
-    return out, values, torch.tensor([layer.slot_buffers.inverses[layer.slot]], device=rows.device)
+    inverse = torch.tensor([layer.slot_buffers.inverses[layer.slot]], device=rows.device)
+    return out, values, inverse
 
 
 def _fake_linear(
@@ -283,21 +354,30 @@ def _linear_backward(
     record: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows, weight (bfloat16) and bias (float32); one that is not in `needs` has shape [0].
+    """The compiled Linear's backward: gradients of x, W (bfloat16) and bias (float32).
 
-    The quantised weight is the one of forward unless scales were rolled in between, which leaves an equally good one.
+    An operator must return tensors: a gradient that `needs` does not ask for has shape [0].
+
+    left, left_inverse: the quantised x and its inverse scale, from forward.
     """
     layer: NativeLayer = layer_of(handle)
     with operands_as_they_are(grad.device.type):
         if layer.demoted:
             operands = Carrier(left), plain_operand(weight)
         else:
+            # The weight is forward's operand, or one under a newer scale if scales moved since. Both are right.
             operands = Carrier(left, left_inverse.item()), layer.quantized_weight(weight, record)
         rows, weights, bias = layer.gradients(
             grad, *operands, record, (needs[0], needs[1], needs[2])
         )
-    nothing = [grad.new_empty(0) if found is None else found for found in (rows, weights)]
-    return nothing[0], nothing[1], grad.new_empty(0, dtype=torch.float32) if bias is None else bias
+
+    if rows is None:
+        rows = grad.new_empty(0)
+    if weights is None:
+        weights = grad.new_empty(0)
+    if bias is None:
+        bias = grad.new_empty(0, dtype=torch.float32)
+    return rows, weights, bias
 
 
 def _fake_linear_backward(
@@ -323,11 +403,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    found = _ops.fp8_linear_backward(grad, *ctx.saved_tensors, ctx.record, needs)
-    rows, weights, bias = (
-        value if need else None for value, need in zip(found, needs, strict=True)
+    rows, weights, bias = _ops.fp8_linear_backward(grad, *ctx.saved_tensors, ctx.record, needs)
+    # Autograd wants None for the operator's empty tensors.
+    return (
+        rows if needs[0] else None,
+        weights if needs[1] else None,
+        bias.to(ctx.bias_dtype) if needs[2] else None,
+        None,
+        None,
     )
-    return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
 define("fp8_linear", _linear, _fake_linear, _backward, _setup)
@@ -336,23 +420,25 @@ _ops: Any = torch.ops.hopper_harness
 linear_operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.fp8_linear
 
 
-# The largest block, in bytes, that glibc still takes from its heap once it has seen one freed.
+# The largest block, in bytes, that glibc still takes from its heap after it has seen one of that size freed.
 _LARGEST_IN_HEAP = 32 * 2**20 - 2**13
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step, in the whole process; harmless without glibc.
+    """Make glibc keep freed memory for the next step, in the whole process. Harmless without glibc.
 
-    glibc returns freed memory to the system, and each page costs a page fault when it is allocated again: 5% of a step
-    here. How much glibc keeps grows with the largest block that was ever freed (M_MMAP_THRESHOLD in mallopt(3)).
+    By default glibc returns large freed blocks to the system. Each of their pages then costs a page fault when it is
+    allocated again: 5% of a step on a CPU. How much glibc keeps grows with the largest block that was ever freed
+    (M_MMAP_THRESHOLD in mallopt(3)).
     """
     torch.empty(_LARGEST_IN_HEAP, dtype=torch.uint8, device="cpu")
 
 
 class NativeBackend:
-    """Delayed scaling for the Linear layers that the plan names, in one SlotBuffers.
+    """Delayed scaling for the Linear layers that the plan names. One SlotBuffers holds the state of all of them.
 
-    fp8_units: multiply FP8 bytes by `torch._scaled_mm`, which a CPU has too, for tests; None: where the GPU can.
+    fp8_units: whether GEMMs are `torch._scaled_mm` on FP8 bytes; None: where the GPU has FP8 units. Tests set it to
+    True on a CPU, which emulates `torch._scaled_mm`.
     """
 
     def __init__(
@@ -366,10 +452,14 @@ class NativeBackend:
         self.layers = plan.fp8_layers()
         if device.type == "cpu":
             _keep_freed_memory()
+
+        # One state for all slots: input, weight and grad_output of each layer.
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         on_units = has_fp8_units(device) if fp8_units is None else fp8_units
         self.slot_buffers = _buffers_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
+
+        # Each planned layer is replaced by one of ours with the same Parameters.
         self.modules = swap_linears(
             model, self.layers, lambda linear: twin(linear, _in_place_of(type(linear)))
         )
@@ -387,13 +477,13 @@ class NativeBackend:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """FP8 in the converted layers, bf16 autocast elsewhere. With gradients off it leaves no trace."""
+        """FP8 in the converted layers, bf16 autocast elsewhere. With gradients off the FP8 state does not change."""
         with self._active(), planned_autocast(self.slot_buffers.device, torch.bfloat16):
             yield
 
     @contextmanager
     def backward_context(self, last: bool | None = None) -> Iterator[None]:
-        """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
+        """Around backward. Activation checkpointing recomputes forwards there, which must give the same bits."""
         self.slot_buffers.backward_begins(last)
         with self._active():
             yield
@@ -415,27 +505,28 @@ class NativeBackend:
             self.slot_buffers.active = False
 
     def begin_window(self, sample: bool) -> None:
-        """An optimizer step begins; `sample`: measure underflow, clipped share and SQNR too."""
+        """An optimizer step begins. sample: measure underflow, clipped share and SQNR too."""
         if sample is not self.slot_buffers.sampling:
             self.slot_buffers.sampling = sample
             self._mark_blocks()
         self.slot_buffers.begin_window(sample)
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """After backward of one micro-batch. reduce: MAX over ranks, used only under `roll: micro_batch`."""
+        """Backward of one micro-batch is done. reduce: MAX over ranks, used only under `roll: micro_batch`."""
         self.slot_buffers.end_micro_batch(reduce)
 
     def amax(self) -> Tensor:
-        """What the window's one MAX all-reduce must carry: staging amax, float32 [slots]; a copy."""
+        """The staged amaxes, float32 [slots], for the window's one MAX all-reduce; a copy."""
         self.slot_buffers.before_update()
         return self.slot_buffers.staged()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update scales unless skipped; float32 [8, slots] statistics (rows: figures of `facts.SlotStats`)."""
+        """Update scales unless the step was skipped; float32 [8, slots] statistics, rows as in `facts.SlotStats`."""
         self.slot_buffers.end_window(amax, skip)
-        return self.slot_buffers.stats(
-            mean(self.slot_buffers.sums) if self.slot_buffers.sampling else self.slot_buffers.sums
-        )
+        sums = self.slot_buffers.sums
+        if self.slot_buffers.sampling:
+            sums = mean(sums)
+        return self.slot_buffers.stats(sums)
 
     def scrubbed(self) -> Tensor:
         """Infinite amaxes dropped in this window, float32 0-d."""
@@ -455,7 +546,7 @@ class NativeBackend:
         )
 
     def fall_back(self, precision: str) -> None:
-        """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
+        """Every layer to BF16 for good: FP8 layers have no other precision below them, whatever `precision` names."""
         self.fell_back_to = precision
         self.switch([pad_numbers(layer) for layer in self.layers], ())
 
@@ -467,7 +558,7 @@ class NativeBackend:
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore scales, histories and which layers are in BF16. Raises CheckpointError if slots differ.
 
-        What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
+        A checkpoint of a run without FP8 resets the FP8 state. A downgrade in that run says nothing about FP8.
         """
         self.slot_buffers.load_state_dict(tensors, meta)
         self.fell_back_to = meta["lowered"] if meta["slots"] else ""
@@ -478,8 +569,7 @@ class NativeBackend:
 def _buffers_of(on_units: bool) -> type[SlotBuffers]:
     if not on_units:
         return SlotBuffers
-    from harness.precision.backends.native_fp8 import (
-        Fp8SlotBuffers,
-    )  # and with it Triton and dynamo: seconds
+    # Imported only where it is used: it brings Triton and dynamo, which take seconds to import.
+    from harness.precision.backends.native_fp8 import Fp8SlotBuffers
 
     return Fp8SlotBuffers

@@ -1,18 +1,26 @@
-"""The native backend on a GPU with FP8 units: casts straight to FP8 bytes, and their transpose beside them.
+"""The native backend on a GPU with FP8 units: casts give FP8 bytes, and GEMMs run on FP8 tensor cores.
 
-Whatever backward keeps is FP8: the input transposed, and the weight for as long as it is needed. Nothing waits for the
-device: scales and inverses are read there. Bit for bit the values of the bfloat16 carriers.
+The method is that of `native`, with the same values bit for bit. Three things differ:
 
-Under torch.compile GEMMs, weights and the FP8 state are in operators that the compiler calls, and so are casts with
-amax and transpose, where our kernel casts. Where it does not, the compiler makes kernels of them, and fuses them with
-their neighbours; it transposes slowly: on an H100 with torch 2.13 a step took 1.05 of bf16's time so, 0.81 with our
-kernel (docs/studies/hopper.md). A graph finds its layer by its handle (`precision.operators`); what such an operator
-reads and writes of the FP8 state is not known to the compiler. An amax reaches its slot through the GEMM that follows
-it, so that
-none can be dropped, and recomputed activations record the same one again.
+- A cast also gives the transpose, because FP8 GEMMs take both operands with the common dimension last (`Fp8Pair`).
+- Backward keeps FP8 only: the transposed input, and the weight for as long as it is needed.
+- Nothing waits for the device. Scales and their inverses stay there and are read there.
 
-Layers of a block in which one is demoted, and all layers in a sampled window, go another way, through one operator that
-does everything when it runs: a block is compiled twice at most, however often that changes.
+Under torch.compile a layer goes one of two ways. Whichever it is, the graph finds the layer by its handle
+(`precision.operators`), and the compiler does not know what operators read and write of the FP8 state.
+
+`linear` is the usual way, which the compiler traces:
+
+    forward    fp8_scales_apart -> cast of x  -> fp8_forward  (weight, GEMM 1)
+    backward   fp8_scales_apart -> cast of dy -> fp8_backward (weight, GEMMs 2 and 3)
+
+The cast is the operator fp8_cast where our kernel casts. Elsewhere it is torch operations, which the compiler fuses
+with their neighbours, but it transposes slowly. On an H100 with torch 2.13 a step took 1.05 of bf16's time that way and
+0.81 with our kernel (docs/studies/hopper.md). An amax reaches its slot through the GEMM that follows its cast. The
+compiler can therefore drop none, and recomputed activations record the same amax again.
+
+`switching` is for blocks in which a layer is demoted, and for all blocks in a sampled window. One operator does
+everything when it runs. A block is compiled twice at most, however often layers switch.
 """
 
 from __future__ import annotations
@@ -33,16 +41,17 @@ from harness.precision.backends.native_gemm import (
     Operand,
     operands_as_they_are,
     padded,
+    plain_operand,
 )
-from harness.precision.backends.native_gemm import plain_operand as plain
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.operators import define, layer_of
 from harness.precision.recipe import Fp8Config
 from harness.precision.scaling import FORMATS, SampledStats
 
-# `fp8_scales_apart`: the scales of input, weight and grad_output, then _APART floats for each of their inverses, as
-# cuBLASLt refuses a scale whose address is no multiple of 16 bytes (CUBLAS_STATUS_NOT_SUPPORTED, seen on an H100).
+# Inverse scales lie this many floats apart. cuBLASLt refuses a scale whose address is not a multiple of 16 bytes
+# (CUBLAS_STATUS_NOT_SUPPORTED, seen on an H100).
 _APART = ALIGNMENT // 4
+# The roles of a layer's three slots, in their order.
 _INPUT, _WEIGHT, _GRADIENT = range(3)
 
 
@@ -56,16 +65,18 @@ def linear(
     gradient: str,
     own_casts: bool,
 ) -> Tensor:
-    """rows W^T + b of the FP8 layer behind `handle`, bfloat16 [m, n].
+    """y = x W^T + b of the FP8 layer behind `handle`, bfloat16 [m, n], for a compiled graph.
 
-    rows: [m, k] of any float dtype, rounded to bfloat16. gradient: format of grad_output. own_casts: our
-    kernel casts, else what the compiler makes of it.
+    rows: x [m, k] of any float dtype; it is rounded to bfloat16.
+    record: whether to record amaxes.
+    gradient: format of grad_output.
+    own_casts: whether our kernel casts; else the compiler makes kernels of torch operations.
     """
     return _Linear.apply(rows, weight, bias, handle, record, gradient, own_casts)
 
 
 class _Linear(torch.autograd.Function):
-    """Traced by the compiler, forward and backward."""
+    """`linear` as the compiler traces it, forward and backward."""
 
     @staticmethod
     def forward(
@@ -82,7 +93,12 @@ class _Linear(torch.autograd.Function):
         wants_weight = ctx.needs_input_grad[1]
         cast = _own_cast if own_casts else _cast
         _, amax, left, columns = cast(rows, _scale(scales, _INPUT), handle, "e4m3", wants_weight)
-        ctx.record, ctx.gradient, ctx.dtype, ctx.cast = record, gradient, rows.dtype, cast
+
+        # Backward needs the transposed input, and the scales that it was cast under.
+        ctx.record = record
+        ctx.gradient = gradient
+        ctx.dtype = rows.dtype
+        ctx.cast = cast
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(columns, scales, weight, handle)
         return _ops.fp8_forward(left, amax, scales, weight, bias, handle, record)
@@ -92,7 +108,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         columns, then, weight, handle = ctx.saved_tensors
         needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-        # The argument says that these are of now: scales may have rolled since forward.
+        # Read again, as scales may have rolled since forward. The argument `grad` keeps the compiler from merging
+        # this call with forward's.
         scales = _ops.fp8_scales_apart(handle, grad)
         values, amax, left, turned = ctx.cast(
             grad, _scale(scales, _GRADIENT), handle, ctx.gradient, needs[1]
@@ -115,7 +132,7 @@ class _Linear(torch.autograd.Function):
 def _own_cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `_cast`, by what casts for the layer when it is not compiled."""
+    """As `_cast`, by our kernel, which also casts for the layer when it is not compiled."""
     amax, rows, turned = _ops.fp8_cast(x.detach().to(torch.bfloat16), scale, handle, fmt, transpose)
     return _rounded(x), amax, rows, turned if transpose else None
 
@@ -123,26 +140,28 @@ def _own_cast(
 def _cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """x rounded to bfloat16 (as float32), its amax [1], its FP8 bytes and their transpose, as of `quantize_pair`."""
+    """x rounded to bfloat16 (as float32), its amax [1], its FP8 bytes and their transpose, as `quantize_pair` has them.
+
+    In torch operations, of which the compiler makes kernels. The transpose is None unless asked for.
+    """
     spec = FORMATS[fmt]
     values = _rounded(x)
+    # NaN is no amax.
     sizes = torch.where(values.isnan(), 0.0, values.abs())
     amax = sizes.amax().reshape(1) if x.numel() else values.new_zeros(1)
     rows = (values * scale).clamp(-spec.max, spec.max).to(spec.dtype)
     if not transpose:
         return values, amax, rows, None
     turned = rows.view(torch.uint8).t()
-    return (
-        values,
-        amax,
-        rows,
-        F.pad(turned, (0, padded(len(x)) - len(x))).contiguous().view(spec.dtype),
-    )
+    columns = F.pad(turned, (0, padded(len(x)) - len(x))).contiguous().view(spec.dtype)
+    return values, amax, rows, columns
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """x rounded to bfloat16, as float32. By arithmetic: a compiler that keeps the values of bfloat16 operations in
-    float32 would leave a rounding that is a cast out.
+    """x rounded to bfloat16, as float32.
+
+    It rounds by integer arithmetic. A compiler may keep bfloat16 values in float32, and would then drop a cast there
+    and back.
     """
     wide = x.detach().float()
     bits = wide.view(torch.int32)
@@ -153,7 +172,7 @@ def _rounded(x: Tensor) -> Tensor:
 def _fp8_cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The amax [1] of x, bfloat16, its FP8 bytes and their transpose, as of `quantize_pair`."""
+    """The operator fp8_cast. x: bfloat16. Returns its amax [1], its FP8 bytes and their transpose (`quantize_pair`)."""
     buffers = cast("Fp8SlotBuffers", layer_of(handle).slot_buffers)
     amax = x.new_zeros(1, dtype=torch.float32)
     return amax, *buffers.cast(x.contiguous(), scale, amax, fmt, False, transpose)
@@ -172,7 +191,12 @@ def _fake_cast(
 
 
 def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
-    """float32 [16]: what `_scale` and `_inverse` find there. after: says when they are read."""
+    """The operator fp8_scales_apart: the layer's scales and inverses of now, float32 [16].
+
+    First come the scales of input, weight and grad_output and a filler, then each inverse with its filler.
+
+    after: a tensor that exists at the moment of the call; it orders this call after the one that made the tensor.
+    """
     layer = layer_of(handle)
     buffers, slot = cast("Fp8SlotBuffers", layer.slot_buffers), layer.slot
     return torch.cat(
@@ -189,14 +213,14 @@ def _fake_scales(handle: Tensor, after: Tensor) -> Tensor:
 
 
 def _scale(scales: Tensor, role: int) -> Tensor:
-    """float32 [1]: the scale of a role, out of `fp8_scales_apart`."""
+    """float32 [1]: the scale of a role, from the result of `fp8_scales_apart`."""
     return scales[role : role + 1]
 
 
 def _inverse(scales: Tensor, role: int) -> Tensor:
-    """float32 [1]: its inverse, where cuBLASLt takes it."""
-    place = (1 + role) * _APART
-    return scales[place : place + 1]
+    """float32 [1]: its inverse, at an address that cuBLASLt takes."""
+    first = (1 + role) * _APART
+    return scales[first : first + 1]
 
 
 def _fp8_forward(
@@ -208,7 +232,13 @@ def _fp8_forward(
     handle: Tensor,
     record: bool,
 ) -> Tensor:
-    """The forward GEMM: rows FP8 [m, k], cast under `scales`; bfloat16 [m, n]. Quantises the weight if need be."""
+    """The operator fp8_forward, GEMM 1: y, bfloat16 [m, n].
+
+    rows: x as FP8 [m, k], cast under `scales`.
+    amax: of x; it is recorded here.
+
+    The weight is quantised here if it has not been in this step.
+    """
     layer = layer_of(handle)
     if record:
         layer.slot_buffers.stage(layer.slot, amax)
@@ -240,21 +270,31 @@ def _fp8_backward(
     record: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and weight, bfloat16; one that is not in `needs` has shape [0].
+    """The operator fp8_backward, GEMMs 2 and 3: dx and dW, bfloat16. One that `needs` does not ask for has shape [0].
 
-    grad: FP8 [m, n] under `scales`, turned: its transpose. columns: the input's, under the scales of `then`. The
-    quantised weight is forward's unless scales were rolled in between, which leaves an equally good one.
+    grad, turned: dy as FP8 [m, n] and its transpose, cast under `scales`.
+    amax: of dy; it is recorded here.
+    columns: x transposed, as FP8, cast in forward under the scales `then`.
     """
     layer = layer_of(handle)
     if record:
         layer.slot_buffers.stage(layer.slot + 2, amax)
     left = Fp8Pair(grad, turned, _inverse(scales, _GRADIENT))
-    nothing = grad.new_empty(0, dtype=torch.bfloat16)
-    rows = left.nn(layer.quantized_weight(weight, record)) if needs[0] else nothing
-    weights = (
-        left.tn(Fp8Pair(None, columns, _inverse(then, _INPUT))) if needs[1] else nothing.clone()
-    )
+
+    # The weight is forward's operand, or one under a newer scale if scales moved since. Both are right.
+    rows = weights = None
+    if needs[0]:
+        rows = left.nn(layer.quantized_weight(weight, record))
+    # x was cast under forward's scale, so forward's inverse goes with it.
+    if needs[1]:
+        weights = left.tn(Fp8Pair(None, columns, _inverse(then, _INPUT)))
     layer.release(record)
+
+    # Two tensors of their own: an operator's outputs may not share memory.
+    if rows is None:
+        rows = grad.new_empty(0, dtype=torch.bfloat16)
+    if weights is None:
+        weights = grad.new_empty(0, dtype=torch.bfloat16)
     return rows, weights
 
 
@@ -280,9 +320,12 @@ def _fake_backward(
 def _fp8_switching(
     rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `linear`, in FP8 or, while the layer is demoted, in BF16, with statistics in sampled windows; and the scales.
+    """The operator fp8_switching_apart: y, and the scales that x was cast under.
 
-    rows: bfloat16. Backward casts them again, under the scale of now: what it keeps must not depend on the precision.
+    It computes in FP8, or in BF16 while the layer is demoted, and measures statistics in sampled windows.
+
+    rows: x, bfloat16. Backward keeps it as it is and casts it again under these scales. What an operator gives to
+    backward must not depend on the precision.
     """
     layer = layer_of(handle)
     with operands_as_they_are(rows.device.type):
@@ -305,25 +348,34 @@ def _fp8_switching_backward(
     record: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows, weight (bfloat16) and bias (float32); one that is not in `needs` has shape [0]."""
+    """The operator fp8_switching_backward: gradients of x, W (bfloat16) and bias (float32).
+
+    One that `needs` does not ask for has shape [0].
+
+    rows, then: x as bfloat16, and the scales of forward.
+    """
     layer = layer_of(handle)
     with operands_as_they_are(grad.device.type):
         if layer.demoted:
             left: Operand = Carrier(rows)
-            right: Operand = plain(weight)
+            right: Operand = plain_operand(weight)
         else:
             buffers = cast("Fp8SlotBuffers", layer.slot_buffers)
-            left = buffers.again(
+            left = buffers.recast(
                 rows.contiguous(), _scale(then, _INPUT), _inverse(then, _INPUT), layer.slot
             )
             right = layer.quantized_weight(weight, record)
-        found = layer.gradients(grad, left, right, record, (needs[0], needs[1], needs[2]))
-    nothing = [grad.new_empty(0) if value is None else value for value in found[:2]]
-    return (
-        nothing[0],
-        nothing[1],
-        grad.new_empty(0, dtype=torch.float32) if found[2] is None else found[2],
-    )
+        grad_rows, grad_weight, grad_bias = layer.gradients(
+            grad, left, right, record, (needs[0], needs[1], needs[2])
+        )
+
+    if grad_rows is None:
+        grad_rows = grad.new_empty(0)
+    if grad_weight is None:
+        grad_weight = grad.new_empty(0)
+    if grad_bias is None:
+        grad_bias = grad.new_empty(0, dtype=torch.float32)
+    return grad_rows, grad_weight, grad_bias
 
 
 def _fake_switching_backward(
@@ -350,11 +402,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _switching_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    found = _ops.fp8_switching_backward(grad, *ctx.saved_tensors, ctx.record, needs)
-    rows, weights, bias = (
-        value if need else None for value, need in zip(found, needs, strict=True)
+    rows, weights, bias = _ops.fp8_switching_backward(grad, *ctx.saved_tensors, ctx.record, needs)
+    # Autograd wants None for the operator's empty tensors.
+    return (
+        rows if needs[0] else None,
+        weights if needs[1] else None,
+        bias.to(ctx.bias_dtype) if needs[2] else None,
+        None,
+        None,
     )
-    return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
 define("fp8_cast", _fp8_cast, _fake_cast)
@@ -369,17 +425,21 @@ _ops: Any = torch.ops.hopper_harness
 def switching(
     rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
 ) -> Tensor:
-    """As `linear`, for a layer whose precision or statistics are known only when it runs."""
+    """As `linear`, for a layer that decides when it runs: FP8 or BF16, with or without statistics."""
     return _ops.fp8_switching_apart(rows, weight, bias, handle, record)[0]
 
 
 class Fp8SlotBuffers(SlotBuffers):
-    """Slot buffers that cast to `Fp8Pair`s, with statistics on samples of large tensors.
+    """Slot buffers that cast to `Fp8Pair`s. Statistics are measured on samples of large tensors.
 
-    A quantised weight serves all micro-batches of a window. In the last one backward gives it up layer by layer, as
-    autograd does with the bfloat16 weights of autocast: kept until the update it would add to the peak. Where nobody
-    says which one is the last, it is taken to be as in the window before, the first in the first; a wrong guess costs
-    casts or memory and changes no result.
+    sampled: the sums behind the statistics of a sampled window.
+    cast: the function that casts, our kernel or `quantize_pair`.
+    apart: inverse scales, float32 [slots, _APART], each at an address that cuBLASLt takes.
+
+    A quantised weight serves all micro-batches of a window. In the last micro-batch backward drops it layer by layer,
+    as autograd does with autocast's bfloat16 weights: kept until the update, it would add to the peak of memory. If
+    the loop does not say which micro-batch is the last, a window is expected to have as many as the one before, and
+    the first window one. A wrong guess costs casts or memory and changes no result.
     """
 
     traced = linear, switching
@@ -392,7 +452,10 @@ class Fp8SlotBuffers(SlotBuffers):
         self.sums = self.sampled.sums
         self.cast, self.kernel_note = native_triton.load(device)
         self.own_casts = self.cast is not native_triton.quantize_pair
-        self._backwards, self._expected, self._last = 0, 1, True
+        # Backwards of this window so far, how many are expected, and whether this one is the last.
+        self._backwards = 0
+        self._expected = 1
+        self._last = True
 
     def begin_window(self, sample: bool = False) -> None:
         """As `SlotBuffers.begin_window`."""
@@ -401,7 +464,7 @@ class Fp8SlotBuffers(SlotBuffers):
         self._backwards = 0
 
     def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Fp8Pair:
-        """As `SlotBuffers.activation`; the rounding to bfloat16 is part of the cast."""
+        """As `SlotBuffers.activation`. The cast itself rounds to bfloat16 first."""
         if rows.dtype not in native_triton.DTYPES:
             rows = rows.to(torch.bfloat16)
         if record and self.sampling:
@@ -419,6 +482,7 @@ class Fp8SlotBuffers(SlotBuffers):
     def _pair(
         self, x: Tensor, slot: int, record: bool, rights: bool, through_bf16: bool
     ) -> Fp8Pair:
+        """Cast under the slot's scale. The cast itself raises the amax in the staging row if `record`."""
         amax = self.history[0, slot : slot + 1] if record else None
         fmt = self.formats[slot]
         rows, columns = self.cast(
@@ -426,10 +490,13 @@ class Fp8SlotBuffers(SlotBuffers):
         )
         return Fp8Pair(rows, columns if rights else None, self.apart[slot, :1])
 
-    def again(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Fp8Pair:
-        """`rows` [m, n] as a right operand under the scale of an earlier moment, float32 [1] as its inverse."""
-        pair = self.cast(rows, scale, None, self.formats[slot], False, True)
-        return Fp8Pair(None, pair[1], inverse)
+    def recast(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Fp8Pair:
+        """`rows` [m, n] cast again under an earlier scale, as a right operand. It records nothing.
+
+        scale, inverse: float32 [1].
+        """
+        _, columns = self.cast(rows, scale, None, self.formats[slot], False, True)
+        return Fp8Pair(None, columns, inverse)
 
     def observe(self, x: Tensor, slot: int) -> None:
         """As `SlotBuffers.observe`."""
@@ -438,19 +505,21 @@ class Fp8SlotBuffers(SlotBuffers):
         self._stage(x, slot)
 
     def may_release(self) -> bool:
-        """Whether this is the window's last micro-batch, as far as one can know."""
+        """Whether this is the window's last micro-batch, as far as is known."""
         return self._last
 
     def backward_begins(self, last: bool | None) -> None:
         """As `SlotBuffers.backward_begins`."""
         self._backwards += 1
-        self._last = self._backwards >= self._expected if last is None else last
+        if last is None:
+            last = self._backwards >= self._expected
+        self._last = last
 
     def before_update(self) -> None:
-        """As `SlotBuffers.before_update`; the weights that are left are of no more use."""
+        """As `SlotBuffers.before_update`. Drops quantised weights that are left, as the update changes the weights."""
         self.weights.clear()
         self._expected = max(1, self._backwards)
 
     def _read_scales(self) -> None:
-        """The host needs none of them. apart: the inverses, float32 [slots, _APART], each where cuBLASLt takes it."""
+        """Lay the inverses out for cuBLASLt. The host reads no scale."""
         self.apart = F.pad(self.inverse[:, None], (0, _APART - 1))

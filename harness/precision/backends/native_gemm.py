@@ -1,8 +1,14 @@
-"""What a GEMM of the native backend multiplies, in two forms: FP8 bytes where the GPU has FP8 units, bfloat16 carriers
-elsewhere.
+"""The operands of the native backend's GEMMs, and the three products of them that make a Linear.
 
-Three products make a Linear, named as in BLAS by what is transposed: `nt` a b^T (forward), `nn` a b (input gradient),
-`tn` a^T b (weight gradient).
+The products are named as in BLAS, n for an operand as it is and t for a transposed one:
+
+    nt   a b^T   forward           y  = x W^T
+    nn   a b     input gradient    dx = dy W
+    tn   a^T b   weight gradient   dW = dy^T x
+
+An operand has one of two forms. `Fp8Pair` holds FP8 bytes, for GPUs with FP8 units. `Carrier` holds the same FP8 values
+in bfloat16, for any other device. Both have the same values bit for bit. Each carries the inverse of the scale that it
+was cast under, because the GEMM has to divide by the scales.
 """
 
 from __future__ import annotations
@@ -16,22 +22,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_FLT_MIN, _FLT_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-# cuBLASLt's FP8 GEMMs: rows of this many bytes, and each scale at an address that is a multiple of so many.
-MULTIPLE = ALIGNMENT = 16
+_FLT_MIN = torch.finfo(torch.float32).tiny
+_FLT_MAX = torch.finfo(torch.float32).max
+# What cuBLASLt's FP8 GEMMs ask for: the bytes of a row, and the address of a scale, are multiples of 16.
+MULTIPLE = 16
+ALIGNMENT = 16
 
 
 def has_fp8_units(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` runs on FP8 tensor cores there: NVIDIA, compute capability 8.9 or more."""
+    """Whether `torch._scaled_mm` runs on FP8 tensor cores of `device`: NVIDIA, compute capability 8.9 or more."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def operands_as_they_are(device_type: str) -> AbstractContextManager[Any]:
-    """In here autocast casts no bfloat16 operand.
+    """A context in which autocast does not cast bfloat16 operands to another dtype.
 
-    Its bfloat16 mode, the usual one, does not anyway: switching that off at every call would cost 1% of a small layer.
+    Under the usual bfloat16 autocast it does nothing: that leaves bfloat16 as it is, and switching autocast off at
+    every call would cost 1% of a small layer.
     """
     if (
         torch.is_autocast_enabled(device_type)
@@ -44,32 +53,37 @@ def operands_as_they_are(device_type: str) -> AbstractContextManager[Any]:
 class Operand(Protocol):
     """A matrix [r, c] ready for a GEMM, with the inverse of the scale that it was cast under.
 
-    Products are bfloat16, each output rounded once. The other operand is of the same class. bias: [n], any float
-    dtype.
+    Products are bfloat16, and each output is rounded once. The other operand has to be of the same class.
     """
 
     def nt(self, other: Any, bias: Tensor | None = None) -> Tensor:
-        """self [m, k] other^T [k, n] + bias. FP8 units accumulate fast here, as in Transformer Engine's forward."""
+        """self [m, k] times other^T [k, n], plus bias [n] of any float dtype.
+
+        FP8 units use fast accumulation here, as in Transformer Engine's forward.
+        """
         ...
 
     def nn(self, other: Any) -> Tensor:
-        """self [m, n] other [n, k]."""
+        """self [m, n] times other [n, k]."""
         ...
 
     def tn(self, other: Any) -> Tensor:
-        """self^T [n, m] other [m, k]."""
+        """self^T [n, m] times other [m, k]."""
         ...
 
     def kept(self) -> tuple[tuple[Tensor | None, ...], Callable[..., Operand]]:
-        """What `nn` and `tn` need of it as the right operand, for autograd's saved tensors, and what makes it again."""
+        """The tensors that autograd saves for backward, and a function that rebuilds the operand from them.
+
+        They are what `nn` and `tn` need of it as the right operand.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """Raw FP8 values in bfloat16, which holds each of them exactly; inverse None: plain bfloat16, no FP8 at all.
+    """FP8 values held in bfloat16, which represents each of them exactly.
 
-    The scales go into the GEMM's alpha: scaling its bfloat16 output would round twice.
+    inverse: of the scale; None: the values are plain bfloat16, not FP8, and have no scale.
     """
 
     values: Tensor
@@ -90,11 +104,15 @@ class Carrier:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Pair:
-    """FP8 bytes [r, c], and transposed [c, r filled with zeros to a multiple of 16]; either may be left out.
+    """FP8 bytes of a matrix [r, c] in both layouts; a layout that no product needs is None.
 
-    FP8 GEMMs of Hopper and Ada take both operands with the common dimension last, so that each product wants one of
-    the two. A zero more in the common dimension changes no sum. inverse: float32 [1], its address a multiple of
-    ALIGNMENT bytes.
+    rows: the matrix, [r, c].
+    columns: its transpose, [c, r], where zeros pad r to a multiple of 16.
+    inverse: of the scale, float32 [1], its address a multiple of ALIGNMENT bytes.
+
+    FP8 GEMMs on Hopper and Ada take both operands with the common dimension last. `nt` therefore reads the rows of
+    both, `tn` the columns of both, and `nn` the rows of the left and the columns of the right one. Zeros that pad the
+    common dimension change no sum.
     """
 
     rows: Tensor | None
@@ -115,7 +133,7 @@ class Fp8Pair:
 
 
 def plain_operand(x: Tensor) -> Carrier:
-    """`x` [r, c] of any float dtype in bfloat16, no FP8."""
+    """`x` [r, c] of any float dtype as a bfloat16 operand without FP8."""
     return Carrier(x.detach().to(torch.bfloat16).contiguous())
 
 
@@ -131,22 +149,27 @@ def _product(
     right_inverse: float | None,
     bias: Tensor | None = None,
 ) -> Tensor:
+    """left right / (both scales) + bias in bfloat16, for carriers.
+
+    The inverse scales go into the GEMM's alpha. Multiplying its bfloat16 output by them would round twice.
+    """
     scale = 1.0
     if left_inverse is not None and right_inverse is not None:
         scale = left_inverse * right_inverse
         if not _FLT_MIN <= scale <= _FLT_MAX:
-            # Not a number that alpha could hold, though the product of all three may well be one.
+            # Alpha is a float32, which cannot hold this number. The scaled product may still be a normal one.
             wide = left.double() @ right.double() * left_inverse * right_inverse
-            return (wide if bias is None else wide + bias.detach().to(torch.bfloat16)).to(
-                torch.bfloat16
-            )
+            if bias is not None:
+                wide = wide + bias.detach().to(torch.bfloat16)
+            return wide.to(torch.bfloat16)
     if bias is not None:
         return torch.addmm(bias.detach().to(torch.bfloat16), left, right, alpha=scale)
-    return torch.addmm(_nothing(left.device), left, right, beta=0, alpha=scale)
+    # addmm is the product with an alpha. beta=0 ignores what it would add.
+    return torch.addmm(_ignored_bias(left.device), left, right, beta=0, alpha=scale)
 
 
 @cache
-def _nothing(device: torch.device) -> Tensor:
+def _ignored_bias(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.bfloat16, device=device)
 
 
@@ -158,10 +181,10 @@ def _scaled_mm(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """left [m, k] times right^T [k, n] on FP8 units, both row-major: the layouts that cuBLASLt takes."""
+    """left [m, k] times right^T [k, n] on FP8 units. Both are row-major, the layouts that cuBLASLt takes."""
     assert left is not None
     assert right is not None
-    # A CPU's is made of operations that autocast would take to bfloat16.
+    # On a CPU `_scaled_mm` is made of operations that autocast would cast to bfloat16.
     alone = torch.autocast("cpu", enabled=False) if left.device.type == "cpu" else nullcontext()
     with alone:
         return torch._scaled_mm(

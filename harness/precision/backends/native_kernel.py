@@ -1,8 +1,8 @@
-"""The native backend's casts on a CPU: one fused kernel that scales, rounds, finds amax and counts in one pass.
+"""The native backend's casts on a CPU: one fused C++ kernel that scales, rounds, finds the amax and counts in one pass.
 
-The C++ compiler builds it from native_kernel.cpp into a user cache, once per machine (under a second). Without a
-compiler, or if the built kernel disagrees with `scaling.quantize` in a single bit, there is no kernel: the PyTorch
-version casts instead, and the backend's note says why.
+The machine's C++ compiler builds it from native_kernel.cpp into a user cache, once per machine (under a second). The
+built kernel is then compared with `scaling.quantize`. If there is no compiler, or if a single bit differs, PyTorch
+casts instead, and the backend's note says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from harness.core.files import cached
 from harness.precision import scaling
 
 _SOURCE = Path(__file__).with_name("native_kernel.cpp")
-# No -ffast-math: NaN must stay NaN. No contraction: see the source's head.
+# No -ffast-math, as NaN must stay NaN. -ffp-contract=off, as a fused multiply-add would round once instead of twice.
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -44,24 +44,27 @@ Kernel = Callable[..., Tensor]
 def load() -> tuple[Kernel | None, str]:
     """(kernel, a note that describes it), or (None, a note that says why there is none).
 
-    kernel(x, scale, fmt, amax_pointer, stats_pointer, by_rows=False): x a contiguous float32 or bfloat16 CPU tensor;
-    returns its raw FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to eight
-    doubles at stats_pointer (see `scaling.quantization_stats` and `channel_stats`; by_rows: as `scaling.summed` has a
-    gradient).
+    kernel(x, scale, fmt, amax, stats, by_rows=False) returns the FP8 values of x, held in bfloat16.
+
+    x: contiguous float32 or bfloat16 tensor on the CPU.
+    amax: address of a float32, which is raised to max|x|.
+    stats: address of eight float64 sums to add to (`scaling.quantization_stats`, `scaling.channel_stats`), or None.
+    by_rows: sum up as `scaling.summed` does for a gradient.
     """
     compiler = (
         shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
     )
     if compiler is None:
         return None, "no C++ compiler: FP8 casts run in PyTorch (slower; install g++)"
+
     try:
         library = ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", b"") or str(error).encode()
-        return (
-            None,
-            f"the fused kernel did not build: {detail.decode(errors='replace').strip()[-200:]}",
-        )
+        output = getattr(error, "stderr", b"") or str(error).encode()
+        detail = output.decode(errors="replace").strip()[-200:]
+        return None, f"the fused kernel did not build: {detail}"
+
+    # A kernel that rounds differently would change losses from machine to machine.
     kernel = _bind(library)
     if not _agrees(kernel):
         return (
@@ -72,24 +75,39 @@ def load() -> tuple[Kernel | None, str]:
 
 
 def _bind(library: ctypes.CDLL) -> Kernel:
+    """The library's function as a `Kernel` on tensors."""
     function = library.harness_quantize
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    count = ctypes.c_int64
-    function.argtypes = (
-        [pointer, integer, count, count, ctypes.c_float, integer] + [pointer] * 3 + [integer] * 2
-    )
+    function.argtypes = [
+        ctypes.c_void_p,  # x
+        ctypes.c_int,  # whether x is bfloat16, else float32
+        ctypes.c_int64,  # elements of x
+        ctypes.c_int64,  # elements of a row
+        ctypes.c_float,  # scale
+        ctypes.c_int,  # format
+        ctypes.c_void_p,  # output
+        ctypes.c_void_p,  # amax
+        ctypes.c_void_p,  # statistics, or null
+        ctypes.c_int,  # by_rows
+        ctypes.c_int,  # threads
+    ]
     function.restype = None
 
     def quantize(
         x: Tensor, scale: float, fmt: str, amax: int, stats: int | None, by_rows: bool = False
     ) -> Tensor:
         out = torch.empty_like(x, dtype=torch.bfloat16)
-        is_bf16 = int(x.dtype == torch.bfloat16)
-        code = _FORMAT_CODES[fmt]
-        row, threads = x.shape[-1], torch.get_num_threads()
-        pointers = out.data_ptr(), amax, stats
         function(
-            x.data_ptr(), is_bf16, x.numel(), row, scale, code, *pointers, int(by_rows), threads
+            x.data_ptr(),
+            int(x.dtype == torch.bfloat16),
+            x.numel(),
+            x.shape[-1],
+            scale,
+            _FORMAT_CODES[fmt],
+            out.data_ptr(),
+            amax,
+            stats,
+            int(by_rows),
+            torch.get_num_threads(),
         )
         return out
 
@@ -97,13 +115,13 @@ def _bind(library: ctypes.CDLL) -> Kernel:
 
 
 def _build(compiler: str) -> Path:
-    key = hashlib.sha256(
-        _SOURCE.read_bytes() + repr((_FLAGS, compiler, _cpu(), torch.__version__)).encode()
-    )
+    """The library in the user cache, built if it is not there. Its name holds a hash of all that it depends on."""
+    depends_on = repr((_FLAGS, compiler, _cpu(), torch.__version__))
+    key = hashlib.sha256(_SOURCE.read_bytes() + depends_on.encode())
 
     def build(library: Path) -> None:
         objects = library.with_name("kernel.o")
-        # Link against the OpenMP that torch already loaded: a second runtime would fight it for the cores.
+        # Link against the OpenMP that torch already loaded: a second runtime would compete with it for the cores.
         openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [str(openmp[0])] if openmp else ["-fopenmp"]
         _compile([compiler, *_FLAGS, "-fopenmp", "-c", str(_SOURCE), "-o", str(objects)])
@@ -117,28 +135,32 @@ def _compile(command: list[str]) -> None:
 
 
 def _cpu() -> str:
-    """The CPU's features, which -march=native depends on: a cache in a shared home may serve several CPUs."""
+    """The CPU's features, which -march=native depends on. A cache in a shared home may serve several CPUs."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith("flags")), platform.machine())
+    for line in lines:
+        if line.startswith("flags"):
+            return line
+    return platform.machine()
 
 
 def _agrees(kernel: Kernel) -> bool:
-    """Every bfloat16 value, both formats, several scales: the same bits as the reference, NaN for NaN."""
+    """Whether the kernel gives the bits of `scaling.quantize`, NaN for NaN.
+
+    Tried with every bfloat16 value, float32 values between them, both formats and several scales.
+    """
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     amax = torch.zeros(1)
     for fmt in _FORMAT_CODES:
         for scale in (1.0, 0.37, 2.0**20, 2.0**-20):
             for x in (values, values.float() * 1.1):
-                ours, reference = (
-                    kernel(x, scale, fmt, amax.data_ptr(), None),
-                    scaling.quantize(x, scale, fmt),
-                )
-                same = (ours.view(torch.int16) == reference.view(torch.int16)) | (
-                    ours.isnan() & reference.isnan()
-                )
-                if not bool(same.all()):
+                ours = kernel(x, scale, fmt, amax.data_ptr(), None)
+                reference = scaling.quantize(x, scale, fmt)
+                same_bits = ours.view(torch.int16) == reference.view(torch.int16)
+                both_nan = ours.isnan() & reference.isnan()
+                if not bool((same_bits | both_nan).all()):
                     return False
+    # The values hold an infinity, which is the largest magnitude. NaN is no amax.
     return bool(torch.isinf(amax).all())

@@ -1,10 +1,16 @@
 # pyright: reportInvalidTypeForm=false
-"""Three Triton kernels, each one pass over a tensor, with torch operations as their equals: quantise, amax and
-transpose; and the sums behind the statistics of a cast, by rows and by channels.
+"""FP8 casts and their statistics on a GPU: three Triton kernels, and torch operations that give the same results.
 
-The operators `hopper_harness::fp8_quantize` and `fp8_cast_stats` are a launch or two on a GPU: of statistics in torch
-operations a sampled step made 5,300, and took 1.7 times the time of another (96 slots, on an H100). Triton comes with
-torch's CUDA builds; without it, or where its compiler fails or a kernel differs, torch operations do the same.
+kernel             operator          one pass over a tensor gives
+_kernel            fp8_quantize      FP8 bytes, their transpose, and the amax
+_stats_kernel      fp8_cast_stats    sums of each row behind the statistics of a cast
+_channel_kernel    fp8_cast_stats    sums of each channel behind them
+
+Kernels are worth it because torch operations are many small launches. With statistics by torch operations a sampled
+step made 5,300 launches and took 1.7 times the time of another step (96 slots, on an H100).
+
+Triton comes with torch's CUDA builds. Before its first use each kernel is compared with the torch operations. If
+Triton is missing, does not compile, or gives another result, torch operations run instead, and a warning says why.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ try:
     import triton.language as _tl
 except ImportError:
     _triton = _tl = None
-# Its kernels are a language of their own, not typed Python.
+# Triton's kernels are a language of their own, not typed Python.
 triton: Any = _triton
 tl: Any = _tl
 
@@ -37,23 +43,27 @@ Cast = Callable[[Tensor, Tensor, "Tensor | None", str, bool, bool], tuple[Tensor
 
 Stats = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
 
-# A tile is ROWS x COLS elements, shared by WARPS x 32 threads.
+# `_kernel`: a program takes a tile of ROWS x COLS elements with WARPS x 32 threads.
 ROWS, COLS, WARPS = 64, 64, 8
-# Of statistics, so many elements of a row are looked at together.
+# `_stats_kernel`: a program takes one row, in stretches of this many elements.
 STRETCH = 1024
-# Of channels, so many are looked at together, and so many rows of them.
+# `_channel_kernel`: a program takes this many channels, in stretches of DEPTH rows.
 CHANNELS, DEPTH = 32, 64
 
 
 def quantize_pair(
     x: Tensor, scale: Tensor, amax: Tensor | None, fmt: str, through_bf16: bool, transpose: bool
 ) -> tuple[Tensor, Tensor]:
-    """FP8 bytes of x * scale, [r, c], and their transpose [c, r filled with zeros to a multiple of 16].
+    """FP8 bytes of x * scale, [r, c], and their transpose [c, r], where zeros pad r to a multiple of 16.
 
-    x: contiguous float32, bfloat16 or float16 [r, c]. scale: float32 [1]. amax: float32 [1], raised in place to max|x|
-    (NaN is no amax, Inf is), or None. fmt: "e4m3" | "e5m2". through_bf16: round x to bfloat16 first, as the input of a
-    bfloat16 layer is. transpose: without it the second result is [0]. Rounds to nearest even, saturates (Inf too),
-    keeps NaN.
+    x: contiguous float32, bfloat16 or float16 [r, c].
+    scale: float32 [1].
+    amax: float32 [1], raised in place to max|x| (NaN is ignored, Inf counts), or None.
+    fmt: "e4m3" | "e5m2".
+    through_bf16: round x to bfloat16 first, as the input of a bfloat16 layer is.
+    transpose: without it the second result has shape [0].
+
+    Rounds to nearest even, saturates (Inf too), keeps NaN.
     """
     if through_bf16:
         x = x.to(torch.bfloat16)
@@ -77,18 +87,20 @@ def _fp8_quantize(
     """`quantize_pair`, in one launch."""
     rows, columns = _fake_quantize(x, scale, amax, fmt, through_bf16, transpose)
     m, n = x.shape
-    tiles = -(-(columns.shape[1] if transpose else m) // ROWS) * -(-n // COLS)
+    # Tiles cover the padded rows too, as the kernel writes the transpose's zeros.
+    m_padded = columns.shape[1] if transpose else m
+    tiles = -(-m_padded // ROWS) * -(-n // COLS)
     if tiles:
         launch: Any = _kernel[(tiles,)]
         launch(
             x,
             scale,
-            scale if amax is None else amax,
+            scale if amax is None else amax,  # with RECORD off nothing is written there
             rows,
             columns,
             m,
             n,
-            columns.shape[1] if transpose else m,
+            m_padded,
             **constants(fmt),
             THROUGH_BF16=through_bf16 and x.dtype != torch.bfloat16,
             RECORD=amax is not None,
@@ -99,8 +111,10 @@ def _fp8_quantize(
 
 
 def constants(fmt: str) -> dict[str, float]:
-    """What the kernel is compiled for: tile and format. NAN has no bit set below those that FP8 keeps: a NaN for
-    Triton's interpreter, too, which would round such bits into the exponent.
+    """The constants that the kernel is compiled for: tile and format.
+
+    NAN sets no mantissa bit below those that FP8 keeps. Triton's interpreter would round such bits into the exponent,
+    and the value would no longer be a NaN.
     """
     spec = scaling.FORMATS[fmt]
     return {
@@ -122,7 +136,10 @@ def _fake_quantize(
 
 
 def _fp8_cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """`scaling.cast_stats`: x [r, c] of a dtype in DTYPES, rows contiguous. Sums in another order."""
+    """`scaling.cast_stats` by kernels, which add up in another order.
+
+    x: [r, c] of a dtype in DTYPES, its rows contiguous.
+    """
     spec = scaling.FORMATS[fmt]
     rows, columns = x.shape
     sums = x.new_zeros(rows, scaling.ROW_SUMS, dtype=torch.float64)
@@ -145,7 +162,7 @@ def _fp8_cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]
 
 
 def _of_channels(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """`scaling.channel_stats`, a part of the sums for each CHANNELS channels: [parts, 2]."""
+    """`scaling.channel_stats` as parts of the sums, one for each group of CHANNELS channels: [parts, 2]."""
     spec = scaling.FORMATS[fmt]
     rows, columns = x.shape
     sums = x.new_zeros(-(-columns // CHANNELS), scaling.CHANNEL_SUMS, dtype=torch.float64)
@@ -154,9 +171,22 @@ def _of_channels(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
         launch: Any = _channel_kernel[(len(sums),)]
         numbers = spec.max, 2.0**spec.min_exponent, 1.5 * 2.0 ** (23 - spec.mantissa_bits)
         count, gap = scaling.centred_rows(rows)
-        sizes: dict[str, Any] = {"CHANNELS": CHANNELS, "DEPTH": DEPTH}
-        sizes |= {"TOGETHER": scaling.ROWS_TOGETHER, "IN_BF16": scaling.IN_BF16}
-        launch(x, scale, sums, rows, count, gap, columns, x.stride(0), by_row, *numbers, **sizes)
+        launch(
+            x,
+            scale,
+            sums,
+            rows,
+            count,
+            gap,
+            columns,
+            x.stride(0),
+            by_row,
+            *numbers,
+            CHANNELS=CHANNELS,
+            DEPTH=DEPTH,
+            TOGETHER=scaling.ROWS_TOGETHER,
+            IN_BF16=scaling.IN_BF16,
+        )
     return sums
 
 
@@ -166,7 +196,7 @@ def _fake_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     return rows, x.new_empty(blocks, scaling.CHANNEL_SUMS, dtype=torch.float64)
 
 
-# Compiled code is cached on disk by this name: another result needs another name.
+# Compiled code is cached on disk by an operator's name: an operator that gives another result needs another name.
 define("fp8_quantize", _fp8_quantize, _fake_quantize, mutates=("amax",))
 define("fp8_cast_stats", _fp8_cast_stats, _fake_stats)
 _ops: Any = torch.ops.hopper_harness
@@ -193,27 +223,34 @@ if triton is not None:
         ROWS: tl.constexpr,
         COLS: tl.constexpr,
     ):
-        # One axis of programs: the others end at 65,535. Offsets are 64 bits wide: tensors may have 2^31 elements.
+        # Which tile this program takes. There is one axis of programs, as the other axes end at 65,535. Offsets are
+        # 64 bits wide, as tensors may have 2^31 elements.
         tiles = tl.cdiv(n, COLS)
         i = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         j = (tl.program_id(0) % tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
         inside = (i[:, None] < m) & (j[None, :] < n)
         value = tl.load(x + i[:, None] * n + j[None, :], mask=inside, other=0.0).to(tl.float32)
+
+        # Round to bfloat16 by integer arithmetic, to nearest even. NaN stays as it is.
         if THROUGH_BF16:
             bits = value.to(tl.int32, bitcast=True)
             even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
             value = tl.where(value == value, even.to(tl.float32, bitcast=True), value)
+
+        # Raise the amax. The bits of non-negative floats order as their values do, so an integer maximum is exact.
+        # The stored amax only grows: a stale reading of it costs a needless atomic and never loses a maximum.
         if RECORD:
-            # Of numbers that are not negative the bits order as the values do: an integer maximum is exact. What is
-            # there only grows, so that an old reading costs an atomic too many and loses none.
             bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             largest = tl.max(tl.max(tl.where(bits <= 0x7F800000, bits, 0), 1), 0)
             staged = amax.to(tl.pointer_type(tl.int32), bitcast=True)
             tl.atomic_max(staged, largest, mask=largest > tl.load(staged), sem="relaxed")
+
+        # Scale and saturate. NaN, the only value that differs from itself, is kept.
         scaled = value * tl.load(scale)
         scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT), scaled)
-        # Rounded as in scaling.quantize, so that the conversion below has nothing to round: on Ada it starts from
-        # float16, which would round twice, and Triton's interpreter loses carries.
+
+        # Round as scaling.quantize does, so that the conversion to FP8 below has nothing left to round. On Ada that
+        # conversion goes through float16, which would round twice, and Triton's interpreter loses carries.
         exponent = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         magic = tl.maximum(exponent, SMALLEST) * MAGIC
         bits = ((scaled + magic) - magic).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -221,9 +258,10 @@ if triton is not None:
         bits = tl.where(scaled == scaled, bits, NAN)
         rounded = bits.to(tl.float32, bitcast=True)
         tl.store(rows + i[:, None] * n + j[None, :], rounded.to(rows.dtype.element_ty), mask=inside)
+
+        # Transpose in bfloat16, which holds every FP8 value: Triton 3.6.0 misplaces 8-bit elements of transposed
+        # float32 tiles (seen on an H100). Rows past the last were read as zeros, and pad the transpose.
         if TRANSPOSE:
-            # Turned in bfloat16, which holds every FP8 value: of float32 tiles Triton 3.6.0 misplaces 8-bit elements
-            # (seen on an H100). Rows past the last were read as zeros, and fill the transpose up.
             turned = tl.trans(rounded.to(tl.bfloat16)).to(columns.dtype.element_ty)
             filled = (j[:, None] < n) & (i[None, :] < m_padded)
             tl.store(columns + j[:, None] * m_padded + i[None, :], turned, mask=filled)
@@ -242,6 +280,7 @@ if triton is not None:
         SUMS: tl.constexpr,
         STRETCH: tl.constexpr,
     ):
+        # One program sums up one row, by the rules of scaling.quantization_stats.
         row = tl.program_id(0).to(tl.int64)
         factor = tl.load(scale + row * scale_step)
         clipped = tl.zeros([STRETCH], tl.int32)
@@ -251,12 +290,15 @@ if triton is not None:
         noise = tl.zeros([STRETCH], tl.float64)
         own = tl.zeros([STRETCH], tl.float64)
         for start in range(0, columns, STRETCH):
+            # Non-finite values count as 0, but an infinity counts as clipped.
             j = start + tl.arange(0, STRETCH)
             value = tl.load(x + row * step + j, mask=j < columns, other=0.0).to(tl.float32)
             finite = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
             value_or_none = tl.where(finite, value, 0.0)
             scaled = value * factor
             clipped += (tl.abs(scaled) > LIMIT).to(tl.int32)
+
+            # The cast, rounded as in `_kernel`.
             scaled = tl.minimum(tl.maximum(value_or_none * factor, -LIMIT), LIMIT)
             exponent = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
             magic = tl.maximum(exponent, SMALLEST) * MAGIC
@@ -264,6 +306,8 @@ if triton is not None:
             some = value_or_none != 0.0
             nonzero += some.to(tl.int32)
             flushed += (some & (quantized == 0.0)).to(tl.int32)
+
+            # Errors in float64: of the value, and relative to it.
             exact = value_or_none.to(tl.float64)
             error = exact - quantized.to(tl.float64) / factor.to(tl.float64)
             signal += exact * exact
@@ -311,7 +355,7 @@ if triton is not None:
     ):
         block = tl.program_id(0).to(tl.int64)
         j = block * CHANNELS + tl.arange(0, CHANNELS)
-        # Taken from the first row, so that a channel that is the same in every row counts exactly 0.
+        # Values and errors are taken relative to the first row: a channel that is equal in all rows counts exactly 0.
         top = tl.arange(0, 1).to(tl.int64)
         inside = (top[:, None] < rows) & (j[None, :] < columns)
         first, offset = _value_and_error(
@@ -321,6 +365,8 @@ if triton is not None:
         value_squares = tl.zeros([CHANNELS], tl.float64)
         error_sum = tl.zeros([CHANNELS], tl.float64)
         error_squares = tl.zeros([CHANNELS], tl.float64)
+
+        # Rows are sampled in stretches of TOGETHER, which begin `gap` rows apart (scaling.centred_rows).
         for start in range(0, count, DEPTH):
             number = (start + tl.arange(0, DEPTH)).to(tl.int64)
             i = number // TOGETHER * gap + number % TOGETHER
@@ -334,35 +380,37 @@ if triton is not None:
             value_squares += tl.sum(value * value, 0)
             error_sum += tl.sum(error, 0)
             error_squares += tl.sum(error * error, 0)
+
+        # Sums of squares about the mean, from those about the first row. Channels that bfloat16 cannot tell from
+        # constant ones are left out. The sampled rows stand for all.
         top_row = tl.sum(first, 0)
         whole = value_squares + 2 * value_sum * top_row + top_row * top_row * count
         varying = value_squares - value_sum * value_sum / count
         lost = tl.maximum(error_squares - error_sum * error_sum / count, 0.0)
-        told = varying > IN_BF16 * whole
-        tl.store(sums + block * 2, tl.sum(tl.where(told, varying, 0.0), 0) * rows / count)
-        tl.store(sums + block * 2 + 1, tl.sum(tl.where(told, lost, 0.0), 0) * rows / count)
+        visible = varying > IN_BF16 * whole
+        tl.store(sums + block * 2, tl.sum(tl.where(visible, varying, 0.0), 0) * rows / count)
+        tl.store(sums + block * 2 + 1, tl.sum(tl.where(visible, lost, 0.0), 0) * rows / count)
 
 
 def load(device: torch.device) -> tuple[Cast, str]:
-    """What casts on `device`, and what it is: the kernel if it is there and right, else `quantize_pair` and why.
+    """The function that casts on `device`, and a note: the kernel if it works, else `quantize_pair` and why.
 
-    On a GPU, where that makes every cast slower, the reason is a warning of the logger harness.precision, too.
+    On a GPU the reason is also logged as a warning (logger harness.precision), as every cast is slower then.
     """
     if device.type != "cuda":
         return quantize_pair, "FP8 casts in PyTorch: no GPU"
     reason = _unusable(device, lambda: check(device, thorough=False))
     if not reason:
-        return (
-            _ops.fp8_quantize,
-            f"fused FP8 casts by triton {getattr(triton, '__version__', '(assumed)')}",
-        )
+        version = getattr(triton, "__version__", "(assumed)")
+        return _ops.fp8_quantize, f"fused FP8 casts by triton {version}"
     _log.warning("FP8 casts run in PyTorch, slower: %s", reason)
     return quantize_pair, f"FP8 casts in PyTorch: {reason}"
 
 
 def load_stats(device: torch.device) -> Stats:
-    """What measures casts on `device`: the kernel if it is there and right, else `scaling.cast_stats`, told as `load`
-    tells.
+    """The function that measures casts on `device`: the kernels if they work, else `scaling.cast_stats`.
+
+    On a GPU the reason is logged as `load` does.
     """
     if device.type != "cuda":
         return scaling.cast_stats
@@ -373,25 +421,31 @@ def load_stats(device: torch.device) -> Stats:
     return scaling.cast_stats
 
 
-def _unusable(device: torch.device, checked: Callable[[], list[str]]) -> str:
+def _unusable(device: torch.device, check_kernel: Callable[[], list[str]]) -> str:
+    """Why a kernel cannot be used on `device`; empty if it can. check_kernel: the differences that it found."""
+    # An estimate on fake tensors launches nothing, and the machine with the card has Triton.
     if isinstance(torch.empty(0, device=device), FakeTensor):
-        return ""  # an estimate: nothing is launched, and the card's machine has Triton
+        return ""
     if triton is None:
         return "triton is not installed"
     try:
-        differs = checked()
+        differences = check_kernel()
     except Exception as error:  # whatever the compiler, its driver or the launch raises
         lines = str(error).strip().splitlines()
-        return f"the fused kernel failed: {type(error).__name__}: {(lines or [''])[-1][-200:]}"
-    return f"the fused kernel differs: {differs[0]}" if differs else ""
+        last = lines[-1] if lines else ""
+        return f"the fused kernel failed: {type(error).__name__}: {last[-200:]}"
+    return f"the fused kernel differs: {differences[0]}" if differences else ""
 
 
 def check(device: torch.device, thorough: bool = True) -> list[str]:
-    """Where the kernel on `device` differs in a bit from `quantize_pair` on the CPU; NaN equals NaN. Empty: nowhere.
+    """Each difference in a bit between the kernel on `device` and `quantize_pair` on the CPU. NaN equals NaN.
 
-    Every bfloat16 value, float32 and float16 values between them, both formats, several scales, odd shapes, amax from
-    nothing and from a running maximum. Not thorough: bfloat16 and float32 alone, in one shape, which compiles little
-    that training does not need anyway. Raises what Triton raises if the kernel does not compile or launch.
+    Tried with every bfloat16 value, float32 and float16 values between them, both formats, several scales, odd shapes,
+    and amaxes from 0 and from a running maximum.
+
+    thorough: else only bfloat16 and float32 in one shape, which compiles little that training does not need anyway.
+
+    Raises what Triton raises if the kernel does not compile or launch.
     """
     found: list[str] = []
     every = (
@@ -415,11 +469,11 @@ def check(device: torch.device, thorough: bool = True) -> list[str]:
 
 
 def check_stats(device: torch.device) -> list[str]:
-    """Where the kernels' sums on `device` differ from `scaling.cast_stats` on the CPU. Empty: nowhere.
+    """Each difference between the kernels' sums on `device` and those of `scaling.cast_stats` on the CPU.
 
-    Counts are equal, sums of squares within float64's rounding: they are added up in another order. Every bfloat16
-    value (but subnormal ones, of which Triton's interpreter loses some) and float32 ones between them, both formats,
-    scales of the tensor and of each row. Raises as `check`.
+    Counts must be equal. Sums of squares must agree within float64's rounding, as they are added up in another order.
+    Tried with every bfloat16 value (but subnormal ones, of which Triton's interpreter loses some), float32 values
+    between them, both formats, and scales of the tensor and of each row. Raises as `check`.
     """
     every = (
         torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
@@ -436,7 +490,7 @@ def check_stats(device: torch.device) -> list[str]:
             ):
                 expected, _ = scaling.cast_stats(x, scale, fmt)
                 actual = _fp8_cast_stats(x.to(device), scale.to(device), fmt)[0].cpu()
-                # What float64 itself rounds off: of a row that FP8 holds exactly there may be nothing else.
+                # What float64 itself rounds off. A row that FP8 holds exactly may have no other error.
                 floor = 1e-20 * torch.stack([expected[:, 3], expected[:, 3], expected[:, 1]], dim=1)
                 near = (actual[:, 3:] - expected[:, 3:]).abs() <= 1e-9 * expected[:, 3:] + floor
                 if not torch.equal(actual[:, :3], expected[:, :3]) or not near.all():
@@ -448,7 +502,10 @@ def check_stats(device: torch.device) -> list[str]:
 
 
 def _channel_differences(device: torch.device) -> list[str]:
-    """As `check_stats`, of the sums by channels: rows about 3 that differ by 1, fewer and more than are looked at."""
+    """As `check_stats`, for the sums by channels.
+
+    Values lie about 3 and differ by up to 1. Some shapes have fewer rows than are sampled, some more.
+    """
     found: list[str] = []
     for rows, columns in ((1, 7), (40, 100), (1100, 48)):
         x = 3 + torch.sin(torch.arange(rows * columns, dtype=torch.float32, device="cpu")).view(
@@ -475,27 +532,34 @@ def _differences(
     through_bf16: bool,
     device: torch.device,
 ) -> list[str]:
-    theirs, ours = ([None if running is None else torch.tensor([running])] for _ in range(2))
+    """The kernel's cast of `x` on `device` against that of `quantize_pair` on the CPU. running: the amax before it."""
     factor = torch.tensor([scale])
-    expected = quantize_pair(x, factor, theirs[0], fmt, through_bf16, transpose=True)
-    if ours[0] is not None:
-        ours[0] = ours[0].to(device)
+    expected_amax = actual_amax = None
+    if running is not None:
+        expected_amax = torch.tensor([running])
+        actual_amax = expected_amax.clone().to(device)
+    expected = quantize_pair(x, factor, expected_amax, fmt, through_bf16, transpose=True)
     actual = _fp8_quantize(
-        x.to(device), factor.to(device), ours[0], fmt, through_bf16, transpose=True
+        x.to(device), factor.to(device), actual_amax, fmt, through_bf16, transpose=True
     )
-    what = f"{x.dtype} {list(x.shape)}, scale {scale:g}, {fmt}{', through bfloat16' if through_bf16 else ''}"
-    found = [
-        f"{name} of {what}"
-        for name, left, right in zip(("bytes", "transpose"), actual, expected, strict=True)
-        if not _same(left.cpu(), right)
-    ]
-    if theirs[0] is not None and ours[0] is not None and not torch.equal(ours[0].cpu(), theirs[0]):
-        found.append(f"amax {ours[0].item()} for {theirs[0].item()} of {what}")
+
+    what = f"{x.dtype} {list(x.shape)}, scale {scale:g}, {fmt}"
+    if through_bf16:
+        what += ", through bfloat16"
+    found: list[str] = []
+    if not _same(actual[0].cpu(), expected[0]):
+        found.append(f"bytes of {what}")
+    if not _same(actual[1].cpu(), expected[1]):
+        found.append(f"transpose of {what}")
+    if expected_amax is not None and actual_amax is not None:
+        same_amax = torch.equal(actual_amax.cpu(), expected_amax)
+        if not same_amax:
+            found.append(f"amax {actual_amax.item()} for {expected_amax.item()} of {what}")
     return found
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    equal = (left.view(torch.uint8) == right.view(torch.uint8)) | (
-        left.float().isnan() & right.float().isnan()
-    )
-    return left.shape == right.shape and bool(equal.all())
+    """Whether two FP8 tensors have the same shape and bytes. NaN equals NaN."""
+    same_bytes = left.view(torch.uint8) == right.view(torch.uint8)
+    both_nan = left.float().isnan() & right.float().isnan()
+    return left.shape == right.shape and bool((same_bytes | both_nan).all())

@@ -1,7 +1,7 @@
-"""Every backend there is: what it computes and needs, what it can do, and where it is built. Torch-free.
+"""All backends: what each computes, needs and can do, and where it is built. This file loads no torch.
 
-Declared here and not in the backends' own files, because these import torch and their libraries, and a declaration is
-asked where neither need be: by `harness doctor`, by a recipe that is read, on paper for another card.
+The declarations are here because the backends' own files import torch and their libraries. A declaration is read where
+neither needs to be installed: by `harness doctor`, while a recipe is validated, and in an estimate for another card.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from harness.capability.probe import Device, MachineFacts
 
 Answer = tuple[bool, str]
 Rule = Callable[[MachineFacts, Tier, str], Answer]
-"""(facts, tier, the recipe's fp8.scaling) -> whether this machine can, and the reason in words, given in both cases."""
+"""(facts, tier, the recipe's fp8.scaling) -> whether this machine can run it, and a reason in both cases."""
 
 PLAIN = "autocast"
-"""What every module computes under that nothing converts."""
+"""The backend of every module that is not converted."""
 
 _FP8_TIERS = (Tier.BLACKWELL, Tier.HOPPER, Tier.ADA)
 _BF16_TIERS = (*_FP8_TIERS, Tier.AMPERE)
@@ -29,14 +29,17 @@ _BF16_TIERS = (*_FP8_TIERS, Tier.AMPERE)
 class Backend:
     """What is known of a backend without loading it.
 
-    place: "module:name" of what makes it of (plan, recipe, model, device), converting the model in place; on an fp16
-    rung of the keyword loss_scale, too. computes: the rule of each precision that it computes in. library: module of
-    the library that it stands on, as in `MachineFacts.libraries`. scalings: values of fp8.scaling that it goes by;
-    none: it has a rule of its own, or no scales. multiples: of features of an FP8 layer by fp8.scaling, if not 16.
-    keeps_amax: its FP8 layers' amaxes last from step to step, and so prove that FP8 ran. fuses: values of fp8.scaling
-    under which it has fused blocks. not_compiled: why torch.compile cannot have it, empty if it can. transposed: it
-    computes from weights [in, out] (Conv1D), too. stand_in: backend that is estimated in its place, for kernels that
-    do not run on fake tensors.
+    place: "module:name" of the class or function that builds it from (plan, recipe, model, device). It converts the
+        model in place. On an fp16 rung it also gets the keyword loss_scale.
+    computes: each precision that it computes in, with the rule that says which machines can.
+    library: module of the library that it needs, as in `MachineFacts.libraries`; empty if none.
+    scalings: values of fp8.scaling that it supports; empty if it has a rule of its own, or no scales.
+    multiples: by fp8.scaling, the number that an FP8 layer's features must be a multiple of, if not 16.
+    keeps_amax: whether amaxes of its FP8 layers last from step to step. Non-zero ones prove that FP8 ran.
+    fuses: values of fp8.scaling under which it has fused blocks.
+    not_compiled: why torch.compile cannot compile it; empty if it can.
+    transposed: whether it also takes weights stored as [in, out] (Conv1D).
+    stand_in: the backend that an estimate uses in its place, if its kernels do not run on fake tensors.
     """
 
     place: str
@@ -51,7 +54,7 @@ class Backend:
     stand_in: str = ""
 
     def load(self) -> Callable[..., Any]:
-        """What `place` names; its module is imported, and with it the library."""
+        """The class or function that `place` names. This imports its module, and with it the library."""
         module, _, name = self.place.partition(":")
         return getattr(import_module(module), name)
 
@@ -59,49 +62,51 @@ class Backend:
 def can_run(
     backend: str, precision: str, facts: MachineFacts, tier: Tier, scaling: str = "delayed"
 ) -> Answer:
-    """Whether `backend` can compute in `precision` (fp8 | bf16 | fp16 | fp32) on this machine, and the reason in words,
-    which is given in both cases. scaling: the recipe's fp8.scaling (delayed | current | block).
+    """Whether `backend` can compute in `precision` on this machine, and a reason in both cases.
 
-    Pairs that do not exist answer (False, reason). bf16 goes by compute capability, never by
+    precision: fp8 | bf16 | fp16 | fp32.
+    scaling: the recipe's fp8.scaling (delayed | current | block).
+
+    A pair that does not exist gives (False, reason). bf16 is decided by compute capability, never by
     `torch.cuda.is_bf16_supported()`, which is True for emulated bf16 on T4 and V100.
     """
     if backend in BACKENDS and precision in BACKENDS[backend].computes:
         return BACKENDS[backend].computes[precision](facts, tier, scaling)
-    known = sorted(
-        f"{name} {each}" for name, declared in BACKENDS.items() for each in declared.computes
-    )
-    return False, f"{backend} does not compute in {precision} (known: {', '.join(known)})"
+
+    pairs: list[str] = []
+    for name, declared in BACKENDS.items():
+        pairs += [f"{name} {each}" for each in declared.computes]
+    return False, f"{backend} does not compute in {precision} (known: {', '.join(sorted(pairs))})"
 
 
 def _te_fp8(facts: MachineFacts, tier: Tier, scaling: str) -> Answer:
     if tier not in _FP8_TIERS:
-        return (
-            False,
-            f"Transformer Engine's FP8 needs compute capability 8.9 or more, {_here(facts, tier)}",
-        )
+        needs = "Transformer Engine's FP8 needs compute capability 8.9 or more"
+        return False, f"{needs}, {_here(facts, tier)}"
+
     library = facts.libraries.get("transformer_engine")
     if library is None or not library.ok:
-        return (
-            False,
-            f"Transformer Engine: {library.reason if library else 'not installed'} (make setup builds it)",
-        )
-    if lacking := _te_lacks(scaling, facts):
+        reason = library.reason if library else "not installed"
+        return False, f"Transformer Engine: {reason} (make setup builds it)"
+
+    lacking = _te_lacks(scaling, facts)
+    if lacking:
         return False, lacking
+
     version = f" {library.version}" if library.version else ""
-    emulated = (
-        ", emulated with MXFP8"
-        if scaling == "block" and _weakest(facts).capability >= (10, 0)
-        else ""
-    )
+    emulated = ""
+    if scaling == "block" and _weakest(facts).capability >= (10, 0):
+        emulated = ", emulated with MXFP8"
     return True, f"Transformer Engine{version} on FP8 tensor cores, {scaling} scaling{emulated}"
 
 
 def _te_lacks(scaling: str, facts: MachineFacts) -> str:
-    """What TE's own check for this scaling (quantization.py, check_recipe_support) would complain of; empty if nothing.
+    """Why TE would refuse this scaling here (its check_recipe_support in quantization.py); empty if it would not.
 
-    Its check on compute capability 8.9 is for cuBLASLt 12.1.3, which came with CUDA 12.1.
+    On compute capability 8.9 TE asks for cuBLASLt 12.1.3, which came with CUDA 12.1.
     """
-    weakest, cuda = _weakest(facts), _release(facts.torch_cuda)
+    weakest = _weakest(facts)
+    cuda = _release(facts.torch_cuda)
     built_for = f"torch is built for {facts.torch_cuda or 'no known version of it'}"
     if scaling == "block" and weakest.capability < (9, 0):
         return f"block scaling needs compute capability 9.0 or more, {_has(weakest)}"
@@ -127,57 +132,52 @@ def _torchao_fp8(facts: MachineFacts, tier: Tier, _: str) -> Answer:
     if library is None or not library.ok:
         return False, f"torchao: {library.reason if library else 'not installed'}"
     version = f"torchao {library.version}" if library.version else "torchao"
-    return True, f"{version}, dynamic scaling" + (
-        ", emulated on the CPU" if tier is Tier.CPU else ""
-    )
+    emulated = ", emulated on the CPU" if tier is Tier.CPU else ""
+    return True, f"{version}, dynamic scaling{emulated}"
 
 
 def _bf16(facts: MachineFacts, tier: Tier, _: str) -> Answer:
+    if tier is Tier.CPU and facts.cpu_bf16_isa:
+        return True, f"bf16 on the CPU ({', '.join(facts.cpu_bf16_isa)})"
     if tier is Tier.CPU:
-        isa = ", ".join(facts.cpu_bf16_isa)
-        return (
-            True,
-            f"bf16 on the CPU ({isa})"
-            if isa
-            else "bf16 on the CPU, slow: it has no bf16 instructions",
-        )
+        return True, "bf16 on the CPU, slow: it has no bf16 instructions"
     if tier in _BF16_TIERS:
         return True, "bf16 tensor cores"
-    return (
-        False,
-        f"bf16 needs compute capability 8.0 or more, {_here(facts, tier)} and would only emulate it",
-    )
+    needs = "bf16 needs compute capability 8.0 or more"
+    return False, f"{needs}, {_here(facts, tier)} and would only emulate it"
 
 
 def _fp16(facts: MachineFacts, tier: Tier, _: str) -> Answer:
-    return (
-        True,
-        "fp16 on the CPU, very slow: for tests at tiny sizes"
-        if tier is Tier.CPU
-        else "fp16 tensor cores",
-    )
+    if tier is Tier.CPU:
+        return True, "fp16 on the CPU, very slow: for tests at tiny sizes"
+    return True, "fp16 tensor cores"
 
 
 def _fp32(facts: MachineFacts, tier: Tier, _: str) -> Answer:
-    return True, "fp32 on the CPU" if tier is Tier.CPU else "fp32, TF32 where the card has it"
+    if tier is Tier.CPU:
+        return True, "fp32 on the CPU"
+    return True, "fp32, TF32 where the card has it"
 
 
 def _here(facts: MachineFacts, tier: Tier) -> str:
+    """What this machine has, for the end of a sentence that says what is needed."""
     if tier is Tier.CPU or not facts.devices:
         return "this machine runs on its CPU"
     return _has(_weakest(facts))
 
 
 def _weakest(facts: MachineFacts) -> Device:
+    """The GPU with the lowest compute capability, which decides for the machine."""
     return min(facts.devices, key=lambda device: device.capability)
 
 
 def _has(device: Device) -> str:
-    return f"{device.name} has {device.capability[0]}.{device.capability[1]}"
+    major, minor = device.capability
+    return f"{device.name} has {major}.{minor}"
 
 
 def _release(version: str | None) -> tuple[int, ...]:
-    """(12, 9) of "12.9"; () if unknown, which is less than any version."""
+    """(12, 9) for "12.9"; () if the version is unknown, which compares as less than any version."""
     return tuple(int(part) for part in (version or "").split(".") if part.isdigit())
 
 
@@ -210,4 +210,4 @@ BACKENDS: dict[str, Backend] = {
         computes={"bf16": _bf16, "fp16": _fp16, "fp32": _fp32},
     ),
 }
-"""By the names in a recipe's ladder, in the order in which messages list them."""
+"""All backends by their name in a recipe's ladder, in the order in which messages list them."""

@@ -1,10 +1,15 @@
 """The FP8 state of all slots of a model, packed: amax history [L, slots], scale [slots], statistics [slots, 8].
 
-One update, one all-reduce, one snapshot and one telemetry read serve the whole model, whatever its number of layers.
+A slot is one quantised tensor of one layer. The state of all of them is in a few tensors. One update, one all-reduce,
+one snapshot and one telemetry read therefore serve the whole model, however many layers it has.
 
-An amax passes through here in three steps. A cast raises its slot's entry in row 0 of the history, the staging row
-(`SlotBuffers.quantize`). At the end of the window the row goes out to be reduced over ranks (`staged`) and comes back
-to be rolled in (`end_window`), which also keeps it as the window's `peak`. `stats` hands the peak to telemetry.
+An amax takes this way in each window (the samples of one optimizer step):
+
+1. A cast raises its slot's entry in row 0 of the history, the staging row, to max|x| (`SlotBuffers.quantize`).
+2. At the end of the window the staging row is reduced over ranks by maximum (`staged` is what goes out).
+3. `end_window` rolls the reduced row into the history. The history gives the scale of the next window
+   (`scaling.update`). A skipped step leaves history and scale bit for bit as they were before it.
+4. `stats` gives the window's largest amax, `peak`, to telemetry.
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ from harness.precision.recipe import Fp8Config
 class ScalingState:
     """Amax history and scale of all slots of one backend, from one optimizer step to the next.
 
-    history: float32 [L, slots]. Row 0 is staging: casts raise it to their amax. Only written in place.
-    scale: float32 [slots]. Only written in place.
+    history: float32 [L, slots]. Row 0 is staging: casts raise it to their amax. Written in place only, as casts
+        hold views of it.
+    scale: float32 [slots]. Written in place only, as the history.
     fp8_max: float32 [slots], the largest finite value of each slot's format.
     peak: float32 [slots], the largest amax of the window.
     saturation: float32 [slots], the largest amax * scale / fp8_max of the window, under the scale in use.
@@ -38,12 +44,14 @@ class ScalingState:
         self.config, self.fp8_max = config, fp8_max
         self.history = fp8_max.new_zeros(config.amax_history_len, len(fp8_max))
         self.scale = torch.ones_like(fp8_max)
-        self.peak, self.saturation = torch.zeros_like(fp8_max), torch.zeros_like(fp8_max)
+        self.peak = torch.zeros_like(fp8_max)
+        self.saturation = torch.zeros_like(fp8_max)
         self.scrubbed = fp8_max.new_zeros(())
+        # History and scale as they were when the window began.
         self._entry = (self.history, self.scale)
 
     def begin_window(self) -> None:
-        """Drop what was staged since the last window, and remember what a skipped step must restore."""
+        """Drop amaxes staged since the last window, and copy the state that a skipped step must restore."""
         for tensor in (self.peak, self.saturation, self.scrubbed):
             tensor.zero_()
         self.history[0].zero_()
@@ -54,17 +62,19 @@ class ScalingState:
         return self.history[0].clone()
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Under `roll: micro_batch` this micro-batch's amaxes set the scales of the next. reduce: MAX over ranks."""
+        """Under `roll: micro_batch` a micro-batch's amaxes set the scales of the next. reduce: MAX over ranks."""
         if self.config.roll == "micro_batch":
             self._roll(reduce(self.history[0].clone()))
 
     def end_window(self, amax: Tensor, skip: Tensor) -> None:
-        """Roll `amax`, `staged` reduced over ranks, in unless micro-batches did.
+        """Roll the window's amaxes into the history, unless micro-batches did so already.
 
+        amax: `staged`, reduced over ranks.
         skip: 0-d, positive for a skipped step: history and scale become bit-equal to what they were before the window.
         """
         if self.config.roll == "step":
             self._roll(amax)
+        # A choice on the device: the host does not wait to learn whether the step was skipped.
         skipped = skip > 0
         history, scale = self._entry
         self.history.copy_(torch.where(skipped, history, self.history))
@@ -76,8 +86,10 @@ class ScalingState:
         return torch.stack([self.peak, self._entry[1], self.saturation])
 
     def _roll(self, amax: Tensor) -> None:
+        """Take in `amax`: the window's figures under the old scale, then history and scale by the delayed rule."""
         torch.maximum(self.peak, amax, out=self.peak)
         torch.maximum(self.saturation, amax * self.scale / self.fp8_max, out=self.saturation)
+
         self.history[0] = amax
         config = self.config
         history, scale, dropped = scaling.roll(
@@ -94,31 +106,36 @@ class ScalingState:
 
 
 class SlotBuffers(ScalingState):
-    """The state of every slot of one model, and the casts that use it; here they give bfloat16 carriers.
+    """The state of every slot of one model, and the casts that use it. Here casts give bfloat16 carriers.
 
     names: `<layer>.<role>` of each slot.
     formats: "e4m3" or "e5m2" of each slot.
-    active: on inside a precision context.
+    sums: float64 [slots, 8], sums behind the window's statistics (`scaling.shares`).
+    active: whether a precision context is entered.
     sampling: whether this window measures the statistics that cost more than an amax.
     gradient: format of every grad_output.
     demoted: first slots of the layers in BF16.
+    weights: quantised weights by their layer's first slot. An entry is a key, the operand and the plain weight. The key
+        says which weight and which scale the operand is of.
     epoch: counts changes of `scale`.
     window: counts optimizer steps begun.
-    weights: cache of quantised weights by their layer's first slot; its key says which weight and scale they are of.
+    kernel: the fused cast on a CPU; None where PyTorch casts.
+    kernel_note: which casts run, and why.
     """
 
     traced: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
-    """`linear` and `switching` of native_fp8 where a compiler is shown the casts."""
+    """`linear` and `switching` of native_fp8, where the compiler sees the casts; None: it sees one operator."""
     own_casts = True
-    """Whether `linear` casts by a kernel of its own, which the compiler does not look into."""
+    """Whether `linear` casts by our own kernel, which the compiler cannot look into."""
 
     def __init__(
         self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device
     ) -> None:
-        super().__init__(
-            config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
-        )
-        self.names, self.formats, self.device = tuple(names), tuple(formats), device
+        largest = [scaling.FORMATS[fmt].max for fmt in formats]
+        super().__init__(config, torch.tensor(largest, device=device))
+        self.names = tuple(names)
+        self.formats = tuple(formats)
+        self.device = device
         self.sums = torch.zeros(len(names), scaling.SUMS, dtype=torch.float64, device=device)
         self.active = False
         self.sampling = False
@@ -127,34 +144,39 @@ class SlotBuffers(ScalingState):
         self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
         self.epoch = 0
         self.window = 0
-        self.kernel, self.kernel_note = (
-            native_kernel.load() if device.type == "cpu" else (None, "PyTorch casts")
-        )
+        if device.type == "cpu":
+            self.kernel, self.kernel_note = native_kernel.load()
+        else:
+            self.kernel, self.kernel_note = None, "PyTorch casts"
+        # The kernel always writes an amax. One that is not recorded goes here.
         self._scratch = torch.zeros(1)
         self._scales_changed()
 
     def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Operand:
         """`rows` [m, n] of any float dtype, rounded to bfloat16 and then cast under the slot's scale.
 
-        record: measure amax and statistics. rights: it will be a right operand or a transposed left one, too.
+        record: measure amax and statistics.
+        rights: it will also be a right operand or a transposed left one, which on FP8 units needs another layout.
         """
         return self.operand(rows.to(torch.bfloat16).contiguous(), slot, record, rights)
 
     def operand(self, x: Tensor, slot: int, record: bool, rights: bool = True) -> Operand:
-        """As `activation`, from `x` [m, n] as it is."""
+        """As `activation`, but `x` [m, n] is cast without rounding it to bfloat16 first. For weights."""
         return Carrier(self.quantize(x.contiguous(), slot, record), self.inverses[slot])
 
     def quantize(self, x: Tensor, slot: int, record: bool) -> Tensor:
-        """Raw FP8 values of `x` (contiguous) in bfloat16, cast under the slot's scale.
+        """FP8 values of `x` (contiguous) held in bfloat16, cast under the slot's scale.
 
         record: raise the slot's amax in the staging row to max|x|, and measure statistics in a sampled window.
         """
         fmt = self.formats[slot]
+        # On a CPU one pass of the fused kernel casts, finds the amax and sums up the statistics.
         if self.kernel is not None and x.dtype in (torch.bfloat16, torch.float32):
-            # The kernel itself raises the float32 at this address, which is history[0, slot].
+            # The kernel raises the float32 at this address, which is history[0, slot]: row 0 comes first in memory.
             amax = self.history.data_ptr() + 4 * slot if record else self._scratch.data_ptr()
             stats = self.sums[slot].data_ptr() if record and self.sampling else None
             return self.kernel(x, self.scales[slot], fmt, amax, stats, scaling.by_rows(slot))
+
         quantized = scaling.quantize(x, self.scale[slot], fmt)
         if record:
             self._stage(x, slot)
@@ -165,9 +187,10 @@ class SlotBuffers(ScalingState):
         return quantized
 
     def observe(self, x: Tensor, slot: int) -> None:
-        """Record max|x| of a tensor that is multiplied in BF16; when sampling, also what FP8 would make of it.
+        """Record max|x| of a demoted layer's tensor, which is multiplied in BF16.
 
-        A demoted layer must not come back while its tensors would still lose too much.
+        In a sampled window also measure what a cast to FP8 would lose. The layer must not return to FP8 while its
+        tensors would still lose too much.
         """
         if self.sampling:
             self.quantize(x.detach().contiguous(), slot, record=True)
@@ -183,17 +206,17 @@ class SlotBuffers(ScalingState):
         torch.maximum(staged, amax.reshape(1), out=staged)
 
     def may_release(self) -> bool:
-        """Whether a layer may drop its quantised weight once backward has used it; here it stays for the window."""
+        """Whether a layer may drop its quantised weight after backward has used it. Here it stays for the window."""
         return False
 
     def backward_begins(self, last: bool | None) -> None:
-        """Backward of one more micro-batch begins. last: as of `PrecisionBackend.backward_context`."""
+        """Backward of one more micro-batch begins. last: as in `PrecisionBackend.backward_context`."""
 
     def before_update(self) -> None:
         """All of a window's backwards are done."""
 
     def begin_window(self, sample: bool = False) -> None:
-        """As `ScalingState.begin_window`; `sample`: collect for underflow, clipped share and SQNRs, too."""
+        """As `ScalingState.begin_window`. sample: also collect the sums for underflow, clipped share and SQNRs."""
         super().begin_window()
         self.window += 1
         self.sampling = sample
@@ -213,20 +236,20 @@ class SlotBuffers(ScalingState):
     def stats(self, sums: Tensor) -> Tensor:
         """float32 [8, slots] of the window that ended; rows in the order of the figures of `facts.SlotStats`.
 
-        sums: `sums`, reduced over ranks. The first row is the peak amax. Rows from clipped on are NaN where nothing
-        was sampled.
+        The first row is the peak amax. Rows from clipped on are NaN where nothing was sampled.
+
+        sums: `self.sums`, reduced over ranks.
         """
         return torch.cat([self.window_stats(), scaling.shares(sums)])
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: history float32 [L, slots] (staging empty), scale float32 [slots]; meta: slot names, formats."""
-        return {"history": self.history, "scale": self.scale}, {
-            "slots": list(self.names),
-            "formats": list(self.formats),
-        }
+        tensors = {"history": self.history, "scale": self.scale}
+        meta = {"slots": list(self.names), "formats": list(self.formats)}
+        return tensors, meta
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore in place. A state that a run without FP8 saved resets it.
+        """Restore in place. A state that a run without FP8 saved resets everything.
 
         Raises CheckpointError if slots, formats or history length differ.
         """
@@ -240,7 +263,7 @@ class SlotBuffers(ScalingState):
         if mine != saved:
             raise CheckpointError(
                 Problem(
-                    f"FP8 state is of {len(saved[0])} slots, history length {saved[2][0]}; this run has "
+                    f"the saved FP8 state has {len(saved[0])} slots, history length {saved[2][0]}; this run has "
                     f"{len(mine[0])} slots, history length {mine[2][0]}",
                     "fp8 state",
                     fix="resume with the recipe and model that wrote the checkpoint",
@@ -251,16 +274,14 @@ class SlotBuffers(ScalingState):
         self._scales_changed()
 
     def _scales_changed(self) -> None:
-        """Refresh what is derived from `scale` and drop cached FP8 weights.
-
-        inverse: 1 / scale, correctly rounded to float32.
-        """
+        """Refresh what is derived from `scale`, and drop quantised weights, which are of the old scales."""
         self.epoch += 1
         self.weights.clear()
+        # Tensor by tensor: correctly rounded to float32.
         self.inverse = torch.ones_like(self.scale) / self.scale
         self._read_scales()
 
     def _read_scales(self) -> None:
-        """A carrier's GEMM takes its scales as Python floats: read all of them from the device at once."""
+        """Read all scales from the device at once: a carrier's GEMM takes them as Python floats."""
         self.scales: list[float] = self.scale.tolist()
         self.inverses: list[float] = self.inverse.tolist()

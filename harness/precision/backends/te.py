@@ -1,26 +1,35 @@
-"""FP8 by Transformer Engine: te.Linear on shared Parameters, one outer autocast, FP8 state of our own.
+"""FP8 by Transformer Engine (TE): te.Linear on a model's own Parameters, with the FP8 state kept by this project.
 
-`fp8.scaling` chooses TE's recipe: delayed (DelayedScaling), current (Float8CurrentScaling), block (Float8BlockScaling).
-It ran on an H100 (docs/studies/hopper.md, tests/gpu); TE's own Python runs under it on the CPU (tests/te_cpu). What it
-leans on was read in the Python sources of TE 2.20.2 (quantization.py, module/{base,linear,layernorm_mlp}.py,
-distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
+TE computes the casts and the three GEMMs of each planned Linear (see `native` for them). `fp8.scaling` chooses TE's
+recipe: delayed (DelayedScaling), current (Float8CurrentScaling) or block (Float8BlockScaling). The files:
 
-- Entering an autocast with `enabled=False` inside an enabled one runs that module in BF16 and touches no FP8 state,
+    te.py          the backend: converts the model, enters TE's autocast, switches layers, saves and restores
+    te_linear.py   the layer that replaces a Linear
+    te_fused.py    a norm, or the first half of an MLP, computed in one TE block with the Linear after it
+    te_library.py  TE itself: import and checks, recipe objects, scales, recomputation
+
+It ran on an H100 (docs/studies/hopper.md, tests/gpu). On the CPU its tests run TE's own Python (tests/te_cpu).
+
+The te* files rely on the following facts. They were read in the Python sources of TE 2.20.2 (quantization.py,
+module/{base,linear,layernorm_mlp}.py, distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
+
+- A module runs in BF16 in an autocast with `enabled=False` inside an enabled one. It then touches no FP8 state,
   whatever the scaling.
-- `fp8_meta["scaling_fwd" | "scaling_bwd"]` exists once `init_fp8_metadata` ran inside an enabled autocast (outside of
-  one it does nothing) and lives as long as the module.
-- Under delayed scaling a cast reads its quantizer's scale and raises its amax, views of that state. TE rolls what
-  modules have put into its global buffers, at their first forward; one whose `fp8_meta` names a place there already is
-  left out, and rolls here (`DelayedScales`).
-- Weights are quantised at every forward unless `is_first_microbatch` is passed, so no stale FP8 copy outlives a switch.
-- Several calls of one module in a forward accumulate their largest amax; two modules that share a Parameter quantise
-  it each for itself.
+- `fp8_meta["scaling_fwd" | "scaling_bwd"]` exists after `init_fp8_metadata` ran inside an enabled autocast, and lives
+  as long as the module. Outside of an autocast `init_fp8_metadata` does nothing.
+- Under delayed scaling a cast reads its quantizer's scale and raises its amax. Both are views of `fp8_meta`'s state.
+- TE rolls the state of modules in its global buffers, where a module enters at its first forward. A module whose
+  `fp8_meta` already names a position there is left out. Ours do, and roll in `DelayedScales`.
+- Weights are quantised at every forward unless `is_first_microbatch` is passed. So no FP8 copy from before a switch is
+  used after it.
+- Several calls of one module in a forward record their largest amax. Two modules that share a Parameter quantise it
+  separately.
 - Current and block scaling keep no state, and no amax that could be read.
-- torch.utils.checkpoint runs a forward again in backward, where the outer autocast has been left: layers enter it by
-  themselves there, and scales move only after backward. te.checkpoint keeps history and scale of the first time in a
-  queue for each module, one entry for a forward, and puts them back for the second: the oldest, whatever forward that
-  is of (`Recomputations`).
-- A backward frees what its forward saved, and gradients are not differentiable.
+- torch.utils.checkpoint runs a forward again in backward, after the outer autocast was left. Layers enter it by
+  themselves there. Scales move only after backward.
+- te.checkpoint keeps history and scale of the first run in a queue for each module, one entry for each forward. For the
+  second run it restores the oldest entry, whichever forward that belongs to (`Recomputations`).
+- A backward frees what its forward saved, and gradients cannot be differentiated.
 """
 
 from __future__ import annotations
@@ -51,49 +60,64 @@ from harness.precision.scaling import SampledStats
 
 
 class TransformerEngineBackend:
-    """One outer te.autocast with one recipe object for the whole run; demoted layers disable it for themselves.
+    """One outer te.autocast with one recipe object for the whole run. Demoted layers disable it for themselves.
 
     Under delayed scaling histories roll when the recipe says (`fp8.roll`), after one MAX over ranks. A demoted layer
-    keeps a shadow amax, which rolls like any other, so that it returns with a warm scale. Raises MachineError if
-    TE cannot be imported, lacks what this was written for or cannot compute this way here, ConfigError naming layers
-    that it cannot stand in for.
+    still records amaxes, which roll like any other, so that it returns to FP8 with a warm scale.
+
+    Raises MachineError if TE cannot be imported, lacks something that is used here, or cannot compute this way on this
+    machine. Raises ConfigError naming layers that te.Linear cannot replace.
     """
 
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         library = self._library = te_library.load()
         fp8 = recipe.fp8
-        self._te, self._recipe = library.pytorch, te_library.make_recipe(library, fp8)
-        self.device, self.scaling = device, fp8.scaling
+        self._te = library.pytorch
+        self._recipe = te_library.make_recipe(library, fp8)
+        self.device = device
+        self.scaling = fp8.scaling
         self._rolls_between = fp8.scaling == "delayed" and fp8.roll == "micro_batch"
         self.layers = plan.fp8_layers()
         self.slot_names = plan.slot_names()
-        self.formats = ["e4m3", "e4m3", "e5m2" if fp8.format == "hybrid" else "e4m3"] * len(
-            self.layers
-        )
+        gradient = "e5m2" if fp8.format == "hybrid" else "e4m3"
+        self.formats = ["e4m3", "e4m3", gradient] * len(self.layers)
         self.note = f"transformer_engine {library.version}, {fp8.scaling} scaling"
         if fp8.scaling == "delayed":
             self.note += ", rolls once per " + fp8.roll.replace("_", "-")
         check_convertible(model, self.layers)
-        sampled = (
-            None
-            if fp8.scaling == "block"
-            else SampledStats(self.formats, device, measure=load_stats(device))
+
+        # What all layers share.
+        sampled = None
+        if fp8.scaling != "block":
+            sampled = SampledStats(self.formats, device, measure=load_stats(device))
+        self._recomputations = Recomputations(library.manager)
+        self._watch = Watch(
+            len(self.slot_names),
+            device,
+            self._recomputations,
+            everything=fp8.scaling != "delayed",
+            sampled=sampled,
         )
-        again = self._again = Recomputations(library.manager)
-        self._watch = Watch(len(self.slot_names), device, again, fp8.scaling != "delayed", sampled)
+
+        # Replace the planned layers, each with its three slots.
         converted = linear_class(library, self._recipe, fp8.scaling, self._watch)
         swapped = swap_linears(model, self.layers, lambda linear: convert(linear, converted))
         self.modules: dict[str, Any] = {
             pad_numbers(name): module for name, module in swapped.items()
         }
         for index, (name, module) in enumerate(swapped.items()):
-            module.slot, module.name_in_model = 3 * index, name
+            module.slot = 3 * index
+            module.name_in_model = name
+
+        # Fuse what the plan fuses. `__dict__` keeps a layer from becoming a submodule of another one.
         for name, norm in plan.fused_norms().items():
             te_fused.fuse(model.get_submodule(norm), swapped[name])
             swapped[name].__dict__["around"] = _between(model, name, norm)
         for name, first in plan.fused_mlps().items():
             swapped[first].__dict__["second"] = swapped[name]
             swapped[name].__dict__["around"] = _between(model, name, first)
+
+        # TE allocates its state before ours takes its place.
         self._start()
         fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in self.formats], device=device)
         self._scales: Scales
@@ -102,10 +126,11 @@ class TransformerEngineBackend:
         else:
             self._scales = TensorScales(fp8_max, self._watch.amax, blocks=fp8.scaling == "block")
         self.fell_back_to = ""
+        # Contexts with gradients whose backward is still to come.
         self._open = 0
 
     def _start(self) -> None:
-        """Let TE allocate its FP8 state, and say whether it can compute this way on this card."""
+        """Let TE allocate its FP8 state. Raises MachineError if it cannot compute this way on this card."""
         try:
             with torch.no_grad(), self._te.autocast(True, recipe=self._recipe):
                 for module in self.modules.values():
@@ -125,11 +150,11 @@ class TransformerEngineBackend:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """te.autocast inside bf16 autocast. What runs in it without gradients records nothing."""
+        """te.autocast inside bf16 autocast. A forward without gradients records nothing."""
         opened = self._watch.with_gradients = torch.is_grad_enabled()
         self._open += opened
         if opened:
-            self._again.forward_begins()
+            self._recomputations.forward_begins()
         self._watch.active = True
         try:
             with (
@@ -145,16 +170,15 @@ class TransformerEngineBackend:
 
     @contextmanager
     def backward_context(self, last: bool | None = None) -> Iterator[None]:
-        """Around backward, where activation checkpointing runs forwards again, and must compute the same.
+        """Around backward. Activation checkpointing runs forwards again there, which must give the same bits.
 
-        Where scales have moved since that forward (`roll: micro_batch`), only te.checkpoint does; any other raises
-        MisuseError, and so does te.checkpoint where it has not kept them: for a loss of an earlier step.
+        If scales have moved since that forward (`roll: micro_batch`), only te.checkpoint can do that. Any other kind
+        raises MisuseError. So does te.checkpoint for a loss of an earlier step, whose scales it no longer has.
         """
         self._watch.nested = False
+        # With no context open, this loss had a backward already or is of an earlier step: scales have moved since.
         if self._rolls_between and not self._open:
-            self._watch.rolled_under = (
-                True  # its forward counts as done: it had another backward, or is of before
-            )
+            self._watch.rolled_under = True
         self._watch.active = self._watch.in_backward = True
         try:
             yield
@@ -163,124 +187,131 @@ class TransformerEngineBackend:
 
     @torch.no_grad()
     def begin_window(self, sample: bool) -> None:
-        """An optimizer step begins. `sample`: measure what casts lose too, by casts of our own beside TE's."""
+        """An optimizer step begins. sample: also measure what casts lose, by casts of our own beside TE's."""
         self._watch.window += 1
         self._watch.amax.zero_()
         if self._watch.sampled is not None:
             self._watch.sampled.begin(sample)
         self._scales.begin_window()
-        self._again.forget()
-        self._open, self._watch.rolled_under = 0, False
+        self._recomputations.forget()
+        self._open = 0
+        self._watch.rolled_under = False
 
     @torch.no_grad()
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """After backward. reduce: MAX over ranks, used only under `roll: micro_batch`."""
+        """Backward of one micro-batch is done. reduce: MAX over ranks, used only under `roll: micro_batch`."""
         self._scales.end_micro_batch(reduce)
         self._open = max(self._open - 1, 0)
         if self._rolls_between:
-            self._again.rolled()
+            self._recomputations.rolled()
+            # Contexts that are still open had their forward under the scales of before.
             self._watch.rolled_under = self._open > 0
 
     def amax(self) -> Tensor:
-        """What the window's one MAX over ranks must carry, float32 [slots]: amaxes since scales last moved; a copy."""
+        """Amaxes since scales last moved, float32 [slots], for the window's one MAX over ranks; a copy."""
         return self._scales.staged()
 
     @torch.no_grad()
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [8, slots] as the protocol says; after a skipped step all FP8 state is what it was before."""
-        known = self._scales.finish(amax, skip)
+        """float32 [8, slots] as the protocol says. After a skipped step all FP8 state is what it was before."""
+        first_rows = self._scales.finish(amax, skip)
         sampled = self._watch.sampled
-        return torch.cat(
-            [
-                known,
-                known.new_full((5, known.shape[1]), torch.nan)
-                if sampled is None
-                else sampled.rows(mean),
-            ]
-        )
+        if sampled is None:
+            sampled_rows = first_rows.new_full((5, first_rows.shape[1]), torch.nan)
+        else:
+            sampled_rows = sampled.rows(mean)
+        return torch.cat([first_rows, sampled_rows])
 
     def scrubbed(self) -> Tensor:
         """Infinite amaxes dropped in this window."""
         return self._scales.scrubbed
 
     def switch(self, demote: Sequence[str], promote: Sequence[str]) -> None:
-        """Move layers (padded names) to BF16 and back, between two steps and alike on every rank."""
+        """Move layers (padded names) to BF16 and back, between two steps and the same on every rank."""
         self._watch.demoted |= {self.modules[name].slot for name in demote}
         self._watch.demoted -= {self.modules[name].slot for name in promote}
 
     def fall_back(self, precision: str) -> None:
-        """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
+        """Every layer to BF16 for good: FP8 layers have no other precision below them, whatever `precision` names."""
         self.fell_back_to = precision
         self.switch(list(self.modules), ())
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """history float32 [L, slots], scale float32 [slots]; the same layout as the native backend's.
 
-        Under current and block scaling, which keep no state, one row with the last amaxes, and ones. TE's own extra
-        state is a pickle, and empty after a BF16 forward: never used.
+        Current and block scaling keep no state: history is one row with the last amaxes, and scales are ones. TE's own
+        extra state is never used, as it is a pickle, and empty after a BF16 forward.
         """
         meta: Meta = {
             "slots": list(self.slot_names),
             "formats": list(self.formats),
             "demoted": list(self.demoted),
-        }
-        return self._scales.tensors(), {
-            **meta,
             "scaling": self.scaling,
             "lowered": self.fell_back_to,
         }
+        return self._scales.tensors(), meta
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore in place. Raises CheckpointError naming what differs: slots, formats, scaling or history length.
 
-        What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
+        A checkpoint of a run without FP8 resets the FP8 state. A downgrade in that run says nothing about FP8.
         """
         if not meta["slots"]:
             here = self._scales.tensors()
-            new = {
-                "history": torch.zeros_like(here["history"]),
-                "scale": torch.ones_like(here["scale"]),
-            }
-            self._scales.load(new)
+            history = torch.zeros_like(here["history"])
+            scale = torch.ones_like(here["scale"])
+            self._scales.load({"history": history, "scale": scale})
             self.fell_back_to = ""
             self.switch((), list(self.modules))
             return
+
         self._check_same(tensors, meta)
         self._scales.load(tensors)
         self.fell_back_to = meta["lowered"]
         self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])
 
     def _check_same(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if the saved FP8 state is not that of this run's slots, formats and scaling."""
         saved, mine = list(meta["slots"]), list(self.slot_names)
-        found: list[str] = []
+        differences: list[str] = []
         if saved != mine:
             only = [*sorted(set(saved) - set(mine)), *sorted(set(mine) - set(saved))]
             which = f"{only[0]} is in one of them only" if only else "in another order"
-            found.append(f"{len(saved)} slots, this run has {len(mine)} ({which})")
+            differences.append(f"{len(saved)} slots, this run has {len(mine)} ({which})")
         elif list(meta["formats"]) != self.formats:
+            # Name the first slot that differs.
             pairs = zip(saved, meta["formats"], self.formats, strict=True)
             name, theirs, ours = next(each for each in pairs if each[1] != each[2])
-            found.append(f"{name} in {theirs}, this run has {ours}")
-        kind, lengths = (
-            meta.get("scaling", "delayed"),
-            [len(tensors["history"]), len(self._scales.tensors()["history"])],
-        )
+            differences.append(f"{name} in {theirs}, this run has {ours}")
+
+        # The native backend saves no scaling: it has delayed scaling only.
+        kind = meta.get("scaling", "delayed")
+        saved_length = len(tensors["history"])
+        own_length = len(self._scales.tensors()["history"])
         if kind != self.scaling:
-            found.append(f"{kind} scaling, this run has {self.scaling}")
-        elif lengths[0] != lengths[1]:
-            found.append(f"history length {lengths[0]}, this run has {lengths[1]}")
-        if found:
+            differences.append(f"{kind} scaling, this run has {self.scaling}")
+        elif saved_length != own_length:
+            differences.append(f"history length {saved_length}, this run has {own_length}")
+
+        if differences:
             fix = "resume with the recipe and model that wrote the checkpoint"
-            raise CheckpointError(
-                [Problem(f"FP8 state is of {what}", "fp8 state", fix=fix) for what in found]
-            )
+            problems = [
+                Problem(f"the saved FP8 state has {what}", "fp8 state", fix=fix)
+                for what in differences
+            ]
+            raise CheckpointError(problems)
 
 
 def _between(model: nn.Module, one: str, other: str) -> list[nn.Module]:
-    """The modules that hold one of the two that are called so, and not the other."""
+    """The modules that contain one of two named modules, and not the other.
+
+    Their boundaries lie between the two: a hook on one of them would see what a fused block passes over.
+    """
     found: list[nn.Module] = []
     for name, beside in ((one, other), (other, one)):
         parts = name.split(".")
-        outer = (".".join(parts[:end]) for end in range(1, len(parts)))
-        found += [model.get_submodule(each) for each in outer if not beside.startswith(f"{each}.")]
+        for end in range(1, len(parts)):
+            outer = ".".join(parts[:end])
+            if not beside.startswith(f"{outer}."):
+                found.append(model.get_submodule(outer))
     return found

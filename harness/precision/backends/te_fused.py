@@ -1,9 +1,17 @@
-"""A norm and its Linear as one te.LayerNormLinear, and with SwiGLU and a second Linear as one te.LayerNormMLP.
+"""A norm and its Linear as one te.LayerNormLinear; with SwiGLU and a second Linear as one te.LayerNormMLP.
 
-Where a fused pair runs, the norm hands on a `Deferred` in the place of its output, and the Linear applies both. Where
-an MLP is fused, its first Linear hands on a Deferred too, SwiGLU's operations on it give further ones, and the second
-Linear applies all. What else is done with a Deferred computes it first, and what could change it, or look at its
-gradient, makes the Linear take it too: a module that declared too much is slower, not wrong.
+The model's code is not changed: it calls the norm, then the Linear. So the call of the norm must compute nothing yet,
+and the call of the Linear must compute both. Between the two calls a stand-in for the norm's output travels through the
+model's code, a `Deferred`. It has the shape of the output, and no values.
+
+1. The norm returns a `Normed` if its Linear is going to take it.
+2. The Linear receives the Normed, and computes norm and Linear in one TE block.
+3. In a fused MLP the first Linear returns a `Hidden` instead. Each operation of SwiGLU on it returns a `Part`. The
+   second Linear receives the last Part, and computes norm, both Linears and SwiGLU in one TE block.
+
+Any other code that works on a Deferred makes it compute its value first, and works on that. If that code could change
+the value, or asks for its gradient, the Deferred is settled: the Linear takes the computed value too, and fuses
+nothing. A module that declared too much as fusible is therefore slower, not wrong.
 """
 
 from __future__ import annotations
@@ -17,61 +25,77 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as every
+from torch.nn.modules import module as module_globals
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.core.errors import MisuseError, Problem
 from harness.precision.backends.te_library import RECOMPUTED
 
-# Known of what is not there yet. Its dtype is not: autocast has a say.
+# What a Deferred can answer without its value. Its dtype is not among it: that depends on autocast.
 _KNOWN = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel}
     | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device")}
 )  # fmt: skip
+# What asks for a tensor's gradient.
 _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
-_CHUNKS, _SPLITS, _PRODUCTS = (
-    {Tensor.chunk, torch.chunk},
-    {Tensor.split, torch.split},
-    {Tensor.mul, torch.mul},
-)
+# The operations of SwiGLU, beside silu.
+_CHUNKS = {Tensor.chunk, torch.chunk}
+_SPLITS = {Tensor.split, torch.split}
+_PRODUCTS = {Tensor.mul, torch.mul}
 
 
 class Deferred(Tensor):
-    """A tensor that has not been computed: NaN for what looks past Python, of the tensor's shape.
+    """A tensor that has not been computed. It has the tensor's shape, and NaN as its values.
 
-    linear: who may take it and apply what it stands for. gradients: whether they were on. settled: its value, once
-    somebody else has a hold on it. taken: the Linear has applied it. Code that takes it apart without PyTorch's Python
-    functions (an autograd.Function, an extension) would see the NaN, and a gradient that comes back to it raises
-    MisuseError: it would be lost. No name here is one of Tensor's, which code may mean.
+    linear: the layer that may take it, and compute what it stands for.
+    gradients: whether gradients were on when it was made.
+    settled: its value, after other code got hold of it; None: the value is not needed yet.
+    taken: whether the layer has computed it in a fused block.
+    whole: in an MLP the output of the first Linear that this is, or is made of.
+
+    Code that reads it without PyTorch's Python functions (an autograd.Function, an extension) sees the NaN. A gradient
+    that comes back to it would be lost, so it raises MisuseError.
+
+    No attribute here has the name of one of Tensor's, as model code would then get ours.
     """
 
     linear: Any
     gradients: bool
     settled: Tensor | None = None
     taken = False
-    # What a first Linear handed on, of which this is a part.
     whole: Hidden | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every PyTorch function that gets a Deferred comes here first."""
         kwargs = kwargs or {}
+
+        # Neither a question about the shape nor an operation of SwiGLU needs the value.
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         made = _swiglu(func, args, kwargs)
         if made is not None:
             return made
+
+        # After a fused block has run, there is no tensor left whose gradient a hook could see.
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Deferred)]
-        if func in _HOOKS and (found[0] if found[0].whole is None else found[0].whole).taken:
-            why = "the layer was applied together with what comes before it, whose output has no gradient of its own"
-            raise _misuse(
-                found[0].linear, "a hook is put on the gradient of what a fused layer took", why
-            )
+        if func in _HOOKS:
+            first = found[0]
+            owner = first if first.whole is None else first.whole
+            if owner.taken:
+                what = "a hook is put on the gradient of a tensor that a fused layer has taken"
+                why = "the layer was computed together with what comes before it, so that tensor has no gradient"
+                raise _misuse(first.linear, what, why)
+
+        # Run the function on computed values.
         for each in found:
             each.settle_others()
         values = {id(each): each.value() for each in found}
         args, kwargs = tree_map_only(Deferred, lambda each: values[id(each)], (args, kwargs))
         result = func(*args, **kwargs)
+
+        # If the function wrote to a value, or its result may do so later, the Linear must take that value.
         for each in found:
             value = values[id(each)]
             if (
@@ -83,7 +107,7 @@ class Deferred(Tensor):
         return result
 
     def value(self) -> Tensor:
-        """The tensor, computed now as it would have been then. Raises MisuseError if it can no longer be."""
+        """The tensor, computed now as it would have been then. Raises MisuseError if that is no longer possible."""
         if self.settled is not None:
             return self.settled
         with (
@@ -93,19 +117,28 @@ class Deferred(Tensor):
             return self.computed()
 
     def computed(self) -> Tensor:
-        """`value`, for the first time."""
+        """Compute the value, for `value`."""
         raise NotImplementedError
 
     def settle_others(self) -> None:
-        """Something may be about to change this: compute what was made of it before."""
+        """Code may be about to change this value: compute the Deferreds that were made of it before."""
 
     def hand_over(self) -> tuple[Sequence[Any], Tensor]:
-        """For `linear`: the modules whose work it does, first to last, and their input. None: the input is its own."""
+        """For `linear`: the modules that it computes before itself, first to last, and the input of the first.
+
+        No modules: the input is that of `linear` itself.
+        """
         return (), self.value()
 
 
 class Normed(Deferred):
-    """A norm's output. source: the norm's input. onward: what its Linear handed on in turn, at each call."""
+    """A norm's output.
+
+    source: the norm's input.
+    normaliser: the norm.
+    version: of `source` when the norm was called, which shows whether it was written to since.
+    onward: the Hiddens that its Linear returned, one for each call.
+    """
 
     source: Tensor
     normaliser: Any
@@ -117,16 +150,16 @@ class Normed(Deferred):
         return separately(self.untouched())
 
     def untouched(self) -> Tensor:
-        """`source`. Raises MisuseError if it was written to since."""
+        """`source`. Raises MisuseError if it was written to since the norm was called."""
         if self.source._version != self.version:
-            why = "the norm is applied together with the Linear, and would see what was written"
-            raise _misuse(
-                self.linear, "the norm's input was changed in place before its output was used", why
-            )
+            what = "the norm's input was changed in place before its output was used"
+            why = "the norm is computed together with the Linear, and would read the changed input"
+            raise _misuse(self.linear, what, why)
         return self.source
 
     def settle_others(self) -> None:
-        for hidden in (each() for each in self.onward):
+        for reference in self.onward:
+            hidden = reference()
             if hidden is not None and hidden.settled is None and not hidden.taken:
                 self.settled = self.value()
                 hidden.settle_others()
@@ -139,7 +172,12 @@ class Normed(Deferred):
 
 
 class Hidden(Deferred):
-    """The output of the first Linear of an MLP, for the second. parts: what SwiGLU made of it, in this order."""
+    """The output of the first Linear of an MLP, for the second.
+
+    normed: the first Linear's input.
+    window: the step that it was made in.
+    parts: what SwiGLU's operations made of it, in their order.
+    """
 
     normed: Normed
     window: Any
@@ -147,38 +185,41 @@ class Hidden(Deferred):
 
     def computed(self) -> Tensor:
         if self.linear.window != self.window:
+            what = "the output of an MLP's first layer is read after its forward"
             why = "it was left to the second layer, and weights or scales may have changed since"
-            raise _misuse(
-                self.linear,
-                "the output of an MLP's first layer is looked at after its forward",
-                why,
-            )
+            raise _misuse(self.linear, what, why)
+
+        # If the second layer has run, the norm's output may have been changed since. The value is that of before.
         normed = self.normed
-        # What was done with the norm's output after the second layer was applied is not in this.
-        again = (
-            deferred(normed.normaliser, normed.linear, normed.untouched()) if self.taken else normed
-        )
-        made: Tensor = normed.linear.separately(again)
+        if self.taken:
+            normed = deferred(normed.normaliser, normed.linear, normed.untouched())
+        made: Tensor = normed.linear.separately(normed)
         self.settled = made
         return made
 
     def halves(self) -> tuple[Tensor, ...]:
-        """The value's two halves, one pair of views of it."""
+        """The two halves of the value. Every call returns the same two views."""
         if "_halves" not in vars(self):
             self._halves = self.value().chunk(2, dim=-1)
         return self._halves
 
     def settle_others(self) -> None:
         self.value()
-        for part in (each() for each in self.parts):
+        for reference in self.parts:
+            part = reference()
             if part is not None:
                 part.value()
 
 
 class Part(Deferred):
-    """SwiGLU under way. step: "gate" | "up", a half; "silu", of the first; "gated", that times the second.
+    """A result within SwiGLU, silu(first half) * second half.
 
-    made: function and arguments of the last two.
+    step: which one.
+        "gate": the first half.
+        "up": the second half.
+        "silu": silu of the first half.
+        "gated": that times the second half, which is the second Linear's input.
+    made: function and arguments that made "silu" or "gated".
     """
 
     whole: Hidden  # type: ignore[assignment]
@@ -206,7 +247,10 @@ class Part(Deferred):
 
 
 def _swiglu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What the next operation of silu(first half) * second half hands on; None if this is another, or too late."""
+    """The Part, or pair of Parts, that an operation of SwiGLU returns.
+
+    None if the function is no operation of SwiGLU, or if a fused block can no longer compute it.
+    """
     first = args[0] if args else None
     whole = first.whole if isinstance(first, Deferred) else None
     if (
@@ -216,25 +260,30 @@ def _swiglu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         or whole.gradients != torch.is_grad_enabled()
     ):
         return None
-    step, half = getattr(first, "step", ""), whole.shape[-1] // 2
+    # The Hidden itself is at no step yet.
+    step = getattr(first, "step", "")
+
+    # The output is cut into two halves along its last dimension.
     if not step and (func in _CHUNKS or func in _SPLITS) and kwargs.keys() <= {"dim"}:
-        size = 2 if func in _CHUNKS else half
+        size = 2 if func in _CHUNKS else whole.shape[-1] // 2
         if (*args[1:], *kwargs.values()) in ((size, -1), (size, whole.ndim - 1)):
-            return tuple(_part(whole, each) for each in ("gate", "up"))
-    elif step == "gate" and func is F.silu and len(args) == 1 and not any(kwargs.values()):
+            return _part(whole, "gate"), _part(whole, "up")
+        return None
+
+    # silu of the first half, not in place.
+    if step == "gate" and func is F.silu and len(args) == 1 and not any(kwargs.values()):
         return _part(whole, "silu", func, args)
-    elif func in _PRODUCTS and len(args) == 2 and not kwargs:
+
+    # The product of that with the second half of the same output, in either order.
+    if func in _PRODUCTS and len(args) == 2 and not kwargs:
         other = args[1] if isinstance(args[1], Part) and args[1].whole is whole else None
-        return (
-            _part(whole, "gated", func, args)
-            if {step, getattr(other, "step", "")} == {"silu", "up"}
-            else None
-        )
+        if {step, getattr(other, "step", "")} == {"silu", "up"}:
+            return _part(whole, "gated", func, args)
     return None
 
 
 def _holds(leaf: Any, value: Tensor) -> bool:
-    """Whether `leaf`, a part of what a function returned, may be a way to write to `value`."""
+    """Whether `leaf`, a part of a function's result, may give its holder a way to write to `value`."""
     if isinstance(leaf, Tensor):
         strided = leaf.layout == torch.strided
         return strided and leaf.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
@@ -243,11 +292,12 @@ def _holds(leaf: Any, value: Tensor) -> bool:
     )
 
 
-def _handed_on(kind: type[Any], shape: Sequence[int], linear: Any, device: torch.device) -> Any:
-    """A `kind` of this shape for `linear`."""
+def _stand_in(kind: type[Any], shape: Sequence[int], linear: Any, device: torch.device) -> Any:
+    """A Deferred of class `kind` and this shape for `linear`."""
     with torch.no_grad():
         made = linear.nothing(device).expand(shape).as_subclass(kind)
-    made.linear, made.gradients = linear, torch.is_grad_enabled()
+    made.linear = linear
+    made.gradients = torch.is_grad_enabled()
     if made.gradients:
         with torch._C.DisableTorchFunctionSubclass():
             made.requires_grad_()
@@ -256,43 +306,56 @@ def _handed_on(kind: type[Any], shape: Sequence[int], linear: Any, device: torch
 
 
 def deferred(norm: Any, linear: Any, source: Tensor) -> Any:
-    """What `norm` hands on to `linear` for the input `source`."""
-    made = _handed_on(Normed, source.shape, linear, source.device)
-    made.source, made.normaliser, made.version, made.onward = source, norm, source._version, []
+    """What `norm` returns for the input `source`, to be taken by `linear`."""
+    made = _stand_in(Normed, source.shape, linear, source.device)
+    made.source = source
+    made.normaliser = norm
+    made.version = source._version
+    made.onward = []
     return made
 
 
 def hidden(normed: Normed, second: Any) -> Any:
-    """What a first Linear hands on to `second` when it was given `normed`."""
+    """What a first Linear returns for the input `normed`, to be taken by `second` after SwiGLU."""
     shape = (*normed.shape[:-1], normed.linear.out_features)
-    made = _handed_on(Hidden, shape, second, normed.device)
-    made.normed, made.window, made.parts, made.whole = normed, second.window, [], made
+    made = _stand_in(Hidden, shape, second, normed.device)
+    made.normed = normed
+    made.window = second.window
+    made.parts = []
+    made.whole = made
     normed.onward.append(ref(made))
     return made
 
 
 def _part(whole: Hidden, step: str, func: Any = None, args: Sequence[Any] = ()) -> Any:
-    made = _handed_on(Part, (*whole.shape[:-1], whole.shape[-1] // 2), whole.linear, whole.device)
-    made.whole, made.step, made.made = whole, step, (func, args)
+    shape = (*whole.shape[:-1], whole.shape[-1] // 2)
+    made = _stand_in(Part, shape, whole.linear, whole.device)
+    made.whole = whole
+    made.step = step
+    made.made = (func, args)
     whole.parts.append(ref(made))
     return made
 
 
 class _Lost:
-    """Called with a gradient of a Deferred itself."""
+    """A hook on a Deferred. A gradient that reaches it would be lost, as nothing was computed from its values."""
 
     def __init__(self, linear: Any) -> None:
         self._linear = linear
 
     def __call__(self, grad: Tensor) -> Tensor:
-        why = "an autograd.Function, a full backward hook or reentrant checkpointing took it from PyTorch's sight"
-        raise _misuse(
-            self._linear, "what was left to it did not arrive, and the gradient would be lost", why
-        )
+        what = "the tensor that it was to compute did not reach it, and the gradient would be lost"
+        why = "an autograd.Function, a full backward hook or reentrant checkpointing hid that tensor from PyTorch"
+        raise _misuse(self._linear, what, why)
 
 
 class _Deferring(nn.Module):
-    """A norm that leaves its computation to the Linear it feeds, where that runs in FP8. Pickled, it is a plain one."""
+    """A norm that leaves its computation to the Linear that it feeds, where that one runs in FP8.
+
+    feeds: that Linear.
+
+    A pickle of it is that of a plain norm.
+    """
 
     feeds: Any
 
@@ -302,7 +365,7 @@ class _Deferring(nn.Module):
         return deferred(self, self.feeds, args[0])
 
     def separately(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The norm alone."""
+        """The norm alone, computed here."""
         return super().forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -324,74 +387,83 @@ class LayerNorm(_Deferring, nn.LayerNorm):
 
 
 def fuse(norm: Any, linear: Any) -> None:
-    """From now on `norm`, an nn.RMSNorm or nn.LayerNorm, leaves its work to `linear` where that runs in FP8."""
+    """Make `norm`, an nn.RMSNorm or nn.LayerNorm, leave its computation to `linear` where that runs in FP8."""
     norm.__class__ = RMSNorm if is_rms(norm) else LayerNorm
     norm.__dict__["feeds"] = linear  # not as a submodule: names and checkpoints stay as they are
 
 
 def is_rms(norm: nn.Module) -> bool:
-    """Else it is a LayerNorm."""
+    """Whether it is an RMSNorm; else it is a LayerNorm."""
     return isinstance(norm, nn.RMSNorm)
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Whether a hook waits for gradients at a boundary of theirs: it would take a Deferred from PyTorch's sight."""
+    """Whether one of them has a backward hook. PyTorch wraps inputs and outputs for it, which hides a Deferred."""
     own = any(module._backward_hooks or module._backward_pre_hooks for module in modules)
-    return bool(own or every._global_backward_hooks or every._global_backward_pre_hooks)
+    return bool(
+        own or module_globals._global_backward_hooks or module_globals._global_backward_pre_hooks
+    )
 
 
 def block(te: Any, linear: Any, norm: Any, first: Any = None) -> Any:
-    """A te.LayerNormLinear of norm and `linear`, or a te.LayerNormMLP if `first` comes between: without Parameters of
-    its own, with the FP8 state of the te.Linear: the columns are the same, first those of `first`. `apply` runs it.
+    """A te.LayerNormLinear of `norm` and `linear`, or a te.LayerNormMLP of `norm`, `first`, SwiGLU and `linear`.
+
+    It has no Parameters of its own, and the FP8 state of the te.Linears. Its columns in that state are the same as
+    theirs, those of `first` first. `apply` runs it.
     """
-    kind: Any = te.LayerNormLinear if first is None else te.LayerNormMLP
-    made = kind(
-        linear.in_features if first is None else first.in_features,
-        linear.out_features if first is None else linear.in_features,
-        eps=norm.eps,
-        bias=linear.use_bias,
-        normalization="RMSNorm" if is_rms(norm) else "LayerNorm",
-        params_dtype=linear.weight.dtype,
-        device="meta",
-        **({} if first is None else {"activation": "swiglu"}),
-    )
+    common: dict[str, Any] = {
+        "eps": norm.eps,
+        "bias": linear.use_bias,
+        "normalization": "RMSNorm" if is_rms(norm) else "LayerNorm",
+        "params_dtype": linear.weight.dtype,
+        "device": "meta",
+    }
+    if first is None:
+        made = te.LayerNormLinear(linear.in_features, linear.out_features, **common)
+        meta = linear.fp8_meta
+    else:
+        sizes = (first.in_features, linear.in_features)
+        made = te.LayerNormMLP(*sizes, **common, activation="swiglu")
+        meta = _both_metas(first.fp8_meta, linear.fp8_meta)
     made._parameters.clear()
-    meta = linear.fp8_meta if first is None else _both_metas(first.fp8_meta, linear.fp8_meta)
     made.__dict__.update(fp8_meta=meta, fp8_initialized=True, fp8_meta_tensors_initialized=True)
     return made
 
 
 def apply(block: Any, linear: Any, norm: Any, first: Any = None) -> Callable[[Tensor], Tensor]:
-    """What computes all for BF16 [..., in_features]. Parameters are looked up anew: FSDP replaces them."""
+    """The function that runs `block` on BF16 [..., in_features].
+
+    Parameters are looked up at every call, because FSDP replaces them.
+    """
     own = {"layer_norm_weight": norm.weight, "layer_norm_bias": getattr(norm, "bias", None)}
     layers = {"": linear} if first is None else {"fc1_": first, "fc2_": linear}
     for name, layer in layers.items():
         own[f"{name}weight"] = layer.weight
         if layer.use_bias:
             own[f"{name}bias"] = layer.bias
-    casts = {
-        key: [each for layer in layers.values() for each in layer.quantizers[key]]
-        for key in linear.quantizers
-    }
+
+    # Quantizers too: those of an evaluation differ from those of training.
+    casts: dict[str, list[Any]] = {key: [] for key in linear.quantizers}
+    for layer in layers.values():
+        for key in casts:
+            casts[key] += layer.quantizers[key]
     block.__dict__.update(own, quantizers=casts, training=linear.training)
     return block.forward
 
 
 def _both_metas(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """What TE keeps of a module's FP8 state, for both; te.checkpoint has one queue of their histories and scales."""
+    """TE's FP8 state of two layers as that of one module, for which te.checkpoint keeps one queue."""
     made = {key: value for key, value in first.items() if key != RECOMPUTED}
     made["num_gemms"] = 2
     for key in ("scaling_fwd", "scaling_bwd"):
-        states = (first[key], second[key])
-        history, scale = (
-            _Joined([getattr(each, name) for each in states]) for name in ("amax_history", "scale")
-        )
+        history = _Joined([first[key].amax_history, second[key].amax_history])
+        scale = _Joined([first[key].scale, second[key].scale])
         made[key] = SimpleNamespace(amax_history=history, scale=scale)
     return made
 
 
 class _Joined:
-    """Tensors that te.checkpoint copies and puts back as one."""
+    """Several tensors that te.checkpoint copies and restores as if they were one."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -406,7 +478,10 @@ class _Joined:
 
 @torch.no_grad()
 def quantised(norm: Any, x: Tensor) -> Tensor:
-    """What a fused block casts, float32: the norm of BF16 rows by a BF16 weight, not rounded. For statistics."""
+    """The tensor that a fused block casts, float32: the norm of BF16 rows by a BF16 weight, not rounded to BF16.
+
+    For sampled statistics.
+    """
     weight = norm.weight.to(x.dtype).float()
     if is_rms(norm):
         return F.rms_norm(x.float(), norm.normalized_shape, weight, norm.eps)

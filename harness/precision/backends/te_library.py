@@ -1,13 +1,19 @@
-"""Transformer Engine as this project needs it: checked for what it leans on, its recipe object built, its scales kept.
+"""Transformer Engine as this project needs it. Four things are here:
 
-Amax and scale of every slot are kept here, used and filled by TE's casts. Slots are ordered layer by layer, each input,
-weight, grad_output, in the layout of `scaling.update`.
+- `load` imports TE and checks that it has everything that the te* files use.
+- `make_recipe` builds TE's recipe object from ours.
+- `DelayedScales` and `TensorScales` keep the amax and scale of every slot, which TE's casts read and fill.
+- `Recomputations` gives a recomputed forward the scales of its first run.
 
-Which forward a recomputation repeats, so that it takes the scales of that one: te.checkpoint keeps amax history and
-scale of every module's first forward in a queue, oldest first, and the second forward takes what is in front: of
-another forward, where one had no backward or came later in line. Autograd numbers the nodes that a thread makes, in
-their order, and knows which node is running: its number tells between which rolls its forward ran. All forwards
-between two rolls have the same scales.
+Slots are ordered layer by layer, each with input, weight and grad_output, in the layout of `scaling.update`.
+
+Why `Recomputations` is needed: te.checkpoint runs a forward twice, the second time within backward. It keeps amax
+history and scale of every module's first run in a queue, oldest first. The second run takes the front of the queue.
+That is the wrong entry if an earlier forward had no backward, or if backwards come in another order.
+
+How it finds the right entry: all forwards between two rolls have the same scales. So it is enough to know between which
+rolls a forward ran. Autograd numbers the nodes of a thread in the order in which they are made. During backward it
+knows which node is running, and so its number. Compared with the numbers at each roll, that gives the interval.
 """
 
 from __future__ import annotations
@@ -35,7 +41,8 @@ _RECIPES = {
     "current": "Float8CurrentScaling",
     "block": "Float8BlockScaling",
 }
-# Read by TE itself: they change how values are rounded or when histories roll, and no recipe key or plan would say so.
+# Environment variables that TE itself reads. They change how values are rounded or when histories roll, and neither
+# recipe nor plan would show it.
 _OVERRIDES = (
     "NVTE_BACKWARD_OVERRIDE",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
@@ -45,8 +52,14 @@ _OVERRIDES = (
 
 
 class Library(NamedTuple):
-    """pytorch: the module transformer_engine.pytorch. recipes: transformer_engine.common.recipe. recomputing: whether
-    te.checkpoint runs a forward again. checkpointing: whether it runs one at all. manager: TE's global FP8 state."""
+    """The parts of Transformer Engine that the te* files use.
+
+    pytorch: the module transformer_engine.pytorch.
+    recipes: the module transformer_engine.common.recipe.
+    recomputing: whether te.checkpoint is running a forward for the second time.
+    checkpointing: whether te.checkpoint is running a forward at all.
+    manager: the class that holds TE's global FP8 state.
+    """
 
     pytorch: Any
     recipes: Any
@@ -57,8 +70,12 @@ class Library(NamedTuple):
 
 
 def load() -> Library:
-    """Import it. Raises MachineError if it does not import, lacks what this was written for, or is overridden."""
-    if overridden := [name for name in _OVERRIDES if os.environ.get(name, "0") not in ("", "0")]:
+    """Import TE.
+
+    Raises MachineError if it does not import, lacks something that is used here, or is overridden by the environment.
+    """
+    overridden = [name for name in _OVERRIDES if os.environ.get(name, "0") not in ("", "0")]
+    if overridden:
         why = "it changes what Transformer Engine computes, against the recipe and the plan"
         raise MachineError(
             [
@@ -77,33 +94,45 @@ def load() -> Library:
         raise MachineError(
             Problem(f"Transformer Engine does not import: {error}", WHERE, fix=fix)
         ) from error
+
+    # Another version may have renamed or moved any of these. Better an error now than one in the middle of a step.
     version = str(getattr(package, "__version__", "of unknown version"))
-    needed = [(pytorch, name) for name in ("autocast", "Linear", "LayerNormLinear", "LayerNormMLP")]
-    needed += [(distributed, "in_fp8_activation_recompute_phase")]
-    needed += [(distributed, "is_fp8_activation_recompute_enabled")]
-    needed += [(recipes, name) for name in ("Format", *_RECIPES.values())]
-    needed += [
-        (getattr(pytorch, "Linear", None), "init_fp8_metadata"),
-        (quantization, "FP8GlobalStateManager"),
-    ]
+    linear = getattr(pytorch, "Linear", None)
     manager = getattr(quantization, "FP8GlobalStateManager", None)
-    needed += [
-        (manager, name)
-        for name in ("quantization_state", "get_buffer_info", "add_fp8_tensors_to_global_buffer")
-    ]
-    if missing := [name for owner, name in needed if not hasattr(owner, name)]:
-        raise unexpected(version, f"has no {', '.join(missing)}")
-    phases = (
-        distributed.in_fp8_activation_recompute_phase,
-        distributed.is_fp8_activation_recompute_enabled,
+    needed = (
+        (pytorch, ("autocast", "Linear", "LayerNormLinear", "LayerNormMLP")),
+        (
+            distributed,
+            ("in_fp8_activation_recompute_phase", "is_fp8_activation_recompute_enabled"),
+        ),
+        (recipes, ("Format", *_RECIPES.values())),
+        (linear, ("init_fp8_metadata",)),
+        (quantization, ("FP8GlobalStateManager",)),
+        (
+            manager,
+            ("quantization_state", "get_buffer_info", "add_fp8_tensors_to_global_buffer"),
+        ),
     )
-    return Library(pytorch, recipes, *phases, manager, version)
+    missing: list[str] = []
+    for owner, names in needed:
+        missing += [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise unexpected(version, f"has no {', '.join(missing)}")
+
+    return Library(
+        pytorch=pytorch,
+        recipes=recipes,
+        recomputing=distributed.in_fp8_activation_recompute_phase,
+        checkpointing=distributed.is_fp8_activation_recompute_enabled,
+        manager=manager,
+        version=version,
+    )
 
 
 def make_recipe(library: Library, fp8: Fp8Config) -> Any:
-    """TE's recipe object for `fp8`. Raises MachineError if TE does not take over every argument.
+    """TE's recipe object for `fp8`. Raises MachineError if the object does not have every argument that it was given.
 
-    Its recipe classes drop arguments that they do not know, without a word.
+    TE's recipe classes drop arguments that they do not know, without an error.
     """
     formats = library.recipes.Format
     wanted: dict[str, Any] = {
@@ -116,17 +145,18 @@ def make_recipe(library: Library, fp8: Fp8Config) -> Any:
             "amax_compute_algo": fp8.amax_compute_algo,
             "reduce_amax": True,
         }
-    recipe = getattr(library.recipes, _RECIPES[fp8.scaling])(**wanted)
-    if dropped := [name for name, value in wanted.items() if getattr(recipe, name, None) != value]:
-        raise unexpected(
-            library.version, f"ignores {', '.join(dropped)} of {_RECIPES[fp8.scaling]}"
-        )
+    kind = _RECIPES[fp8.scaling]
+    recipe = getattr(library.recipes, kind)(**wanted)
+    dropped = [name for name, value in wanted.items() if getattr(recipe, name, None) != value]
+    if dropped:
+        raise unexpected(library.version, f"ignores {', '.join(dropped)} of {kind}")
     return recipe
 
 
 def keep_out_of_global_state(library: Library, fp8_meta: dict[str, Any]) -> None:
-    """TE neither reduces nor rolls this module's amaxes. Raises MachineError if it would all the same."""
+    """Keep TE from reducing and rolling this module's amaxes. Raises MachineError if it would do so anyway."""
     manager = library.manager
+    # TE leaves out a module whose meta already names a position in the global buffer.
     fp8_meta[manager.get_buffer_info()] = []
     held = _held_by_te(manager)
     manager.add_fp8_tensors_to_global_buffer(fp8_meta)
@@ -141,103 +171,118 @@ def _held_by_te(manager: Any) -> int:
 
 
 def unexpected(version: str, what: str) -> MachineError:
-    """The error of a TE that is not as this was written for."""
+    """The error for a TE that differs from the version that this code was written for."""
     fix = f"install {WRITTEN_FOR}, which this was written for"
     return MachineError(Problem(f"Transformer Engine {version} {what}", WHERE, fix=fix))
 
 
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"
-"""Where a module's `fp8_meta` names its queue of what te.checkpoint is to compute again."""
+"""The key of a module's `fp8_meta` that holds the number of its queue, from which te.checkpoint's second run takes."""
 
 
 class Recomputations:
-    """What te.checkpoint keeps for one model in an optimizer step, by the roll that ended its time.
+    """The queues of te.checkpoint for one model in one optimizer step, sorted by the interval between two rolls.
 
-    manager: TE's global FP8 state, which has the queues. Forwards and rolls belong in one thread; where they do not,
-    no node's forward is known. Nothing here waits for the device.
+    manager: TE's global FP8 state, which holds the queues.
+
+    An interval is numbered by the rolls before it in this step, from 1 for the first. TE's own queues hold the entries
+    of the present interval. At a roll they are moved to `_kept`, at the number of the interval that ended.
+
+    Forwards and rolls belong in one thread. If they are in several, a node's number says nothing, and no interval is
+    known. Nothing here waits for the device.
     """
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._noted: dict[int, Mapping[str, Any]] = {}
+        self._metas: dict[int, Mapping[str, Any]] = {}
         self.forget()
 
     def forget(self) -> None:
-        """A step begins: what is left is of losses that were dropped and forwards that failed, and none's to repeat."""
+        """A step begins. Entries that are left belong to dropped losses and failed forwards: drop them."""
         for queue in self._queues().values():
             queue.clear()
-        self._noted.clear()
-        self._thread, self._one_thread = threading.get_ident(), True
-        # Nodes numbered below the first are of earlier steps, for which nothing is kept.
+        self._metas.clear()
+        self._thread = threading.get_ident()
+        self._one_thread = True
+        # The number of the next node when the step began, then at each roll. Lower numbers are of earlier steps.
         self._rolls = [torch.autograd._get_sequence_nr()]
+        # Nothing is kept for interval 0, the steps before.
         self._kept: list[dict[int, deque[Any]]] = [{}]
 
     def forward_begins(self) -> None:
-        """One with gradients."""
+        """A forward with gradients begins."""
         self._one_thread &= threading.get_ident() == self._thread
 
     def note(self, meta: Mapping[str, Any]) -> None:
-        """te.checkpoint runs a forward of a module with this `fp8_meta`, and TE keeps what its queue names."""
-        self._noted[id(meta)] = meta
+        """te.checkpoint runs the first forward of a module with this `fp8_meta`, and TE appends to its queue."""
+        self._metas[id(meta)] = meta
 
     def rolled(self) -> None:
-        """Scales have moved: what is in the queues now is of the time before."""
+        """Scales have moved: the entries in the queues belong to the interval that ends here."""
         self._one_thread &= threading.get_ident() == self._thread
         self._rolls.append(torch.autograd._get_sequence_nr())
         queues = self._queues()
-        self._kept.append({place: deque(queue) for place, queue in queues.items()})
+        self._kept.append({number: deque(queue) for number, queue in queues.items()})
         for queue in queues.values():
             queue.clear()
 
     def moved(self) -> bool:
-        """Whether scales have moved since the forward whose backward runs now, or that forward is unknown."""
-        return self._time() != len(self._rolls)
+        """Whether scales have moved since the forward whose backward runs now, or may have: that forward is unknown."""
+        return self._interval() != len(self._rolls)
 
     def put_in_front(self, meta: Mapping[str, Any]) -> bool:
-        """Into this module's queue: what was kept when the forward ran whose backward runs now. False: nothing was."""
-        time, place = self._time(), meta.get(RECOMPUTED)
-        queue = self._queue(place)
-        if time is None or place is None or queue is None:
+        """Put the entry of the forward whose backward runs now in front of this module's queue.
+
+        Returns whether there is one.
+        """
+        interval = self._interval()
+        number = meta.get(RECOMPUTED)
+        queue = self._queue(number)
+        if interval is None or number is None or queue is None:
             return False
-        if time < len(self._rolls):
-            kept = self._kept[time].get(place)
+
+        # An entry of the present interval is in the queue already: all of them have the same scales.
+        if interval < len(self._rolls):
+            kept = self._kept[interval].get(number)
             if not kept:
                 return False
             queue.appendleft(kept.popleft())
         return len(queue) > 0
 
-    def _time(self) -> int | None:
-        """Of the node that runs: how many rolls, and the step's beginning, came before it; None if that is unknown."""
+    def _interval(self) -> int | None:
+        """The interval in which the forward of the running node ran; None if that is unknown."""
         node = torch._C._current_autograd_node()
-        return (
-            None
-            if node is None or not self._one_thread
-            else bisect_right(self._rolls, node._sequence_nr())
-        )
+        if node is None or not self._one_thread:
+            return None
+        return bisect_right(self._rolls, node._sequence_nr())
 
-    def _queue(self, place: int | None) -> deque[Any] | None:
+    def _queue(self, number: int | None) -> deque[Any] | None:
+        """TE's queue of this number; None if there is none yet."""
         queues = self._manager.quantization_state.fp8_tensors_recompute_buffer
-        return None if place is None or place >= len(queues) else queues[place]
+        if number is None or number >= len(queues):
+            return None
+        return queues[number]
 
     def _queues(self) -> dict[int, deque[Any]]:
-        found = {
-            meta.get(RECOMPUTED): self._queue(meta.get(RECOMPUTED)) for meta in self._noted.values()
-        }
-        return {
-            place: queue
-            for place, queue in found.items()
-            if place is not None and queue is not None
-        }
+        """The queues of all modules noted in this step, by number."""
+        found: dict[int, deque[Any]] = {}
+        for meta in self._metas.values():
+            number = meta.get(RECOMPUTED)
+            queue = self._queue(number)
+            if number is not None and queue is not None:
+                found[number] = queue
+        return found
 
 
-# te.Linear's columns: scaling_fwd has input, weight, output; scaling_bwd has grad_output, grad_input. The last one of
-# each is never quantised here and stays at history 0, scale 1.
+# How many tensors te.Linear keeps a scale for: scaling_fwd has input, weight and output, scaling_bwd has grad_output
+# and grad_input. The last of each is never quantised here. It stays at history 0 and scale 1.
 _COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}
+# Which of these five columns are our slots.
 _SLOTS = (0, 1, 3)
 
 
 class Scales(Protocol):
-    """What the backend asks of a way of scaling. amax and scale: float32 [slots]."""
+    """What the backend needs from a kind of scaling. amax and scale: float32 [slots]."""
 
     scrubbed: Tensor
     """Infinite amaxes dropped in the last window, float32 0-d."""
@@ -251,11 +296,15 @@ class Scales(Protocol):
         ...
 
     def staged(self) -> Tensor:
-        """What this rank saw since scales last moved, for the window's MAX over ranks; float32 [slots], a copy."""
+        """This rank's amaxes since scales last moved, for the window's MAX over ranks; float32 [slots], a copy."""
         ...
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
-        """End of a window; float32 [3, slots]: amax, scale in use, saturation. amax: `staged`, reduced over ranks."""
+        """The window ends; float32 [3, slots]: amax, scale in use, saturation.
+
+        amax: `staged`, reduced over ranks.
+        skip: 0-d, positive for a skipped step.
+        """
         ...
 
     def tensors(self) -> TensorDict:
@@ -268,34 +317,44 @@ class Scales(Protocol):
 
 
 class DelayedScales(ScalingState):
-    """TE's casts stage their amaxes in row 0 of one history for the whole model; it rolls here, as the recipe says.
+    """Delayed scaling: one history for the whole model, which TE's casts fill and which rolls here.
 
-    Each layer's `amax_history` [L, 3 or 2] and `scale` [3 or 2] in `fp8_meta` become views of `history` and `scale`,
-    and its quantizers are made anew from them: nothing is copied between TE and here, and a roll, a skip or a
-    checkpoint is a handful of kernels for any number of layers. Rolling as TE does would go by the order in which the
-    layers of all models in the process were first used, which ranks may not share, and at moments that depend on which
-    layer came first and whether it is in the loss.
+    Each layer's `amax_history` [L, 3 or 2] and `scale` [3 or 2] in `fp8_meta` become views of `history` and `scale`.
+    Its quantizers are rebuilt from the views. A cast then stages its amax in row 0 of `history` by itself. Nothing is
+    copied between TE and here, and a roll, a skip or a checkpoint takes a few kernels for any number of layers.
 
-    Raises MachineError if TE does not keep its state as this was written for.
+    TE's own rolling is not used. It follows the order in which layers of all models in the process were first used,
+    which may differ between ranks. It also rolls at moments that depend on which layer came first, and on whether that
+    layer is in the loss.
+
+    Raises MachineError if TE keeps its state in another layout.
     """
 
     def __init__(
         self, modules: Sequence[Any], config: Fp8Config, fp8_max: Tensor, version: str
     ) -> None:
-        device, width = fp8_max.device, sum(_COLUMNS.values())
+        device = fp8_max.device
+        width = sum(_COLUMNS.values())
         _check_layout(modules, config.amax_history_len, version)
-        self._columns = torch.tensor(
-            [width * i + slot for i in range(len(modules)) for slot in _SLOTS], device=device
-        )
-        super().__init__(
-            config,
-            torch.ones(width * len(modules), device=device).index_copy_(0, self._columns, fp8_max),
-        )
+
+        # The columns of our slots among the five of each module.
+        of_slots: list[int] = []
+        for index in range(len(modules)):
+            of_slots += [width * index + slot for slot in _SLOTS]
+        self._columns = torch.tensor(of_slots, device=device)
+
+        # The columns without a slot need some limit: 1.
+        limits = torch.ones(width * len(modules), device=device)
+        super().__init__(config, limits.index_copy_(0, self._columns, fp8_max))
+
+        # TE's state becomes views of ours.
         first = 0
         for module in modules:
             for key, columns in _COLUMNS.items():
-                state, own = module.fp8_meta[key], slice(first, first + columns)
-                state.amax_history, state.scale = self.history[:, own], self.scale[own]
+                state = module.fp8_meta[key]
+                own = slice(first, first + columns)
+                state.amax_history = self.history[:, own]
+                state.scale = self.scale[own]
                 module.quantizers[key] = state.make_quantizers()
                 first += columns
 
@@ -313,48 +372,52 @@ class DelayedScales(ScalingState):
         return {"history": self.history[:, self._columns], "scale": self.scale[self._columns]}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Any device; shapes as `tensors` gives them."""
+        """Restore in place. The tensors may be on any device, in the shapes that `tensors` gives."""
         device = self.scale.device
         self.history[:, self._columns] = tensors["history"].to(device)
         self.scale[self._columns] = tensors["scale"].to(device)
 
 
 def _check_layout(modules: Sequence[Any], length: int, version: str) -> None:
+    """Raises MachineError if a module's FP8 state is not laid out as `DelayedScales` needs it."""
     for key, columns in _COLUMNS.items():
         wanted = {"amax_history": (length, columns), "scale": (columns,)}
         for module in modules:
             state = module.fp8_meta.get(key)
             for attribute, shape in wanted.items():
                 found = getattr(state, attribute, None)
-                if (
-                    not isinstance(found, Tensor)
-                    or found.shape != shape
-                    or found.dtype != torch.float32
-                ):
-                    what = (
-                        f"{tuple(found.shape)} of {found.dtype}"
-                        if isinstance(found, Tensor)
-                        else repr(found)
-                    )
-                    raise unexpected(
-                        version, f"keeps {key}.{attribute} as {what}, not as {shape} of float32"
-                    )
+                what = repr(found)
+                if isinstance(found, Tensor):
+                    if found.shape == shape and found.dtype == torch.float32:
+                        continue
+                    what = f"{tuple(found.shape)} of {found.dtype}"
+                keeps = f"keeps {key}.{attribute} as {what}, not as {shape} of float32"
+                raise unexpected(version, keeps)
             if not hasattr(state, "make_quantizers"):
                 raise unexpected(version, f"makes no quantizers from {key}")
 
 
 class TensorScales:
-    """Current and block scaling: each cast takes its scale from the tensor at hand, so there is no state to keep.
+    """Current and block scaling: each cast computes its scale from its own tensor, so there is no state to keep.
 
-    amax is measured by hook (`Watch`). Current: scale is what the cast of the largest tensor used, fp8_max / amax, and
-    saturation is 1 by construction. Block: every 128 values, of weights every 128 x 128, have a scale of their own, so
-    scale is NaN (a tensor has no single one), and 1 for saturation says that no block can exceed its limit. As in TE's
-    kernels (common/recipe/recipe_common.cuh) an amax of 0 or infinity gives a scale of 1, so a saturation of 0 or
-    infinity.
+    fp8_max: float32 [slots], the largest finite value of each slot's format.
+    amax: float32 [slots], which hooks raise (`te_linear.Watch`).
+    blocks: whether it is block scaling.
+
+    Current scaling: the scale reported is that of the largest tensor of the window, fp8_max / amax. Saturation is 1 by
+    construction.
+
+    Block scaling: every 128 values have a scale of their own, in weights every 128 x 128. A tensor has no single
+    scale, so it is NaN. Saturation is 1, as no block can exceed its limit.
+
+    As in TE's kernels (common/recipe/recipe_common.cuh) an amax of 0 or infinity gives a scale of 1, and so a
+    saturation of 0 or infinity.
     """
 
     def __init__(self, fp8_max: Tensor, amax: Tensor, blocks: bool) -> None:
-        self._fp8_max, self._amax, self._blocks = fp8_max, amax, blocks
+        self._fp8_max = fp8_max
+        self._amax = amax
+        self._blocks = blocks
         self.scrubbed = torch.zeros((), device=fp8_max.device)
 
     def begin_window(self) -> None:
@@ -364,23 +427,23 @@ class TensorScales:
         """Nothing rolls."""
 
     def staged(self) -> Tensor:
-        """Measured by hook."""
+        """A copy of the amaxes that hooks measured."""
         return self._amax.clone()
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
-        """`skip` changes nothing."""
+        """The window's figures. `skip` changes nothing, as there is no state."""
         usable = (amax > 0) & torch.isfinite(amax)
         limit = torch.finfo(torch.float32).max
         scale = torch.where(usable, (self._fp8_max / amax).clamp_max(limit), 1.0)
         saturation = amax * scale / self._fp8_max
-        return torch.stack(
-            [amax, torch.full_like(scale, torch.nan) if self._blocks else scale, saturation]
-        )
+        if self._blocks:
+            scale = torch.full_like(scale, torch.nan)
+        return torch.stack([amax, scale, saturation])
 
     def tensors(self) -> TensorDict:
-        """The last amaxes as a history of one row."""
+        """The last amaxes as a history of one row, and scales of 1."""
         return {"history": self._amax[None].clone(), "scale": torch.ones_like(self._amax)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The last amaxes."""
+        """Restore the last amaxes."""
         self._amax.copy_(tensors["history"][0])

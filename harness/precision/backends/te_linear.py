@@ -1,4 +1,15 @@
-"""te.Linear on a Linear's own Parameters: leaves FP8 for BF16 and returns, and measures what TE keeps no amax of."""
+"""te.Linear on a Linear's own Parameters, and what a planned layer needs beside it.
+
+`convert` replaces a Linear by `PlannedLinear`, which is mixed into te.Linear. TE computes the three GEMMs. This file
+adds what TE does not do:
+
+- A layer can leave FP8 for BF16 and return, from one step to the next.
+- Amaxes are measured where TE keeps none: under current and block scaling, and of layers in BF16.
+- A forward without gradients, and a deep copy, record no amax.
+- Any number of tokens is accepted. TE's GEMMs take multiples of 16 or 128.
+- A norm before the layer, or the first half of an MLP, may be computed in one TE block with it (te_fused).
+- A forward that runs again in backward gets the scales of its first run, or an error.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +30,40 @@ from harness.precision.backends.te_library import Library, Recomputations
 from harness.precision.layers import pickled_as_linear
 from harness.precision.scaling import SampledStats
 
-# Token counts that TE's GEMMs take: the weight gradient's common dimension. 128: a block of block scaling.
+# TE's GEMMs take token counts that are multiples of this: tokens are the weight gradient's common dimension. 128 is a
+# block of block scaling.
 _TOKENS = {"delayed": 16, "current": 16, "block": 128}
-# Of one object, made when first wanted: a copy makes its own.
-_OF_ONE = ("silent", "fused")
-_PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta")))  # on "meta" nothing is drawn
+# Attributes that a layer makes when it first needs them. A copy makes its own.
+_NOT_COPIED = ("silent", "fused")
+# The attributes of a plain Linear. On "meta" no random numbers are drawn.
+_PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta")))
 
 
 class Watch:
     """What all converted layers of a model share. Nothing here waits for the device.
 
-    amax: float32 [slots], running max|x| under current and block scaling, where TE keeps none. everything: they are
-    measured by hook, for layers in FP8 too. sampled: what casts lose; None under block scaling, whose casts have a
-    scale for every block. demoted: first slots of layers in BF16. active: in a forward or backward under the precision
-    context. with_gradients: it was entered with gradients on. in_backward: a forward that runs now is a recomputation.
-    rolled_under: scales have moved since a forward whose backward is still to come. again: of which forward it is the
-    recomputation. nested: te.checkpoint was called in what this backward computes again. window: the step's number.
+    recomputations: finds the forward that a recomputation repeats, and the scales of that forward.
+    amax: float32 [slots], running max|x| under current and block scaling, where TE keeps none.
+    sampled: sums of what casts lose; None under block scaling, whose casts have a scale for every block.
+    everything: whether hooks measure layers in FP8 too, as TE keeps no amax.
+    demoted: first slots of the layers in BF16.
+    active: whether a forward or backward runs in the precision context.
+    with_gradients: whether that context was entered with gradients on.
+    in_backward: whether backward runs, so that a forward now is a recomputation.
+    rolled_under: whether scales have moved since a forward whose backward is still to come.
+    nested: whether this backward recomputes something that itself calls te.checkpoint.
+    window: the step's number.
     """
 
     def __init__(
         self,
         slots: int,
         device: torch.device,
-        again: Recomputations,
+        recomputations: Recomputations,
         everything: bool,
         sampled: SampledStats | None = None,
     ) -> None:
-        self.again = again
+        self.recomputations = recomputations
         self.amax = torch.zeros(slots, device=device)
         self.sampled = sampled
         self.everything = everything
@@ -65,10 +83,10 @@ class Watch:
 
 @torch.no_grad()
 def observe(amax: Tensor, x: Tensor) -> None:
-    """Raise `amax`, one float32, to max|x|; an infinity counts, a tensor with a NaN in it gives no evidence.
+    """Raise `amax`, one float32, to max|x|. An infinity counts. A tensor with a NaN changes nothing.
 
-    One reduction without temporaries, as this runs for every tensor of every layer under current scaling. A step
-    with a NaN is not applied anyway.
+    It is one reduction without temporaries, because under current scaling it runs for every tensor of every layer. That
+    a NaN hides the rest of its tensor does no harm: a step with a NaN is not applied.
     """
     if x.numel():
         largest = torch.linalg.vector_norm(x.detach(), torch.inf).float()
@@ -76,7 +94,7 @@ def observe(amax: Tensor, x: Tensor) -> None:
 
 
 def check_convertible(model: nn.Module, layers: Sequence[str]) -> None:
-    """Raises ConfigError naming every layer (as in the model) that te.Linear could not stand in for."""
+    """Raises ConfigError naming every layer (as in the model) that te.Linear could not replace."""
     problems: list[Problem] = []
     for name in layers:
         linear = model.get_submodule(name)
@@ -87,9 +105,8 @@ def check_convertible(model: nn.Module, layers: Sequence[str]) -> None:
         elif odd or "weight" not in linear._parameters:
             what = f"its weight is not its own Parameter ({', '.join(odd) or 'a plain tensor'})"
         if what:
-            problems.append(
-                Problem(what, f"layer {name}", fix=f'add "{name}" to layers.exclude in the recipe')
-            )
+            fix = f'add "{name}" to layers.exclude in the recipe'
+            problems.append(Problem(what, f"layer {name}", fix=fix))
     if problems:
         raise ConfigError(problems)
 
@@ -107,7 +124,7 @@ def convert(linear: nn.Linear, linear_class: type[Any]) -> Any:
     made.weight = linear.weight
     if linear.bias is not None:
         made.bias = linear.bias
-    # The very same containers: a hook's handle removes it from the dict it was put in.
+    # The same containers, not copies: a hook's handle removes the hook from the dict that it was put in.
     own = {"_parameters", "in_features", "out_features"}
     made.__dict__.update({name: value for name, value in vars(linear).items() if name not in own})
     return made
@@ -115,8 +132,13 @@ def convert(linear: nn.Linear, linear_class: type[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all converted layers of a model have in common. kind: "delayed" | "current" | "block", what `recipe` scales
-    by."""
+    """What all converted layers of a model have in common.
+
+    library: Transformer Engine.
+    recipe: TE's recipe object.
+    kind: the recipe's scaling, "delayed" | "current" | "block".
+    watch: what is measured, and the state of the run.
+    """
 
     library: Library
     recipe: Any
@@ -125,33 +147,35 @@ class Shared:
 
     @property
     def delayed(self) -> bool:
-        """Whether scales follow amax histories, which a forward writes."""
+        """Whether scales come from amax histories, which a forward writes."""
         return self.kind == "delayed"
 
     @property
     def multiple(self) -> int:
-        """Token counts that TE's GEMMs take are multiples of it."""
+        """TE's GEMMs take token counts that are multiples of it."""
         return _TOKENS[self.kind]
 
 
 class PlannedLinear(nn.Module):
-    """te.Linear's forward in a planned model; mixed into te.Linear, which is imported only where it runs.
+    """te.Linear's forward in a planned model. It is mixed into te.Linear, which is imported only where it runs.
 
-    shared: what all layers of the model have in common. slot: number of its first slot (input, weight, grad_output).
+    shared: what all layers of the model have in common.
+    slot: number of its first slot; the three are input, weight, grad_output.
     name_in_model: for messages.
 
-    In the precision context the input is cast to BF16 first, as every Linear's is: TE would quantise a float32 one
-    as it is. Outside of it, or in that of another model only, the layer is a plain one. Where a model turns
-    autocast off, the output has the input's dtype. A number of tokens that TE's GEMMs do not take is filled up with
-    zeros, which change no sum and no amax. Called several times in a forward, a layer's amax is the largest of all
-    calls, which share one scale.
+    In the precision context the input is cast to BF16 first, as in every Linear. TE would quantise a float32 input as
+    it is. Outside of the context, or in that of another model, the layer is a plain Linear. Where a model turns
+    autocast off, the output has the input's dtype.
 
-    A forward without gradients computes in FP8 and records nothing, wherever it is called. A deep copy (an EMA of
-    the weights, a teacher) follows the original: it computes in FP8 or BF16 as that does, with the same scales, and
-    records nothing. Pickled, it is a plain Linear.
+    A number of tokens that TE's GEMMs do not take is padded with zeros, which change no sum and no amax. If a layer is
+    called several times in a forward, all calls share one scale, and its amax is the largest of them.
+
+    A forward without gradients computes in FP8 and records nothing, wherever it is called. A deep copy (an EMA of the
+    weights, a teacher) computes in FP8 or BF16 as the original does, with the same scales, and records nothing. A
+    pickle of the layer is that of a plain Linear.
     """
 
-    # te.Linear's own.
+    # Attributes of te.Linear.
     weight: nn.Parameter
     in_features: int
     use_bias: bool
@@ -162,97 +186,106 @@ class PlannedLinear(nn.Module):
     slot: int
     name_in_model: str
     follows = False
-    # Quantizers of the forward with the same scales, whose amaxes are nobody's; made when first wanted.
+    # Quantizers for forwards that record nothing: the same scales, other amaxes. Made when first needed.
     silent: Sequence[Any] | None = None
-    # te.LayerNormLinear or te.LayerNormMLP with the same FP8 state; made when first wanted.
+    # te.LayerNormLinear or te.LayerNormMLP with the same FP8 state. Made when first needed.
     fused: Any = None
     # Modules whose boundary lies between this layer and what is fused with it.
     around: Sequence[nn.Module] = ()
-    # Where the output goes through SwiGLU: the layer that takes all of an MLP. Not as a submodule.
+    # In the first layer of an MLP with SwiGLU: the second layer, which computes all of it. Not a submodule.
     second: Any = None
-    # TE's own extra state is a pickle, and empty after a BF16 forward.
+    # Checkpoints hold no extra state of TE: it is a pickle, and empty after a BF16 forward.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
     @property
     def demoted(self) -> bool:
-        """In BF16 now; its three tensors go on being measured."""
+        """Whether it runs in BF16 now. Its three tensors are measured all the same."""
         return self.slot in self.shared.watch.demoted
 
     @property
     def window(self) -> int | None:
-        """What scales and weights are of; None outside of the precision context."""
+        """The step whose scales and weights are in use; None outside of the precision context."""
         watch = self.shared.watch
         return watch.window if watch.active else None
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             _refuse_compiled(self.name_in_model)
-        if isinstance(input, te_fused.Normed) and self._hands_on(input):
+        # The first layer of a fused MLP leaves its work to the second.
+        if isinstance(input, te_fused.Normed) and self._leaves_to_second(input):
             return te_fused.hidden(input, self.second)
         return self.separately(input)
 
     def separately(self, input: Tensor) -> Tensor:
-        """This layer, not left to a second one."""
+        """Compute this layer here, with what was left to it, rather than leave it to a second layer."""
         watch = self.shared.watch
         self._refuse_moved_scales()
 
-        # What was left to this layer, a norm or the first half of an MLP, is computed in one block with it.
-        around = torch.is_autocast_enabled(input.device.type)
+        # A norm, or the first half of an MLP, that was left to this layer is computed in one TE block with it.
+        autocast_on = torch.is_autocast_enabled(input.device.type)
         before: Sequence[Any] = ()
         if isinstance(input, te_fused.Deferred):
-            mine = (
-                around
+            left_to_this = (
+                autocast_on
                 and input.linear is self
                 and input.gradients == torch.is_grad_enabled()
                 and self._fuses()
             )
-            before, input = input.hand_over() if mine else ((), input.value())
-        own_dtype = torch.get_autocast_dtype(input.device.type) if around else input.dtype
+            if left_to_this:
+                before, input = input.hand_over()
+            else:
+                input = input.value()
+
+        # TE would quantise a float32 input as it is: every Linear's input is BF16 in the precision context.
+        own_dtype = torch.get_autocast_dtype(input.device.type) if autocast_on else input.dtype
         if input.is_floating_point():
             input = input.to(torch.bfloat16 if watch.active else own_dtype)
 
         in_fp8 = watch.active and not self.demoted
-        with self._autocast(in_fp8), _in_bf16(input.device.type, watch.active and not around):
+        with self._autocast(in_fp8), _in_bf16(input.device.type, watch.active and not autocast_on):
             out = self._product(input, before, in_fp8)
+
         if out.grad_fn is not None:
             out.grad_fn.register_prehook(_Once(self.name_in_model))
-            # TE returns a view out of a Function of its own, on which nothing may work in place.
+            # TE returns a view out of its own autograd Function. PyTorch forbids in-place work on such a view.
             out = torch.ops.aten._unsafe_view.default(out, out.shape)
 
         if watch.active and not self.follows:
             self._measure_call(input, before, out)
-        return out if around else out.to(own_dtype)
+        return out if autocast_on else out.to(own_dtype)
 
     def _refuse_moved_scales(self) -> None:
-        """Raise MisuseError where a forward runs again in backward, and the scales of the first one are not kept."""
+        """Raise MisuseError if this forward is a recomputation whose scales have moved and were not kept."""
         library, watch = self.shared.library, self.shared.watch
-        alone = (
+        without_te_checkpoint = (
             self.shared.delayed
             and watch.in_backward
             and watch.rolled_under
             and not library.recomputing()
         )
-        # What te.checkpoint is called for here will be computed again for a node that another thread may have made.
-        if alone and (library.checkpointing() or watch.again.moved()):
+        # Within te.checkpoint this forward will be recomputed for a node that another thread may have made.
+        if without_te_checkpoint and (library.checkpointing() or watch.recomputations.moved()):
             raise _recomputed(self.name_in_model)
 
     def _product(self, input: Tensor, before: Sequence[Any], in_fp8: bool) -> Tensor:
-        """What te.Linear makes of `input`, or the block of this layer and what comes before it."""
+        """te.Linear of `input`, or the TE block of this layer and the modules `before` it."""
         run = partial(self._with, before) if before else super().forward
         delayed = self.shared.delayed
         if not in_fp8:
             return run(input)
         if delayed:
-            self._keep_apart(before)
+            self._match_recomputation(before)
+        # Only delayed scaling records amaxes in a cast. A copy's quantizers record nowhere anyway.
         if not delayed or self.follows or self._records():
             return filled_up(run, input, self.shared.multiple)
         return self._silently(run, input, before)
 
     def _measure_call(self, input: Tensor, before: Sequence[Any], out: Tensor) -> None:
-        """What this forward, and the backward to come, show of the three tensors."""
+        """Measure input and weight of this forward now, and grad_output when its backward runs."""
         watch = self.shared.watch
         if self._records() and not self.shared.library.recomputing():
+            # A fused block casts the norm's output, which is computed here for sampled statistics only.
             if not before:
                 self._measure(0, input)
             elif self._samples():
@@ -262,17 +295,22 @@ class PlannedLinear(nn.Module):
             out.register_hook(lambda grad: self._measure(2, grad))
 
     def _autocast(self, in_fp8: bool) -> AbstractContextManager[Any]:
-        """TE's autocast is one for the process: around this layer it is this model's, or none."""
+        """TE's autocast for this layer: this model's recipe, or off.
+
+        TE has one autocast state for the process, so another model's may be on. Entering it where it is right already
+        would only cost time.
+        """
         library, recipe = self.shared.library, self.shared.recipe
         state = library.manager.quantization_state
         as_it_is = state.fp8_enabled == in_fp8 and (not in_fp8 or state.fp8_recipe is recipe)
         return nullcontext() if as_it_is else library.pytorch.autocast(in_fp8, recipe=recipe)
 
     def takes_over(self, norm: nn.Module, x: Tensor) -> bool:
-        """Whether this layer will apply `norm`, which feeds it, to `x` by itself: in FP8, on what TE takes.
+        """Whether this layer will compute `norm`, which feeds it, of `x` in one block with itself.
 
-        Rows of zeros fill up an RMSNorm's input; a LayerNorm would make its bias of them.
+        It does in FP8, on inputs that TE takes.
         """
+        # A subclass of Tensor may do anything, and an inference tensor has no version to check.
         if (
             type(x) is not Tensor
             or not x.is_floating_point()
@@ -280,23 +318,21 @@ class PlannedLinear(nn.Module):
             or not self._fuses()
         ):
             return False
-        if not _is_bf16_around(x.device.type) or te_fused.hooked(self, *self.around):
+        if not _in_bf16_autocast(x.device.type) or te_fused.hooked(self, *self.around):
             return False
+
+        # Rows of zeros may pad an RMSNorm's input: its output there is zero. A LayerNorm's would be its bias.
         whole = x.shape[-1:] == (self.in_features,) and x.numel() > 0
         return whole and (
             te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % self.shared.multiple
         )
 
     def nothing(self, device: torch.device) -> Tensor:
-        """What a norm that was taken over hands on instead of values: NaN, float32 0-d."""
+        """What a norm that is computed here returns instead of values: NaN, float32 0-d."""
         return self.shared.watch.nothing(device)
 
-    def _hands_on(self, normed: te_fused.Normed) -> bool:
-        """Whether the second layer of an MLP will apply this one and its norm, if SwiGLU is all that comes between.
-
-        Not where a step's casts are sampled, as what lies between comes out of no block. TE's backward asks a bias
-        that an RMSNorm does not have whether it wants a gradient, if neither input nor weight does.
-        """
+    def _leaves_to_second(self, normed: te_fused.Normed) -> bool:
+        """Whether the second layer of an MLP computes this one and its norm, if only SwiGLU comes between."""
         watch = self.shared.watch
         second, grads = self.second, torch.is_grad_enabled()
         if (
@@ -306,43 +342,56 @@ class PlannedLinear(nn.Module):
             or normed.gradients != grads
         ):
             return False
-        if not _is_bf16_around(normed.device.type):
+        if not _in_bf16_autocast(normed.device.type):
             return False
+
+        # Where casts are sampled the tensors between the layers are needed, and a block does not return them.
         if self._samples() and (grads or watch.with_gradients or watch.in_backward):
             return False
+
+        # If neither input nor weight wants a gradient, TE's backward asks the norm's bias, which an RMSNorm lacks.
         wanted = not grads or normed.source.requires_grad or normed.normaliser.weight.requires_grad
+        # Rows of zeros may pad a first layer without a bias only: else they would not stay zero.
         whole = not self.use_bias or not normed.numel() // self.in_features % self.shared.multiple
         return wanted and whole and not te_fused.hooked(self, second, *self.around, *second.around)
 
     def _fuses(self) -> bool:
+        """Whether it may run in a fused block now: in FP8, under delayed scaling."""
         return self.shared.delayed and self.shared.watch.active and not self.demoted
 
     def _with(self, before: Sequence[Any], rows: Tensor) -> Tensor:
+        """The TE block of `before` and this layer, on `rows`."""
         return te_fused.apply(self._block(before), self, *before)(rows)
 
     def _block(self, before: Sequence[Any]) -> Any:
+        """The TE block of `before` and this layer, made when it is first needed."""
         if self.fused is None:
-            self.__dict__["fused"] = te_fused.block(
-                self.shared.library.pytorch, self, *before
-            )  # not as a submodule
+            made = te_fused.block(self.shared.library.pytorch, self, *before)
+            self.__dict__["fused"] = made  # not as a submodule
         return self.fused
 
-    def _keep_apart(self, before: Sequence[Any]) -> None:
-        """What te.checkpoint keeps, or takes out, is of the forward that it computes again."""
+    def _match_recomputation(self, before: Sequence[Any]) -> None:
+        """Under te.checkpoint: note the first run's queue, or give the second run the entry of its own first run.
+
+        Raises MisuseError if there is no such entry.
+        """
         library, watch = self.shared.library, self.shared.watch
         recomputing = library.recomputing()
         if not recomputing and not library.checkpointing():
             return
         meta = (self._block(before) if before else self).fp8_meta
         if not recomputing:
-            watch.again.note(meta)
+            watch.recomputations.note(meta)
             watch.nested |= watch.in_backward
-        # A node that is made in backward may be another thread's; without a roll all that is kept is the same.
-        elif (watch.rolled_under or not watch.nested) and not watch.again.put_in_front(meta):
+            return
+        # A nested checkpoint's node was made in backward, maybe by another thread, and then cannot be looked up. If no
+        # scales have moved, it need not be: all entries have the same scales.
+        look_up = watch.rolled_under or not watch.nested
+        if look_up and not watch.recomputations.put_in_front(meta):
             raise _not_kept(self.name_in_model)
 
     def _records(self) -> bool:
-        """Gradients are wanted: te.checkpoint may run a forward that is to have some without them."""
+        """Whether this forward is to have gradients. te.checkpoint may run it for the first time with gradients off."""
         shared = self.shared
         return torch.is_grad_enabled() or (
             shared.watch.with_gradients and shared.library.checkpointing()
@@ -351,7 +400,7 @@ class PlannedLinear(nn.Module):
     def _silently(
         self, run: Callable[[Tensor], Tensor], input: Tensor, before: Sequence[Any]
     ) -> Tensor:
-        """`run` with quantizers that have the same scales and note their amaxes where nobody looks."""
+        """`run` with quantizers that have the same scales and record their amaxes elsewhere."""
         layers = (*before[1:], self)
         own = [layer.quantizers for layer in layers]
         for layer in layers:
@@ -367,9 +416,13 @@ class PlannedLinear(nn.Module):
                 layer.quantizers = quantizers
 
     def _measure(self, role: int, x: Tensor) -> None:
-        """role: 0 input, 1 weight, 2 grad_output."""
+        """Raise the amax of a slot to that of `x` where TE does not, and add its cast to sampled statistics.
+
+        role: 0 input, 1 weight, 2 grad_output.
+        """
         watch = self.shared.watch
         key, column = ("scaling_bwd", 0) if role == 2 else ("scaling_fwd", role)
+        # Under current and block scaling TE keeps no amax. Under delayed scaling a demoted layer has no cast of TE's.
         if watch.everything:
             observe(watch.amax[self.slot + role], x)
         elif self.demoted:
@@ -379,18 +432,19 @@ class PlannedLinear(nn.Module):
             watch.sampled.add(self.slot + role, x, scale)
 
     def _samples(self) -> bool:
+        """Whether this window measures statistics of casts."""
         sampled = self.shared.watch.sampled
         return sampled is not None and sampled.sampling
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy shares the scales, in `fp8_meta`. Its quantizers record their amaxes elsewhere.
         memo[id(self.fp8_meta)] = self.fp8_meta
         memo[id(self.quantizers)] = {
             key: [_unrecorded(q) for q in own] for key, own in self.quantizers.items()
         }
         made = memo[id(self)] = object.__new__(type(self))
-        made.__dict__.update(
-            copy.deepcopy({k: v for k, v in vars(self).items() if k not in _OF_ONE}, memo)
-        )
+        state = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+        made.__dict__.update(copy.deepcopy(state, memo))
         made.follows = True
         return made
 
@@ -401,22 +455,21 @@ class PlannedLinear(nn.Module):
 
 
 def linear_class(library: Library, recipe: Any, kind: str, watch: Watch) -> type[Any]:
-    """The subclass of te.Linear for one model. kind: as in `Shared`."""
+    """The subclass of te.Linear for the layers of one model. kind: as in `Shared`."""
     own = {"shared": Shared(library, recipe, kind, watch), "__module__": __name__}
     return type("Linear", (PlannedLinear, library.pytorch.Linear), own)
 
 
 class _Once:
-    """Called before a layer's backward. Raises MisuseError where TE would fail obscurely, or leave a term out."""
+    """A hook before a layer's backward. Raises MisuseError where TE would fail obscurely, or lose a term."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._passed = name, False
+        self._name = name
+        self._passed = False
 
     def __call__(self, *_: Any) -> None:
-        where, fix = (
-            f"layer {self._name}",
-            "keep the layer out of FP8 (layers.exclude), or take a native rung",
-        )
+        where = f"layer {self._name}"
+        fix = "keep the layer out of FP8 (layers.exclude), or take a native rung"
         if torch.is_grad_enabled():
             why = "its backward cannot be differentiated: the terms through this layer would be missing in silence"
             what = "Transformer Engine has no gradients of gradients (create_graph=True)"
@@ -431,11 +484,11 @@ class _Once:
 
 
 def _in_bf16(device_type: str, wanted: bool) -> AbstractContextManager[Any]:
-    """Without autocast TE refuses inputs of another dtype than its Parameters'."""
+    """bf16 autocast if `wanted`. Without autocast TE refuses inputs whose dtype is not that of its Parameters."""
     return torch.autocast(device_type, dtype=torch.bfloat16) if wanted else nullcontext()
 
 
-def _is_bf16_around(device_type: str) -> bool:
+def _in_bf16_autocast(device_type: str) -> bool:
     return (
         torch.is_autocast_enabled(device_type)
         and torch.get_autocast_dtype(device_type) == torch.bfloat16
@@ -443,7 +496,7 @@ def _is_bf16_around(device_type: str) -> bool:
 
 
 def filled_up(run: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:
-    """`run` on the rows of `x`, zeros added up to a multiple of `multiple` and taken off again."""
+    """`run` on the rows of `x`, padded with zeros to a multiple of `multiple`. The padding's results are cut off."""
     tokens = x.numel() // x.shape[-1]
     missing = -tokens % multiple
     if not missing:
@@ -453,7 +506,7 @@ def filled_up(run: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tens
 
 
 def _unrecorded(quantizer: Any) -> Any:
-    """A quantizer with the same scale, which notes its amaxes where nobody looks."""
+    """A quantizer with the same scale, which records its amax in a tensor that nothing reads."""
     made = copy.copy(quantizer)
     if hasattr(quantizer, "amax"):
         made.amax = torch.zeros_like(quantizer.amax)
@@ -465,16 +518,16 @@ def _recomputed(name: str) -> MisuseError:
         "torch.utils.checkpoint, or te.checkpoint within either, with two forwards before a backward, or two backwards "
         "for one context, does not go with fp8.roll: micro_batch"
     )
-    why = "the forward that runs again in backward would use scales that have moved since, unlike the first"
+    why = "scales have moved since the first run of this forward: its recomputation in backward would differ from it"
     fix = "checkpoint the block with transformer_engine.pytorch.checkpoint alone, or take fp8.roll: step"
     return MisuseError(Problem(what, f"layer {name}", why, fix))
 
 
 def _not_kept(name: str) -> MisuseError:
-    what = "te.checkpoint has no scales of the forward that it is to compute again"
+    what = "te.checkpoint has no scales of the forward that it has to recompute"
     why = (
         "that forward was in an earlier optimizer step, in another thread, or in eval() under a Transformer Engine "
-        "before 2.20: others would give another result"
+        "before 2.20, and other scales would give another result"
     )
     fix = "call backward in the step, and the thread, of the forward, with the model in train()"
     return MisuseError(Problem(what, f"layer {name}", why, fix))
@@ -484,8 +537,12 @@ def _not_kept(name: str) -> MisuseError:
     reason="the transformer_engine backend does not compile: leave the model eager"
 )
 def _refuse_compiled(name: str) -> None:
-    """A call that graphs break at: what is raised while a graph is traced may be swallowed, and the code run eager."""
-    why = "it refuses DelayedScaling in a graph, and what is measured by hook would be lost under any scaling"
+    """Raise MisuseError outside of the graph.
+
+    The compiler breaks the graph at this call. It may swallow an error that is raised while it traces, and run the code
+    eager.
+    """
+    why = "it refuses DelayedScaling in a graph, and under any scaling the measurements by hooks would be lost"
     fix = "leave the model eager, or take a recipe whose rung here is native"
     raise MisuseError(
         Problem("the transformer_engine backend does not compile", f"layer {name}", why, fix)

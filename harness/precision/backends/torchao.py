@@ -1,9 +1,15 @@
 """Dynamic FP8 scaling by torchao: its own casts and GEMMs, watched, eager or inside `torch.compile`.
 
-torchao keeps no amax or scale state, so both are measured by layers of our own. In a compiled graph an amax leaves
-through an operator that says it writes to what the layer's GEMM gave: so it cannot be dropped, costs no copy, and the
-state behind it is no input of the graph. Layers of a block in which one is demoted, and all layers in a sampled window,
-go through one operator that does everything when it runs, as in native_fp8.
+Under dynamic scaling each cast computes its scale from its own tensor. torchao makes the casts and the three GEMMs of
+each planned Linear (see `native` for them), and keeps neither amax nor scale. `WatchedLinear` measures both.
+
+Under torch.compile a layer goes one of two ways:
+
+- Usually the compiler traces torchao's casts and GEMMs. An amax leaves the graph through the operator torchao_note,
+  which claims to write to the GEMM's result. The compiler can therefore not drop it, it costs no copy, and the state
+  that it writes to is no input of the graph.
+- In a block in which a layer is demoted, and in all blocks in a sampled window, one operator does everything when it
+  runs, as in native_fp8. A block is compiled twice at most, however often layers switch.
 """
 
 from __future__ import annotations
@@ -37,21 +43,25 @@ from harness.precision.products import planned_autocast
 from harness.precision.recipe import Recipe
 from harness.precision.scaling import SampledStats
 
-# What torchao adds to a Linear's attributes, and what belongs to the layer of a run.
-_THEIRS = (
+# Attributes that torchao adds to a Linear.
+_OF_TORCHAO = (
     "config",
     "linear_mm_config",
     "scaling_type_input",
     "scaling_type_weight",
     "scaling_type_grad_output",
 )
+# Attributes that a plain Linear does not have, or that a copy must not share.
 _OF_THE_LAYER = {"watch", "slot", "block", "handle", "follows", "_compiled_call_impl"}
 
 
 class Watch:
     """What the layers of one model measure, and which of them are in BF16.
 
-    amax: float32 [slots] of this window. demoted: first slots of layers in BF16. active: inside a precision context.
+    amax: float32 [slots], the largest of this window.
+    stats: sums of what casts lose, in sampled windows.
+    demoted: first slots of the layers in BF16.
+    active: whether a precision context is entered.
     """
 
     def __init__(self, stats: SampledStats, device: torch.device) -> None:
@@ -61,21 +71,24 @@ class Watch:
         self.active = False
 
     def observe(self, slot: int, x: Tensor) -> None:
-        """`x` is cast, or would be if its layer were in FP8."""
+        """Measure `x`, which is cast, or which would be if its layer were in FP8."""
         self.note(slot, scaling.amax(x).reshape(1))
         self.stats.add(slot, x)
 
     def note(self, slot: int, amax: Tensor) -> None:
-        """Amaxes, float32 [n], of the slots from `slot` on."""
+        """Raise the amaxes of the slots from `slot` on to `amax`, float32 [n]."""
         noted = self.amax[slot : slot + len(amax)]
         torch.maximum(noted, amax, out=noted)
 
 
 class WatchedLinear(Float8Linear):
-    """torchao's Linear inside a precision context, plain outside of it and in BF16 while demoted.
+    """torchao's Linear inside a precision context, in BF16 there while demoted, and a plain Linear outside of it.
 
-    slot: number of its first slot (input, weight, grad_output). handle: int64 0-d on the CPU, how a compiled graph
-    finds the layer; neither parameter nor buffer. A deep copy follows the original and measures nothing.
+    watch: what is measured, shared by all layers of the model.
+    slot: number of its first slot; the three are input, weight, grad_output.
+    block: the layers that are compiled together with it.
+    handle: int64 0-d on the CPU, by which a compiled graph finds the layer; neither parameter nor buffer.
+    follows: whether this is a deep copy. It computes in FP8 or BF16 as the original does, and measures nothing.
     """
 
     watch: Watch
@@ -86,28 +99,34 @@ class WatchedLinear(Float8Linear):
 
     def attach(self, watch: Watch, slot: int, block: Block) -> None:
         """Take slots `slot` to `slot + 2` of `watch`."""
-        self.watch, self.slot, self.block, self.handle = watch, slot, block, register(self)
+        self.watch = watch
+        self.slot = slot
+        self.block = block
+        self.handle = register(self)
 
     @property
     def demoted(self) -> bool:
-        """In BF16 now, still watched."""
+        """Whether it runs in BF16 now. It is measured all the same."""
         return self.slot in self.watch.demoted
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = cast("Tensor", self.weight), cast("Tensor | None", self.bias)
-        if (
-            not self.watch.active or not input.is_floating_point()
-        ):  # F.linear says what is wrong with integers
+        weight = cast("Tensor", self.weight)
+        bias = cast("Tensor | None", self.bias)
+        # Integers go to F.linear too: its error says what is wrong with them.
+        if not self.watch.active or not input.is_floating_point():
             return F.linear(input, weight, bias)
+
+        # torchao casts under CUDA's autocast only. Cast here, the input is the same on every device.
         dtype = torch.bfloat16 if torch.is_autocast_enabled(input.device.type) else input.dtype
-        # torchao asks for CUDA's autocast only; the cast is the same everywhere if it is done here.
         x = input.to(torch.bfloat16)
+
         record = torch.is_grad_enabled() and not self.follows
         if not torch.compiler.is_compiling():
             out: Tensor = _Watched.apply(x, weight, bias, self, record)
         elif self.block.switching:
             out = _ops.torchao_switching(x, weight, bias, self.handle, record)
-        else:  # traced: every attribute read here is a guard, which two blocks may share or not
+        else:
+            # The compiler makes a guard of every attribute that is read here. Blocks share code if they agree on all.
             out = _traced(x, weight, bias, self.handle, record, self.linear_mm_config, self.config)
         return out.to(dtype)
 
@@ -120,18 +139,19 @@ class WatchedLinear(Float8Linear):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self) is not WatchedLinear:  # parametrised: torch refuses, and says why
+        if type(self) is not WatchedLinear:  # parametrised: torch refuses it with a reason
             return super().__reduce_ex__(protocol)
-        return pickled_as_linear(self, {*_THEIRS, *_OF_THE_LAYER})
+        return pickled_as_linear(self, {*_OF_TORCHAO, *_OF_THE_LAYER})
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, record: bool) -> Tensor:
-        """x W^T + b, bfloat16 [..., n], as of now. x: bfloat16 [..., k]."""
+        """y = x W^T + b, bfloat16 [..., n], in FP8, or in BF16 while demoted. x: bfloat16 [..., k]."""
         if record:
             self.watch.observe(self.slot, x)
             self.watch.observe(self.slot + 1, weight)
         if self.demoted:
-            out = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-            return _with_bias(out, None)
+            if bias is not None:
+                bias = bias.to(x.dtype)
+            return _with_bias(F.linear(x, weight.to(x.dtype), bias), None)
         return _with_bias(_product(x, weight, self.linear_mm_config, self.config), bias)
 
     def gradients(
@@ -143,7 +163,12 @@ class WatchedLinear(Float8Linear):
         bias: bool,
         frozen: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of x [..., k], weight [n, k] unless `frozen` and, if `bias`, bias [n], bfloat16. grad: bfloat16 [..., n]."""
+        """Gradients of x [..., k], weight [n, k] and bias [n], bfloat16.
+
+        grad: bfloat16 [..., n].
+        bias: whether the bias wants one; else its gradient is None.
+        frozen: whether the weight wants none; its gradient is None then.
+        """
         if record:
             self.watch.observe(self.slot + 2, grad)
         rows = grad.reshape(-1, grad.shape[-1])
@@ -152,16 +177,14 @@ class WatchedLinear(Float8Linear):
             grad_weight = None if frozen else rows.t() @ x.reshape(-1, x.shape[-1])
             return grad @ weight.to(grad.dtype), grad_weight, grad_bias
         if frozen:
-            return (
-                _input_gradient(grad, weight, self.linear_mm_config, self.config),
-                None,
-                grad_bias,
-            )
-        return *_gradients(grad, x, weight, self.linear_mm_config, self.config), grad_bias
+            grad_x = _input_gradient(grad, weight, self.linear_mm_config, self.config)
+            return grad_x, None, grad_bias
+        grad_x, grad_weight = _gradients(grad, x, weight, self.linear_mm_config, self.config)
+        return grad_x, grad_weight, grad_bias
 
 
 class _Kept(SimpleNamespace):
-    """What torchao's autograd.Function is given for its context: its two halves are called one by one."""
+    """The context for torchao's autograd.Function, whose forward and backward are called here one by one."""
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
@@ -175,14 +198,14 @@ def _product(x: Tensor, weight: Tensor, gemms: Any, config: Any) -> Tensor:
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, gemms: Any, config: Any
 ) -> tuple[Tensor, Tensor]:
-    """torchao's backward: gradients of x and weight. It casts both of them again, so that these are all it keeps."""
+    """torchao's backward: gradients of x and weight. It casts both again, so nothing else is kept for it."""
     kept = _Kept(saved_tensors=(x, weight.t()), linear_mm_config=gemms, config=config)
     grad_x, turned, *_ = matmul_with_hp_or_float8_args.backward(kept, grad)
     return grad_x, turned.t()
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, gemms: Any, config: Any) -> Tensor:
-    """The first of `_gradients` alone: torchao's backward multiplies for a frozen weight, too."""
+    """The input gradient alone, for a frozen weight. torchao's backward would compute the weight gradient too."""
 
     def cast(x: Tensor, how: Any, role: GemmInputRole) -> Tensor:
         if how.scaling_type is ScalingType.DISABLED:
@@ -205,34 +228,33 @@ def _input_gradient(grad: Tensor, weight: Tensor, gemms: Any, config: Any) -> Te
 
 
 def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
-    """out + bias, and no view: what follows may work in place on it."""
-    return (
-        torch.ops.aten._unsafe_view.default(out, out.shape)
-        if bias is None
-        else out + bias.to(out.dtype)
-    )
+    """out + bias, and no view: the code that follows may work on it in place."""
+    if bias is None:
+        return torch.ops.aten._unsafe_view.default(out, out.shape)
+    return out + bias.to(out.dtype)
 
 
 class _Watched(torch.autograd.Function):
-    """Eager."""
+    """The eager layer."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: WatchedLinear, record: bool
     ) -> Tensor:
-        ctx.layer, ctx.record = layer, record
+        ctx.layer = layer
+        ctx.record = record
         ctx.save_for_backward(x, weight)
         return layer.multiply(x, weight, bias, record)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _, weight, bias, *_ = ctx.needs_input_grad
-        return (
-            *ctx.layer.gradients(grad, *ctx.saved_tensors, ctx.record, bias, frozen=not weight),
-            None,
-            None,
+        x, weight = ctx.saved_tensors
+        _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        gradients = ctx.layer.gradients(
+            grad, x, weight, ctx.record, wants_bias, frozen=not wants_weight
         )
+        return *gradients, None, None
 
 
 @torch._dynamo.allow_in_graph
@@ -249,7 +271,7 @@ def _traced(
 
 
 class _Traced(torch.autograd.Function):
-    """The FP8 layer behind `handle`, for the compiler to see: forward and backward."""
+    """The FP8 layer behind `handle` as the compiler traces it, forward and backward."""
 
     @staticmethod
     def forward(
@@ -262,7 +284,9 @@ class _Traced(torch.autograd.Function):
         gemms: Any,
         config: Any,
     ) -> Tensor:
-        ctx.record, ctx.gemms, ctx.config = record, gemms, config
+        ctx.record = record
+        ctx.gemms = gemms
+        ctx.config = config
         ctx.save_for_backward(x, weight, handle)
         out = _product(x, weight, gemms, config)
         if record:
@@ -277,13 +301,17 @@ class _Traced(torch.autograd.Function):
         bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None
         found = *_gradients(grad, x, weight, ctx.gemms, ctx.config), bias
         if ctx.record:
-            # What nobody needs the compiler drops, and with it who writes to it.
+            # The compiler drops a gradient that nobody needs, and every operator that writes to it. So the operator
+            # claims to write to one that is needed.
             _ops.torchao_note(found[needs.index(True)], scaling.amax(grad).reshape(1), handle, 2)
         return *found, None, None, None, None
 
 
 def _note(after: Tensor, amax: Tensor, handle: Tensor, first: int) -> None:
-    """Amaxes, float32 [n], of the layer's slots from `first` on. after: is left alone, whatever the schema says."""
+    """The operator torchao_note: raise the amaxes of the layer's slots from `first` on to `amax`, float32 [n].
+
+    after: a tensor that the schema declares as written. It is left alone.
+    """
     layer = layer_of(handle)
     layer.watch.note(layer.slot + first, amax)
 
@@ -294,9 +322,10 @@ def _fake_note(after: Tensor, amax: Tensor, handle: Tensor, first: int) -> None:
 
 @contextmanager
 def _as_outside() -> Iterator[None]:
-    """Inside an operator autograd's keys are off, and torchao's scales by row know reshape only as what those make it.
+    """Inside an operator: autograd's dispatch keys are on, as they are outside of it.
 
-    As torch.utils.checkpoint switches a key on again.
+    torchao's scales by row support `reshape` only with these keys on. torch.utils.checkpoint switches a key on in the
+    same way.
     """
     with (
         torch.no_grad(),
@@ -308,7 +337,7 @@ def _as_outside() -> Iterator[None]:
 def _switching(
     x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
 ) -> Tensor:
-    """As eager: in FP8 or BF16, with statistics in sampled windows."""
+    """The operator torchao_switching: the eager layer's forward, in FP8 or BF16, with statistics in sampled windows."""
     with _as_outside():
         return layer_of(handle).multiply(x, weight, bias, record)
 
@@ -322,11 +351,16 @@ def _fake_switching(
 def _switching_backward(
     grad: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, bfloat16; the last of shape [0] unless `bias`."""
+    """The operator torchao_switching_backward: gradients of x, weight and bias, bfloat16.
+
+    The bias gradient has shape [0] unless `bias`.
+    """
     with _as_outside():
         grad_x, grad_weight, grad_bias = layer_of(handle).gradients(grad, x, weight, record, bias)
     assert grad_weight is not None
-    return grad_x, grad_weight.contiguous(), grad.new_empty(0) if grad_bias is None else grad_bias
+    if grad_bias is None:
+        grad_bias = grad.new_empty(0)
+    return grad_x, grad_weight.contiguous(), grad_bias
 
 
 def _fake_switching_backward(
@@ -345,9 +379,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _switching_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    bias = ctx.needs_input_grad[2]
-    found = _ops.torchao_switching_backward(grad, *ctx.saved_tensors, ctx.record, bias)
-    return found[0], found[1], found[2] if bias else None, None, None
+    wants_bias = ctx.needs_input_grad[2]
+    grad_x, grad_weight, grad_bias = _ops.torchao_switching_backward(
+        grad, *ctx.saved_tensors, ctx.record, wants_bias
+    )
+    return grad_x, grad_weight, grad_bias if wants_bias else None, None, None
 
 
 define("torchao_note", _note, _fake_note, mutates=("after",))
@@ -357,10 +393,11 @@ _ops: Any = torch.ops.hopper_harness
 
 
 class TorchaoBackend:
-    """Every cast computes its own scale from its own amax: saturation is 1 by construction, unless amax is 0.
+    """torchao's Linears in the planned layers. Each cast computes its own scale from its own amax.
 
-    FP8 inside a precision context only; outside of one, and in demoted layers, `F.linear` on the same Parameters. On a
-    CPU torchao emulates its GEMMs; on a GPU it gains speed only under torch.compile.
+    Saturation is therefore 1 by construction, unless the amax is 0. FP8 runs inside a precision context only. Outside
+    of one, and in demoted layers, it is `F.linear` on the same Parameters. On a CPU torchao emulates its GEMMs. On a
+    GPU it gains speed only under torch.compile.
     """
 
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
@@ -368,6 +405,8 @@ class TorchaoBackend:
         self.device = device
         self.slot_names = plan.slot_names()
         self.note = f"torchao {recipe.fp8.dynamic}"
+
+        # torchao replaces the planned layers by its own.
         config = replace(
             Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic), emulate=device.type == "cpu"
         )
@@ -379,6 +418,8 @@ class TorchaoBackend:
         self.modules = {
             pad_numbers(name): cast("WatchedLinear", modules[name]) for name in self.layers
         }
+
+        # Ours are these layers under another class, with three slots each.
         tensorwise = recipe.fp8.dynamic == "tensorwise"
         formats = ["e4m3", "e4m3", "e5m2" if tensorwise else "e4m3"] * len(self.layers)
         self._fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
@@ -398,13 +439,13 @@ class TorchaoBackend:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """bf16 autocast; converted layers cast to FP8 themselves. With gradients off nothing is measured."""
+        """bf16 autocast. Converted layers cast to FP8 themselves. With gradients off nothing is measured."""
         with self.backward_context(), planned_autocast(self.device, torch.bfloat16):
             yield
 
     @contextmanager
     def backward_context(self, last: bool | None = None) -> Iterator[None]:
-        """Around backward: activation checkpointing recomputes forward there, and must compute the same."""
+        """Around backward. Activation checkpointing recomputes forwards there, which must give the same bits."""
         self._watch.active = True
         try:
             yield
@@ -412,7 +453,7 @@ class TorchaoBackend:
             self._watch.active = False
 
     def begin_window(self, sample: bool) -> None:
-        """Forget the amaxes of the last step. `sample`: measure what the casts lose, too."""
+        """An optimizer step begins: forget the last one's amaxes. sample: also measure what casts lose."""
         self._watch.amax.zero_()
         self._watch.stats.begin(sample)
         self._mark_blocks()
@@ -425,13 +466,13 @@ class TorchaoBackend:
         return self._watch.amax.clone()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """float32 [8, slots] as the protocol says; scale is what the largest cast used.
+        """float32 [8, slots] as the protocol says. The scale is that of the tensor with the largest amax.
 
-        Clipped share, underflow and SQNR are those of the casts along the last dimension.
+        Clipped share, underflow and SQNR are those of casts whose scales lie along the last dimension.
         """
         scale = torch.where(amax > 0, self._fp8_max / amax, torch.ones_like(amax))
-        known = torch.stack([amax, scale, amax * scale / self._fp8_max])
-        return torch.cat([known, self._watch.stats.rows(mean)])
+        first_rows = torch.stack([amax, scale, amax * scale / self._fp8_max])
+        return torch.cat([first_rows, self._watch.stats.rows(mean)])
 
     def scrubbed(self) -> Tensor:
         """Always 0: there is no history to scrub."""
@@ -448,34 +489,40 @@ class TorchaoBackend:
         self._blocks.mark(self._watch.stats.sampling, demoted)
 
     def fall_back(self, precision: str) -> None:
-        """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
+        """Every layer to BF16 for good: FP8 layers have no other precision below them, whatever `precision` names."""
         self.fell_back_to = precision
         self.switch([pad_numbers(layer) for layer in self.layers], ())
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """The last amaxes (as a history of one row) and the demoted set; dynamic scaling has no other state."""
-        return {"history": self._watch.amax[None], "scale": torch.ones_like(self._watch.amax)}, {
+        """The last amaxes (as a history of one row) and the demoted layers. Dynamic scaling has no other state."""
+        tensors = {"history": self._watch.amax[None], "scale": torch.ones_like(self._watch.amax)}
+        meta: Meta = {
             "slots": list(self.slot_names),
             "formats": ["dynamic"] * len(self.slot_names),
             "demoted": list(self.demoted),
             "lowered": self.fell_back_to,
         }
+        return tensors, meta
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore the last amaxes and which layers are in BF16. Raises CheckpointError if the slots differ.
 
-        What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
+        A checkpoint of a run without FP8 resets all of it. A downgrade in that run says nothing about FP8.
         """
-        if meta["slots"] and (
-            list(meta["slots"]) != list(self.slot_names) or tensors["history"].shape[0] != 1
-        ):
+        if not meta["slots"]:
+            self._watch.amax.zero_()
+            self.fell_back_to = ""
+            self._watch.demoted.clear()
+            self.switch((), ())
+            return
+
+        # Delayed scaling has a history of several rows.
+        same_slots = list(meta["slots"]) == list(self.slot_names)
+        if not same_slots or tensors["history"].shape[0] != 1:
+            what = "the saved FP8 state has other slots, or is that of delayed scaling"
             fix = "resume with the recipe and model that wrote the checkpoint"
-            raise CheckpointError(
-                Problem("FP8 state is of other slots, or of delayed scaling", "fp8 state", fix=fix)
-            )
-        self._watch.amax.copy_(
-            tensors["history"][0] if meta["slots"] else torch.zeros_like(self._watch.amax)
-        )
-        self.fell_back_to = meta["lowered"] if meta["slots"] else ""
+            raise CheckpointError(Problem(what, "fp8 state", fix=fix))
+        self._watch.amax.copy_(tensors["history"][0])
+        self.fell_back_to = meta["lowered"]
         self._watch.demoted.clear()
-        self.switch(meta["demoted"] if meta["slots"] else (), ())
+        self.switch(demote=meta["demoted"], promote=())
