@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -363,6 +364,17 @@ def check_bound(
 
 def _or_accept(fix: str, key: str) -> str:
     return fix if _why_never(key) else f"{fix}; where it is meant: --accept-changed {key}"
+
+
+def run_identity(folder: Path, bound_to: Mapping[str, Any]) -> str:
+    """By which a new run's checkpoints recognise their own incidents.json: of its name, and of what it begins with.
+
+    bound_to: see `bound`. The same command in the same folder gives the same identity.
+    """
+    config = flat(bound_to["config"])
+    fixed = {key: value for key, value in config.items() if not key.startswith(_MAY_CHANGE)}
+    held = [folder.name, fixed, bound_to["recipe"], bound_to["data"]]
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
 def same_data_order(folder: Path, other: Path) -> bool:

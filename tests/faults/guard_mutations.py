@@ -365,12 +365,8 @@ GUARD = (
     Mutation(
         11,
         "two places of a kept state are two",
-        (
-            "number = str(\n"
-            "                len(tensors)\n"
-            '            )  # two places may be spelled alike: 1 and "1", or a key with a dot in it'
-        ),
-        'number = place  # two places may be spelled alike: 1 and "1", or a key with a dot in it',
+        "number = str(len(tensors))",
+        "number = place",
         "tests/unit/precision/test_own_guard.py -k spelled_alike",
     ),
     Mutation(
