@@ -229,8 +229,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "a checkpoint is bound to its config and data",
-        "if refused := [each for each in problems if each.where not in accepted]:",
-        "if refused := []:",
+        "refused = [each for each in problems if each.where not in accepted]",
+        "refused = []",
         "tests/faults/test_other_files.py -k held_to",
     ),
     Mutation(
