@@ -1,8 +1,9 @@
-"""The `harness` command. Starts without torch: --help and every complaint about the input come at once.
+"""The `harness` command. It starts without torch, so --help and every complaint about the input come at once.
 
-A command is a line in COMMANDS and a file (in tools/, or in report/ if it reads run folders) with a function
-`command`: its parameters are the command's arguments, as Typer reads them, its result is the exit code. The file is
-imported when the command is called, and loads no torch until its arguments are known to be right.
+A command is a line in COMMANDS and a file with a function `command`. The file is in tools/, or in report/ if the
+command reads run folders. The function's parameters are the command's arguments, as Typer reads them, and its result is
+the exit code. The file is imported when the command is called. It loads no torch until its arguments are known to be
+right.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from harness.core.errors import ExitCode, HarnessError, LostRankError, tell_wrap
 from harness.core.secrets import scrubbed
 from harness.stop import NOTHING_YET, StoppedEarly, end_at_a_signal, end_while_importing
 
-# Ranks start some seconds apart on a busy machine.
+# Seconds that other ranks wait before they print an error that rank 0 prints, too. On a busy machine ranks start some
+# seconds apart.
 _LEAD_SPEAKS_SECONDS = 5.0
 
 # name: its file, and what it does.
@@ -71,19 +73,23 @@ COMMANDS = {
 
 
 _kept: list[BaseException] = []
-"""What ended the command. Its traceback has every frame, and with them process groups, whose end waits for threads of
-theirs that may wait for Python's lock: a rank that lost another would never end."""
+"""The error that ended the command, kept alive until the process ends. Its traceback holds every frame, and so the
+process groups. Their destructor waits for threads that may wait for Python's lock: a rank that lost another would never
+end."""
 
 
 def _guarded(action: Callable[[], int], trains: bool = False) -> None:
-    """Run a command; errors meant for the user end it with their text and exit code. trains: see `_end`."""
+    """Run a command; errors meant for the user end it with their text and exit code.
+
+    trains: this process trains, and ends as `_end` says.
+    """
     trains = trains or "RANK" in os.environ
     try:
         code = action()
     except HarnessError as error:
         code = int(error.exit_code)
-        end_at_a_signal(code)  # a launcher may end this rank while another speaks
-        _tell(error)
+        end_at_a_signal(code)  # a launcher may end this rank while another prints
+        _report(error)
         _kept.append(error)
     except StoppedEarly as signal:
         end_at_a_signal(ExitCode.STOPPED)
@@ -102,8 +108,8 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
     raise typer.Exit(code)
 
 
-def _tell(error: HarnessError) -> None:
-    """Print it. What all ranks found, rank 0 says; a launcher ends the others as soon as it is gone."""
+def _report(error: HarnessError) -> None:
+    """Print an error. Rank 0 prints it for all: a launcher ends the other ranks as soon as rank 0 is gone."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and not isinstance(error, LostRankError):
         time.sleep(_LEAD_SPEAKS_SECONDS)
@@ -111,20 +117,22 @@ def _tell(error: HarnessError) -> None:
 
 
 def _say(text: str) -> None:
-    """On stderr, if it takes a word: the exit code does not hang on that. Libraries quote addresses as they were given,
-    passwords included."""
+    """Print on stderr. If that fails, as on a full disk, the exit code is the same."""
+    # Libraries quote addresses as they were given, passwords included.
     text = scrubbed(text)
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _end(code: int) -> NoReturn:
-    """End a process that trains with `code`, past the interpreter's finalisation.
+    """End a process that trains with `code`, without the interpreter's finalisation.
 
-    There signals mean again what they meant, and a second request to stop would kill a run that has saved. DeepSpeed
-    keeps its process groups in its globals, so their threads still run by then, and one that asks for Python's lock
-    aborts the process (or waits for ever): a rank whose work is done would count as failed. And a log on a full disk
-    would make any code 120.
+    The finalisation could change the exit code of a run that has ended well, in three ways:
+
+    - Signals have their default handlers again there: a second request to stop would kill a run that has saved.
+    - DeepSpeed keeps its process groups in globals, so their threads still run. One that asks for Python's lock aborts
+      the process, or waits for ever.
+    - If stdout cannot be flushed, as in a log on a full disk, any code becomes 120.
     """
     end_at_a_signal(code)
     tell_wrapper(code)
@@ -136,7 +144,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _single(name: str) -> typer.Typer:
-    """The command alone, with its arguments."""
+    """A program of that command alone, with its arguments."""
     file, text = COMMANDS[name]
     command: Callable[..., int] = import_module(f"harness.{file}").command
 
@@ -152,11 +160,12 @@ def _single(name: str) -> typer.Typer:
 
 
 class _OnCall(TyperGroup):
-    """Knows of a command what COMMANDS says of it until it is called."""
+    """Loads a command's file only when it is called; until then its line in COMMANDS is enough."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, None if name is None else typer.main.get_command(_single(name)), rest
+        command = None if name is None else typer.main.get_command(_single(name))
+        return name, command, rest
 
 
 app = typer.Typer(

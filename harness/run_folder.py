@@ -1,12 +1,14 @@
 """Run folders: which one a command means, whether it can be resumed, what is written into it, and by whom. Torch-free.
 
-One run has one writer: a lock on its folder, which the kernel releases with its owner, however that ends.
+One run has one writer, which holds a lock on its folder. The kernel releases the lock when that process ends, however
+it ends.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -47,7 +49,7 @@ _SOURCE = "started_from.json"
 _RESERVE = ".reserve"
 # Bytes kept free for outcome.json, and characters of its reason, which take up to twelve bytes each.
 _RESERVED, _MAX_REASON = 256 << 10, 16 << 10
-# Without corpus.json the copy of the text is made again.
+# What a run writes before it trains. Without corpus.json the copy of the text is made again.
 _BEGINNINGS = (
     "config.yaml",
     "plan.json",
@@ -63,10 +65,11 @@ _BEGINNINGS = (
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
-# Of a shell: what it would make of them is not the run that was meant.
+# Shell metacharacters; not allowed in a run's name.
 _MEANS_MORE = set("*?[]{}$`\\\"'|&;<>!")
+# Size of a vocabulary of bytes.
 _BYTES = 256
-# What --accept-changed does not open, and why; keys of `data` that only say how the same data are cut are open.
+# Why --accept-changed does not open some keys. Keys of `data` that only say how the same data are cut are open.
 _OTHER_DATA = (
     "the run goes on with the data that it began with: others need a run of their own, which may start from one of its "
     "checkpoints: --name NEW --resume RUN/checkpoints/step-N"
@@ -85,42 +88,44 @@ def choose_folder(
     folder name, or is taken and resume is "never".
     """
     if name is not None:
-        plain = (
-            name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)
-        )
-        if not name or name[0] in ".-~" or "/" in name or not plain:
-            raise ConfigError(
-                Problem(f"{name!r} is no folder name", "--name", fix="use letters, digits, - and _")
-            )
-        folder = RUNS / name
-        if resume != "auto" and (folder / "config.yaml").exists():
-            fix = "choose another --name, or use --resume auto"
-            raise ConfigError(Problem("this run exists already", str(folder), fix=fix))
-        if _has_remains(folder) and not (folder / "config.yaml").exists():
-            fix = "choose another --name, or move the folder away"
-            raise ConfigError(
-                Problem("holds the remains of a run without its config.yaml", str(folder), fix=fix)
-            )
-        return folder
+        return _named_folder(name, resume)
     base = base_name(config_name, recipe_name)
     number = 1
     while True:
         folder = RUNS / (base if number == 1 else f"{base}-{number}")
+        if not _has_remains(folder):
+            return folder
         resumable = (folder / "config.yaml").exists()
-        if not _has_remains(folder) or (
-            resumable and resume == "auto" and not is_finished(folder, steps)
-        ):
+        if resumable and resume == "auto" and not is_finished(folder, steps):
             return folder
         number += 1
 
 
+def _named_folder(name: str, resume: str) -> Path:
+    """The folder of --name. Raises ConfigError as `choose_folder` does."""
+    plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)
+    if not name or name[0] in ".-~" or "/" in name or not plain:
+        fix = "use letters, digits, - and _"
+        raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix=fix))
+    folder = RUNS / name
+    has_config = (folder / "config.yaml").exists()
+    if resume != "auto" and has_config:
+        fix = "choose another --name, or use --resume auto"
+        raise ConfigError(Problem("this run exists already", str(folder), fix=fix))
+    if _has_remains(folder) and not has_config:
+        what = "holds the remains of a run without its config.yaml"
+        fix = "choose another --name, or move the folder away"
+        raise ConfigError(Problem(what, str(folder), fix=fix))
+    return folder
+
+
 def base_name(config_name: str, recipe_name: str) -> str:
-    """The name of a run that was given none; the second is this with -2, and so on."""
+    """The name of a run without --name; later ones get -2, -3, ... at the end."""
     return f"{Path(config_name).stem}-{Path(recipe_name).stem}"
 
 
 def _has_remains(folder: Path) -> bool:
-    """Whether a run was here: its checkpoints must never be taken for another run's."""
+    """Whether a run was here, whose checkpoints must never be taken for another run's."""
     return any((folder / name).exists() for name in ("config.yaml", "journal.jsonl", "checkpoints"))
 
 
@@ -137,23 +142,25 @@ def read_outcome(folder: Path) -> dict[str, Any]:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """How the run ended, for wrappers: launchers swallow exit codes. On a full disk it takes the place that
-    `forget_outcome` has kept for it. Raises OSError.
+    """Write how the run ended, into outcome.json and for the wrapper (see `tell_wrapper`). Raises OSError.
+
+    On a full disk it takes the place that `forget_outcome` has kept for it.
     """
     tell_wrapper(outcome.exit_code, overrule=True)
     loss = outcome.val_loss
-    spelled = loss if loss is None or math.isfinite(loss) else str(loss)  # strict JSON has no NaN
-    last_words = {
+    content = {
+        **asdict(outcome),
         "reason": outcome.reason[:_MAX_REASON],
-        "val_loss": spelled,
+        # Strict JSON has no NaN and no infinities.
+        "val_loss": loss if loss is None or math.isfinite(loss) else str(loss),
         "exit_code": int(outcome.exit_code),
     }
-    content = {**asdict(outcome), **last_words}
     path, reserve = folder / "outcome.json", folder / _RESERVE
     try:
         write_json(path, content)
     except OSError:
-        # In place: what is free may be taken by others before we have it, and there may be no room for a name.
+        # Overwrite the reserve in place: space that it gave up could be taken by others first, and there may be no room
+        # for another name.
         descriptor = os.open(reserve, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             os.ftruncate(descriptor, os.pwrite(descriptor, dump_json(content), 0))
@@ -166,23 +173,25 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def forget_outcome(folder: Path) -> None:
-    """A run that goes on has no outcome: an old one would be taken for the new one's if it is killed. It has room for
-    one, whatever else fills the disk.
+    """Remove the outcome of a run that goes on, and keep room for the next one, whatever else fills the disk.
+
+    If the run were killed now, an old outcome would be taken for the new one.
     """
     (folder / "outcome.json").unlink(missing_ok=True)
     with suppress(OSError), atomic_file(folder / _RESERVE) as stream:
-        stream.write(os.urandom(_RESERVED))  # what a file system could not shrink
+        # Random bytes, as file systems that compress would shrink any others.
+        stream.write(os.urandom(_RESERVED))
 
 
 def forget_run(folder: Path) -> None:
-    """Take away what a run that never began has left, so that its name is free for the command that was meant."""
+    """Remove the files of a run that never began to train, so that its name is free again."""
     for name in _BEGINNINGS:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """The resolved config, loadable as --config."""
+    """Write the resolved config, loadable as --config."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     with atomic_file(folder / "config.yaml") as stream:
         stream.write(text.encode())
@@ -192,22 +201,26 @@ SHIPPED_MODEL = "harness.models.gpt:build"
 
 
 def adopt_vocab(folder: Path, config: RunConfig) -> RunConfig:
-    """`config` with the vocabulary that the run in `folder` recorded, where the user gives none for the shipped model.
+    """`config` with the vocabulary that the run in `folder` recorded, if the user gives none for the shipped model.
 
-    A run that goes on, or starts from another's checkpoint, must have a model of that size.
+    A run that goes on, or that starts from another's checkpoint, needs a model of that size.
     """
     if config.model.target != SHIPPED_MODEL or "vocab" in config.model.args:
         return config
     try:
         saved = validate(RunConfig, read_yaml(folder / "config.yaml"), str(folder / "config.yaml"))
-    except ConfigError:  # who reads it next says so
+    except ConfigError:  # reported when it is read for its own sake
         return config
-    vocab = saved.model.args.get("vocab") if saved.model.target == SHIPPED_MODEL else None
+    if saved.model.target != SHIPPED_MODEL:
+        return config
+    vocab = saved.model.args.get("vocab")
     return config if vocab is None else _with_vocab(config, vocab)
 
 
 def fit_vocab(config: RunConfig, ids: int, vocab: int | None) -> RunConfig:
-    """`config` with a model for data of `ids` different token ids: the shipped one gets `vocab` where none is given.
+    """`config` with a model for the data: the shipped one gets `vocab` where none is given.
+
+    ids: how many different token ids the data have.
     vocab: None for data of which that is not known.
 
     Raises ConfigError if a given vocabulary is too small.
@@ -221,9 +234,8 @@ def fit_vocab(config: RunConfig, ids: int, vocab: int | None) -> RunConfig:
     if isinstance(given, int) and given < ids:
         why = f"the data has token ids up to {ids - 1}"
         fix = f"set model.args.vocab={vocab}, or leave it out; a model that was begun with less cannot take these data"
-        raise ConfigError(
-            Problem(f"a vocabulary of {given} is too small", "model.args.vocab", why, fix)
-        )
+        what = f"a vocabulary of {given} is too small"
+        raise ConfigError(Problem(what, "model.args.vocab", why, fix))
     return config
 
 
@@ -234,7 +246,7 @@ def _with_vocab(config: RunConfig, vocab: int) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key whose value is not what the run began with; of the recipe's contents the hashes."""
+    """One key whose value is not what the run began with; for the recipe's contents the values are hashes."""
 
     key: str
     old: Any
@@ -251,7 +263,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A run that goes on. saved: its config of before. changes: all there are. accepted: keys by --accept-changed."""
+    """A run that goes on.
+
+    saved: its config so far.
+    changes: every key that this start changes.
+    accepted: keys of --accept-changed.
+    """
 
     saved: RunConfig
     changes: tuple[Change, ...]
@@ -261,24 +278,29 @@ class Resumed:
 def check_resumable(
     folder: Path, config: RunConfig, recipe_sha256: str, accepted: Sequence[str] = ()
 ) -> Resumed:
-    """What a resume would change. Raises CheckpointError naming every changed key that may not be, ConfigError for
-    names in `accepted` that are no keys.
+    """What a resume would change.
 
-    Allowed to change: train.steps, train.max_minutes, checkpoint.* and engine.timeout_seconds; others only if
-    `accepted` names them, and other data or another kind of optimizer never. Accepted keys that did not change do no
-    harm: the same command resumes again.
+    Allowed to change are train.steps, train.max_minutes, checkpoint.* and engine.timeout_seconds. Other keys may change
+    only if `accepted` names them. The data and the kind of optimizer may never change. Accepted keys that did not
+    change do no harm, so the same command resumes again.
+
+    Raises CheckpointError naming every changed key that may not be, and ConfigError for names in `accepted` that are
+    not keys.
     """
     raw = read_yaml(folder / "config.yaml")
     saved = validate(RunConfig, raw, str(folder / "config.yaml"))
     old, new = saved.model_dump(mode="json"), config.model_dump(mode="json")
     check_accepted(accepted, old, new)
+
+    # A recipe may change by name, or in its contents.
     changes = _changes(old, new)
-    plan = read_plan(folder)
-    sha256 = plan.get("recipe_sha256", recipe_sha256)
-    problems: list[Problem] = []
-    absent = flat(old).keys() - flat(raw).keys()
+    sha256 = read_plan(folder).get("recipe_sha256", recipe_sha256)
     if sha256 != recipe_sha256 and not any(change.key == "recipe" for change in changes):
         changes.append(Change("recipe", sha256, recipe_sha256))
+
+    # Keys that the file lacks have their defaults in `old`.
+    absent = flat(old).keys() - flat(raw).keys()
+    problems: list[Problem] = []
     for change in changes:
         where = f"{folder}: {change.key}"
         what = f"changed {change.values}"
@@ -302,6 +324,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def _why_never(key: str) -> str:
+    """Why a key may never change in a run; empty if --accept-changed opens it."""
     if key.startswith("data.") and key not in DATA_MAY_CHANGE:
         return _OTHER_DATA
     return _OTHER_OPTIMIZER if key in RESUME_NEVER else ""
@@ -309,19 +332,22 @@ def _why_never(key: str) -> str:
 
 def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None:
     """Raises ConfigError for names that are no keys of `configs`, which are dumped."""
-    known = {key for config in configs for key in flat(config)}
-    free = tuple(f"{key}." for key in ("model.args", "train.optimizer_args", "data.args"))
-    problems = [
-        Problem("no such key", f"--accept-changed {key}", fix=near_match(key, sorted(known)))
-        for key in accepted
-        if key not in known and not key.startswith(free)
-    ]
+    keys: set[str] = set()
+    for config in configs:
+        keys |= flat(config).keys()
+    # Below these, users name keys of their own.
+    free = ("model.args.", "train.optimizer_args.", "data.args.")
+    problems: list[Problem] = []
+    for key in accepted:
+        if key not in keys and not key.startswith(free):
+            fix = near_match(key, sorted(keys))
+            problems.append(Problem("no such key", f"--accept-changed {key}", fix=fix))
     if problems:
         raise ConfigError(problems)
 
 
 def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What checkpoints are bound to: the config, and hashes of the recipe's contents and of the data; JSON-able."""
+    """What a checkpoint is bound to: the config, and hashes of the recipe's contents and of the data; JSON-able."""
     return {
         "config": config.model_dump(mode="json"),
         "recipe": recipe_sha256,
@@ -334,44 +360,57 @@ def check_bound(
 ) -> None:
     """Refuse to go on from a checkpoint of another config, recipe or data than this process has.
 
-    The folder's own files may have been changed, swapped or lost since; the checkpoint knows. saved: of the checkpoint.
-    accepted: keys that may differ, `recipe` and `data` among them. Raises CheckpointError naming every difference.
+    The folder's own files may have been changed, swapped or lost since. The checkpoint still knows what it came from.
+
+    saved: what the checkpoint is bound to.
+    now: the same of this process.
+    accepted: keys that may differ, `recipe` and `data` among them.
+
+    Raises CheckpointError naming every difference.
     """
+    place = f"checkpoint of step {step}"
     try:
-        old = validate(RunConfig, saved["config"], f"checkpoint of step {step}").model_dump(
-            mode="json"
-        )
-        known = {key: saved[key] for key in ("recipe", "data")}
+        old = validate(RunConfig, saved["config"], place).model_dump(mode="json")
+        hashes = {key: saved[key] for key in ("recipe", "data")}
     except (ConfigError, LookupError, TypeError) as error:
-        what, fix = "what it is bound to cannot be read", "resume with the version that wrote it"
-        raise CheckpointError(
-            Problem(what, f"checkpoint of step {step}", str(error)[:400], fix)
-        ) from error
+        what = "what it is bound to cannot be read"
+        fix = "resume with the version that wrote it"
+        raise CheckpointError(Problem(what, place, str(error)[:400], fix)) from error
+
     why = "its weights come from what was; config.yaml or data/ may have been replaced since"
     fix = "restore the run's own files, or give the new run another --name and --resume this checkpoint"
-    problems = [
-        Problem(f"changed {change.values}", change.key, why, _or_accept(fix, change.key))
-        for change in _changes(old, now["config"])
-        if not change.key.startswith(RESUME_MAY_CHANGE)
-    ]
-    named = {"recipe": "the recipe's contents are others", "data": "the data are others"}
-    problems += [
-        Problem(f"{text} than those it was trained with", key, why, fix)
-        for key, text in named.items()
-        if known[key] != now[key]
-    ]
-    if refused := [each for each in problems if each.where not in accepted]:
-        raise CheckpointError(
-            [replace(each, where=f"checkpoint of step {step}: {each.where}") for each in refused]
-        )
+    problems: list[Problem] = []
+    for change in _changes(old, now["config"]):
+        if not change.key.startswith(RESUME_MAY_CHANGE):
+            what = f"changed {change.values}"
+            problems.append(Problem(what, change.key, why, _or_accept(fix, change.key)))
+    texts = {"recipe": "the recipe's contents are others", "data": "the data are others"}
+    for key, text in texts.items():
+        if hashes[key] != now[key]:
+            problems.append(Problem(f"{text} than those it was trained with", key, why, fix))
+
+    refused = [each for each in problems if each.where not in accepted]
+    if refused:
+        raise CheckpointError([replace(each, where=f"{place}: {each.where}") for each in refused])
 
 
 def _or_accept(fix: str, key: str) -> str:
     return fix if _why_never(key) else f"{fix}; where it is meant: --accept-changed {key}"
 
 
+def run_identity(folder: Path, bound_to: Mapping[str, Any]) -> str:
+    """By which a new run's checkpoints recognise their own incidents.json: of its name, and of what it begins with.
+
+    bound_to: see `bound`. The same command in the same folder gives the same identity.
+    """
+    config = flat(bound_to["config"])
+    fixed = {key: value for key, value in config.items() if not key.startswith(RESUME_MAY_CHANGE)}
+    held = [folder.name, fixed, bound_to["recipe"], bound_to["data"]]
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
 def same_data_order(folder: Path, other: Path) -> bool:
-    """Whether two runs consume the same windows in the same order: then what one passed over, the other must too."""
+    """Whether two runs consume the same windows in the same order. Then a window bad for one is bad for both."""
 
     def order(run: Path) -> tuple[Any, ...]:
         config = validate(RunConfig, read_yaml(run / "config.yaml"), str(run / "config.yaml"))
@@ -386,7 +425,7 @@ def same_data_order(folder: Path, other: Path) -> bool:
 
 
 def write_source(folder: Path, source: Path) -> None:
-    """Which checkpoint of another run this one starts from."""
+    """Write which checkpoint of another run this one starts from."""
     write_json(folder / _SOURCE, {"path": str(source.resolve())})
 
 
@@ -405,12 +444,12 @@ def is_checkpoint_name(path: Path) -> bool:
 
 
 def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
-    """plan.json: per layer precision, backend and why; requested, resolved, effective."""
+    """Write plan.json: per layer precision, backend and why; requested, resolved, effective."""
     write_json(folder / "plan.json", dict(plan))
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """What plan.json says; empty if it is missing or unreadable."""
+    """The contents of plan.json; empty if it is missing or unreadable."""
     return read_mapping(folder / "plan.json", MAX_LARGE)
 
 
@@ -422,6 +461,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 _FILE = "lock"
+_NO_OWNER = "owner not known"
 
 
 class RunLock:
@@ -435,11 +475,11 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock. Raises CheckpointError naming the owner if another process has it, or if nobody could."""
+        """Take the lock. Raises CheckpointError naming its owner, or why the folder cannot be locked at all."""
         descriptor: int | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Not through a link: what it leads to would be cut off.
+            # Not through a link, whose target would be emptied.
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
@@ -486,13 +526,13 @@ def _self() -> dict[str, int | str]:
 
 
 def _owner(descriptor: int | None) -> str:
-    """Who has the lock, from what the owner wrote; it may still be writing."""
+    """Who has the lock, from what the owner wrote into the file, which may be incomplete."""
+    if descriptor is None:
+        return _NO_OWNER
     try:
-        return _owner_of(
-            json.loads(os.pread(descriptor, 4096, 0)) if descriptor is not None else {}
-        )
+        return _owner_of(json.loads(os.pread(descriptor, 4096, 0)))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return "owner not known"
+        return _NO_OWNER
 
 
 def _owner_of(content: Mapping[str, Any]) -> str:

@@ -1,4 +1,15 @@
-"""Requests to stop: signals, a time limit, a launcher that is gone. Looked at on step boundaries only."""
+"""Requests to stop: signals, a time limit, a launcher that is gone.
+
+What a signal does depends on how far the process is:
+
+1. **While it imports** (`end_while_importing`): the process ends at once. There is nothing to undo.
+2. **While it starts** (`stop_while_starting`): StoppedEarly is raised in the main thread. There is nothing to save.
+3. **While it trains** (`StopRequest`): the request is noted. The loop asks at the end of each step, saves and stops.
+4. **When nothing is left to save** (`end_at_a_signal`): the process ends at once, with the code that it was about to
+   end with.
+
+In the first three the exit code is 75, by which wrappers and schedulers know that the same command goes on.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +26,37 @@ from harness.core.errors import ExitCode, tell_wrapper
 from harness.core.processes import command_of, parent_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# The Ctrl-C that interrupts at once.
 _FORCE_AFTER = 3
 
 
 def _launchers() -> tuple[int, int]:
-    """Parent, and grandparent if it is the deepspeed launcher (else 0)."""
+    """The parent, and the grandparent if it is the deepspeed launcher (else 0)."""
     parent = os.getppid()
     grandparent = parent_of(parent)
     return parent, grandparent if "deepspeed" in command_of(grandparent) else 0
 
 
-# Looked up as early as can be: a launcher may die while its ranks start, and then another process is their parent.
+# Looked up as early as possible: a launcher may die while its ranks start, and then another process is their parent.
 _PARENT, _GRANDPARENT = _launchers()
 
 
 class StoppedEarly(BaseException):
-    """A signal (its name is the argument) while the run starts. No Exception, which imports may swallow."""
+    """A signal (its name is the argument) while the run starts. Not an Exception, as imports may swallow those."""
 
 
 NOTHING_YET = "stopped before training began; the same command starts it again"
-# Seconds between looks at the launcher while a rank starts.
+# Seconds between two looks at the launcher while a rank starts.
 _LOOK = 0.5
 
 
 class _StartUp:
-    """What signals meant before the run began to start, and the first one that came since. over: it has started."""
+    """State of a process that has not begun to train.
+
+    before: the signal handlers that were set before ours.
+    reason: the name of the first signal since; empty if none came.
+    over: the run has started.
+    """
 
     def __init__(self) -> None:
         self.before: dict[signal.Signals, Any] = {}
@@ -53,7 +70,7 @@ class _StartUp:
         _end_early(signal.Signals(number).name)
 
     def watch_launcher(self) -> None:
-        """On a thread: a rank may wait in the rendezvous, out of reach of signals, for a launcher that is gone."""
+        """On a thread, as a rank may wait for a lost launcher in the rendezvous, where no signal handler runs."""
         while not self.over.wait(_LOOK):
             if _launcher_gone(_PARENT, _GRANDPARENT):
                 _end_early("the launcher is gone")
@@ -67,13 +84,14 @@ _start_up = _StartUp()
 
 
 def end_while_importing() -> None:
-    """From the first line of a program on: a signal ends it at once with 75, and a word; there is nothing to undo."""
+    """From now on a signal ends the process at once, with 75 and a message. For the first line of a program."""
     _start_up.take_over(_start_up.at_once)
 
 
 def stop_while_starting() -> None:
-    """Until `StopRequest.install` a signal raises StoppedEarly in the main thread: there is nothing to save yet. A rank
-    whose launcher goes away meanwhile ends with 75 too.
+    """From now on, until `StopRequest.install`, a signal raises StoppedEarly in the main thread.
+
+    A rank whose launcher goes away meanwhile ends with 75, too.
     """
     _start_up.take_over(_start_up.on_signal)
     if "RANK" in os.environ:
@@ -95,20 +113,24 @@ def _launcher_gone(parent: int, grandparent: int) -> bool:
 
 
 def _take_over(handler: Any) -> dict[signal.Signals, Any]:
-    """Set `handler` for the signals that ask to stop; returns what was set. What nohup ignores stays ignored."""
-    wanted = [
-        each
-        for each in _SIGNALS
-        if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN
-    ]
-    return {number: signal.signal(number, handler) for number in wanted}
+    """Set `handler` for the signals that ask to stop; returns the handlers that were set before."""
+    before: dict[signal.Signals, Any] = {}
+    for number in _SIGNALS:
+        # Under nohup hang-ups are ignored, and stay so.
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue
+        before[number] = signal.signal(number, handler)
+    return before
 
 
 class StopRequest:
-    """Turns the first signal, the end of the rental or the loss of the launcher into one request to save and stop.
+    """Turns the first signal, a time limit or the loss of the launcher into one request to save and stop.
 
-    Launchers do not forward every signal to their ranks, so a rank watches its parent, and its grandparent where that
-    is a launcher too. A third Ctrl-C interrupts at once.
+    max_minutes: the time limit, from now; 0: none.
+    launched: whether a launcher started this process. Launchers do not forward every signal to their ranks, so a rank
+        watches its parent, and its grandparent where that is a launcher, too.
+
+    A third Ctrl-C interrupts at once.
     """
 
     def __init__(self, max_minutes: float = 0.0, launched: bool = False) -> None:
@@ -116,20 +138,22 @@ class StopRequest:
         self._interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
-        self._parent, self._grandparent = (_PARENT, _GRANDPARENT) if launched else (0, 0)
+        self._parent = _PARENT if launched else 0
+        self._grandparent = _GRANDPARENT if launched else 0
 
     def install(self) -> None:
         """Take over SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Call it in the main thread."""
         _start_up.over.set()
         self._before = _take_over(self._on_signal) | _start_up.before
-        self.reason = self.reason or _start_up.reason  # one whose exception something has swallowed
+        # An earlier signal whose exception some library has swallowed.
+        self.reason = self.reason or _start_up.reason
         _start_up.before, _start_up.reason = {}, ""
 
     def uninstall(self, exit_code: int | None = None) -> None:
-        """Nothing is left to save: signals mean again what they meant before.
+        """Nothing is left to save: signals have their earlier handlers again.
 
-        With `exit_code`, how the run has ended, they end the process at once and with that code instead: launchers
-        and impatient people signal twice.
+        exit_code: how the run has ended. Signals then end the process at once with that code instead, as launchers and
+        impatient people signal twice.
         """
         if exit_code is not None:
             end_at_a_signal(exit_code)
@@ -138,7 +162,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def requested(self) -> bool:
-        """Whether this process was asked to stop; `reason` then says by what."""
+        """Whether this process was asked to stop; `reason` then says why."""
         if not self.reason:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self.reason = "train.max_minutes is over"
@@ -149,7 +173,8 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.reason:
             self.reason = signal.Signals(number).name
-            with suppress(OSError):  # a log on a full disk: the save does not hang on the word
+            # The save must not fail because this line cannot be written, as in a log on a full disk.
+            with suppress(OSError):
                 os.write(2, f"\n{self.reason}: saving after this step, then stopping\n".encode())
         if number == signal.SIGINT:
             self._interrupts += 1
@@ -158,13 +183,12 @@ class StopRequest:
 
 
 def end_at_a_signal(exit_code: int) -> None:
-    """From now on a signal ends the process at once, with the code that it is about to end with."""
+    """From now on a signal ends the process at once, with the code that it was about to end with."""
     _take_over(lambda number, frame: _end_at_once(exit_code))
 
 
 def _end_at_once(exit_code: int) -> None:
-    with suppress(
-        OSError, RuntimeError, ValueError
-    ):  # the signal may have come in the middle of a print
+    # The signal may have come in the middle of a print.
+    with suppress(OSError, RuntimeError, ValueError):
         sys.stdout.flush()
     os._exit(exit_code)

@@ -1,7 +1,10 @@
-"""What is known of cards: the tier of a machine's weakest one, whether torch can use them at all, and their datasheets.
+"""What is known of cards. Torch-free.
 
-The first two are pure functions of MachineFacts. What a backend can compute on a tier it declares itself. Datasheets
-are what estimates compute with, and have the peaks that a run's FLOPs are held against. Torch-free.
+- `tier_of`: the tier of a machine's weakest card.
+- `check_usable`: why torch cannot use the cards, if it cannot.
+- `CARDS`: datasheets. Estimates compute with them, and a run's FLOPs are compared with their peaks (MFU).
+
+The first two are pure functions of MachineFacts. What a backend can compute on a tier it declares itself.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _FLOORS = (
     ((7, 5), Tier.TURING),
     ((7, 0), Tier.VOLTA),
 )
-# Oldest Linux driver that runs programs built for a CUDA major version (minor-version compatibility).
+# Oldest Linux driver for programs built for a CUDA major version (minor-version compatibility).
 _MINIMUM_DRIVER = {11: 450, 12: 525, 13: 580}
 _ON_PURPOSE = 'to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""'
 
@@ -61,9 +64,9 @@ def tier_of(facts: MachineFacts) -> tuple[Tier, str]:
 
 
 def check_usable(facts: MachineFacts) -> list[Problem]:
-    """Why the NVIDIA cards of this machine cannot be used as they are; empty when they can, or when there are none.
+    """Why the NVIDIA cards of this machine cannot be used as they are; empty if they can, or if there are none.
 
-    Callers raise MachineError (exit 4) on any: a paid card must never turn into a silent CPU run.
+    Callers raise MachineError (exit 4) for any of them: on a rented card, a run must not end up on the CPU unnoticed.
     """
     if facts.torch_version is None:
         why = facts.torch_error or "it is not installed for this Python"
@@ -81,47 +84,46 @@ def check_usable(facts: MachineFacts) -> list[Problem]:
 
 
 def _unseen_card(facts: MachineFacts) -> Problem | None:
+    """Why torch sees no card although the driver, or the PCI bus, has one; None if there is none."""
     smi = facts.nvidia_smi
     if not smi.gpus:
-        if smi.error and facts.nvidia_on_pci:
-            fix = f"reboot or reinstall the driver, or rent another machine; {_ON_PURPOSE}"
-            return Problem(
-                "an NVIDIA card is plugged in, but its driver does not answer",
-                "nvidia-smi",
-                smi.error,
-                fix,
-            )
-        return None
+        if not (smi.error and facts.nvidia_on_pci):
+            return None
+        what = "an NVIDIA card is plugged in, but its driver does not answer"
+        fix = f"reboot or reinstall the driver, or rent another machine; {_ON_PURPOSE}"
+        return Problem(what, "nvidia-smi", smi.error, fix)
+
     card = smi.gpus[0] if len(smi.gpus) == 1 else f"{len(smi.gpus)} x {smi.gpus[0]}"
     what = f"this machine has {card}, but torch cannot use it"
     where = f"torch {facts.torch_version}"
     if facts.torch_cuda is None:
         fix = f"install a CUDA build (pip install --force-reinstall torch from https://pytorch.org); {_ON_PURPOSE}"
         return Problem(what, where, "it is a CPU-only build", fix)
-    built_for = int(facts.torch_cuda.split(".")[0])
-    needed = _MINIMUM_DRIVER.get(built_for)
-    driver = (
-        int(smi.driver.split(".")[0]) if smi.driver and smi.driver.split(".")[0].isdigit() else None
-    )
+
+    # A driver that is older than what torch was built for.
+    needed = _MINIMUM_DRIVER.get(int(facts.torch_cuda.split(".")[0]))
+    major = (smi.driver or "").split(".")[0]
+    driver = int(major) if major.isdigit() else None
     if needed and driver and driver < needed:
         why = f"it was built for CUDA {facts.torch_cuda}, which needs driver {needed} or newer; here is {smi.driver}"
         fix = f"choose a machine or image with driver {needed}+, or a torch built for an older CUDA; {_ON_PURPOSE}"
         return Problem(what, where, why, fix)
-    visible = facts.cuda_visible_devices
+
+    # Anything else: torch's own words.
     why = facts.torch_error or "torch.cuda.is_available() is False"
-    if visible is not None:
-        why += f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    if facts.cuda_visible_devices is not None:
+        why += f" (CUDA_VISIBLE_DEVICES={facts.cuda_visible_devices!r})"
     return Problem(what, where, why, f"check the driver and CUDA_VISIBLE_DEVICES; {_ON_PURPOSE}")
 
 
 def _card_problem(device: Device, facts: MachineFacts) -> Problem | None:
+    """Why this card cannot be used, though torch sees it; None if it can."""
     capability = _dotted(device.capability)
     where = f"{device.name} (compute capability {capability})"
     if device.capability < (7, 0):
+        why = "it has no fast number format to train in"
         fix = f"choose a card of compute capability 7.0 (V100) or newer; {_ON_PURPOSE}"
-        return Problem(
-            "this card is too old", where, "it has no fast number format to train in", fix
-        )
+        return Problem("this card is too old", where, why, fix)
     if facts.arch_list and not _has_code_for(device.capability, facts.arch_list):
         why = f"torch {facts.torch_version} was built for {', '.join(facts.arch_list)}"
         fix = f"install a torch build that has sm_{capability.replace('.', '')}; {_ON_PURPOSE}"
@@ -132,20 +134,22 @@ def _card_problem(device: Device, facts: MachineFacts) -> Problem | None:
 
 
 def _has_code_for(capability: tuple[int, int], arch_list: tuple[str, ...]) -> bool:
-    """Machine code of the same major and no higher minor version, or PTX of any older version (compiled at load)."""
+    """Whether a build of torch has code for a card.
+
+    Machine code runs on cards of the same major and no lower minor version. PTX (`compute_*`) of any older version is
+    compiled when it is loaded. Architecture-specific code, such as that of sm_90a, runs on that one architecture only.
+    """
     for arch in arch_list:
         kind, _, digits = arch.partition("_")
         number = digits.rstrip("af")
         if not number.isdigit():
             continue
         built = (int(number[:-1]), int(number[-1]))
-        if digits.endswith("a"):
-            # Architecture-specific code runs on that one architecture only.
-            if built == capability:
-                return True
-        elif built == capability or (
-            built < capability and (kind == "compute" or built[0] == capability[0])
-        ):
+        if built == capability:
+            return True
+        if digits.endswith("a") or built > capability:
+            continue
+        if kind == "compute" or built[0] == capability[0]:
             return True
     return False
 
@@ -156,8 +160,16 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One card. memory: bytes that torch reports; bandwidth: B/s; half (fp16 or bf16 with fp32 accumulation), fp8 and
-    fp32: dense peaks in FLOP/s, without sparsity, 0 where the card has no such unit."""
+    """The datasheet of one card.
+
+    name: as torch reports it.
+    capability: compute capability (major, minor).
+    memory: bytes that torch reports.
+    bandwidth: of the memory, B/s.
+    half: dense peak in FLOP/s of fp16 or bf16 with fp32 accumulation, without sparsity.
+    fp8, fp32: the same for those; 0 where the card has no such unit.
+    processors: streaming multiprocessors.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -185,7 +197,7 @@ class Card:
 
 
 # Peaks are NVIDIA's dense figures: half of those printed "with sparsity". Memory is what torch calls "total capacity"
-# in its out-of-memory messages, which is less than the round figure of the datasheet: ECC and the driver take theirs.
+# in its out-of-memory messages. It is less than the round figure of the datasheet, as ECC and the driver take some.
 CARDS: dict[str, Card] = {
     # NVIDIA H100 Tensor Core GPU datasheet, column SXM: 3.35 TB/s, 1,979 / 3,958 / 67 TFLOPS (the first two sparse).
     "H100": Card(
@@ -232,5 +244,5 @@ CARDS: dict[str, Card] = {
 
 
 def card_named(name: str) -> Card | None:
-    """The card that torch gives this name; None if no datasheet here is of it: its peaks are not known."""
+    """The card that torch calls `name`; None if there is no datasheet of it here, so that its peaks are not known."""
     return next((card for card in CARDS.values() if card.name == name), None)

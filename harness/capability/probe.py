@@ -1,6 +1,6 @@
-"""Facts about this machine: cards, torch, libraries, compiler. Only asks; what follows from it is decided elsewhere.
+"""Facts about this machine: cards, torch, libraries, compiler. What follows from them is decided elsewhere.
 
-Optional libraries are found without importing them: an import may take seconds, or crash.
+Optional libraries are found without importing them, as an import may take seconds, or crash.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from typing import Any, NamedTuple
 
 
 class LibraryFacts(NamedTuple):
-    """version: of the installed distribution. ok: it can be imported, by all that is visible. reason: why not."""
+    """What is known of one library without importing it.
+
+    version: of the installed distribution.
+    ok: it can be imported, as far as its metadata show.
+    reason: why not.
+    """
 
     version: str | None
     ok: bool
@@ -45,11 +50,9 @@ def library_facts() -> dict[str, LibraryFacts]:
 def _library(module: str, distribution: str) -> LibraryFacts:
     found = _version(distribution)
     if find_spec(module) is None:
-        reason = (
-            f"{distribution} {found} is installed, but holds no module {module}"
-            if found
-            else "not installed"
-        )
+        reason = "not installed"
+        if found:
+            reason = f"{distribution} {found} is installed, but holds no module {module}"
         return LibraryFacts(found, False, reason)
     if module == "transformer_engine":
         return _transformer_engine(found)
@@ -57,19 +60,14 @@ def _library(module: str, distribution: str) -> LibraryFacts:
 
 
 def _transformer_engine(found: str | None) -> LibraryFacts:
-    # The meta package and the core library install without the part that is built against torch.
-    if (
-        find_spec("transformer_engine_torch") is None
-        and _version("transformer-engine-torch") is None
-    ):
-        return LibraryFacts(
-            found, False, "its PyTorch extension (transformer_engine_torch) is not installed"
-        )
+    # The meta package and the core library can be installed without the part that is built against torch.
+    extension = "transformer_engine_torch"
+    if find_spec(extension) is None and _version("transformer-engine-torch") is None:
+        return LibraryFacts(found, False, f"its PyTorch extension ({extension}) is not installed")
     if found is not None and _release(found) < _TE_MINIMUM:
         needed = ".".join(map(str, _TE_MINIMUM))
-        return LibraryFacts(
-            found, False, f"version {found} is older than {needed}, which brought te.autocast"
-        )
+        reason = f"version {found} is older than {needed}, which brought te.autocast"
+        return LibraryFacts(found, False, reason)
     return LibraryFacts(found, True, "installed")
 
 
@@ -101,7 +99,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NvidiaSmi:
-    """What the driver's own tool says, torch not involved. error: its complaint when it ran and failed."""
+    """What the driver's own tool reports, without torch. error: its complaint when it ran and failed."""
 
     present: bool = False
     driver: str | None = None
@@ -113,10 +111,15 @@ class NvidiaSmi:
 class MachineFacts:
     """Everything that precision, engines and doctor need to know of a machine. `dataclasses.asdict` of it is JSON-able.
 
-    torch_cuda: CUDA version that torch was built for, None for a CPU build. torch_error: torch's own complaint about
-    CUDA. arch_list: `torch.cuda.get_arch_list()`. cpu_bf16_isa: bf16 instructions of the CPU. has_ninja: on PATH or
-    beside this interpreter (launch scripts put that folder first on PATH). nvidia_on_pci: a card is plugged in,
-    whatever the driver says. Sizes in bytes.
+    torch_version: None if torch cannot be imported.
+    torch_cuda: CUDA version that torch was built for; None for a CPU build.
+    torch_hip: the same for ROCm.
+    torch_error: torch's own complaint about CUDA, or about its import.
+    arch_list: `torch.cuda.get_arch_list()`.
+    nvidia_on_pci: a card is plugged in, whatever the driver says.
+    cpu_bf16_isa: bf16 instructions of the CPU.
+    has_ninja: on PATH or beside this interpreter (launch scripts put that folder first on PATH).
+    memory_bytes, disk_free_bytes: of this machine or its container; of the folder that was asked about.
     """
 
     python: str = ""
@@ -151,25 +154,30 @@ class MachineFacts:
 def probe(folder: Path | None = None) -> MachineFacts:
     """Look at this machine (imports torch, which takes about a second). folder: where disk space is measured."""
     torch_facts = _torch_facts()
+    compilers = (os.environ.get("CXX", "c++"), "g++")
+    ninja_beside_python = Path(sys.executable).parent / "ninja"
+    meminfo, cgroup_max = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     return MachineFacts(
         python=platform.python_version(),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         nvidia_smi=_nvidia_smi(),
         nvidia_on_pci=_nvidia_on_pci(Path("/sys/bus/pci/devices")),
-        cpu_cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cpu_cores=_cpu_cores(),
         cpu_bf16_isa=cpu_bf16_isa(_read(Path("/proc/cpuinfo"))),
-        has_compiler=any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++")),
-        has_ninja=shutil.which("ninja") is not None
-        or (Path(sys.executable).parent / "ninja").is_file(),
-        memory_bytes=memory_limit(
-            _read(Path("/proc/meminfo")), _read(Path("/sys/fs/cgroup/memory.max"))
-        ),
+        has_compiler=any(shutil.which(name) for name in compilers),
+        has_ninja=shutil.which("ninja") is not None or ninja_beside_python.is_file(),
+        memory_bytes=memory_limit(_read(meminfo), _read(cgroup_max)),
         disk_free_bytes=shutil.disk_usage(folder or Path.cwd()).free,
         libraries=library_facts(),
         **torch_facts,
     )
+
+
+def _cpu_cores() -> int:
+    """The cores that this process may use; all cores where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cpu_bf16_isa(cpuinfo: str) -> tuple[str, ...]:
@@ -189,17 +197,17 @@ def memory_limit(meminfo: str, cgroup_max: str) -> int:
         if line.startswith("MemTotal:"):
             total = int(line.split()[1]) * 1024
     limit = cgroup_max.strip()
-    return min(total, int(limit)) if limit.isdigit() and total else total
+    if total and limit.isdigit():
+        return min(total, int(limit))
+    return total
 
 
 def parse_nvidia_smi(output: str) -> NvidiaSmi:
     """Facts from `nvidia-smi --query-gpu=name,driver_version --format=csv,noheader`."""
-    rows = [
-        [cell.strip() for cell in line.split(",")] for line in output.splitlines() if "," in line
-    ]
-    return NvidiaSmi(
-        present=True, driver=rows[0][1] if rows else None, gpus=tuple(row[0] for row in rows)
-    )
+    lines = [line for line in output.splitlines() if "," in line]
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    driver = rows[0][1] if rows else None
+    return NvidiaSmi(present=True, driver=driver, gpus=tuple(row[0] for row in rows))
 
 
 def _nvidia_smi() -> NvidiaSmi:
@@ -212,9 +220,8 @@ def _nvidia_smi() -> NvidiaSmi:
     except (OSError, subprocess.TimeoutExpired) as error:
         return NvidiaSmi(present=True, error=str(error))
     if done.returncode:
-        return NvidiaSmi(
-            present=True, error=" ".join((done.stdout + done.stderr).split())[:300] or "no output"
-        )
+        complaint = " ".join((done.stdout + done.stderr).split())[:300]
+        return NvidiaSmi(present=True, error=complaint or "no output")
     return parse_nvidia_smi(done.stdout)
 
 
@@ -233,7 +240,7 @@ def _torch_facts() -> dict[str, Any]:
         import torch
     except (ImportError, OSError) as error:
         return {"torch_error": " ".join(str(error).split())[:300]}
-    # torch reports an old driver as a warning and then answers False: keep the sentence, it is the reason.
+    # For an old driver torch warns and then answers False: the warning is the reason.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
@@ -241,11 +248,8 @@ def _torch_facts() -> dict[str, Any]:
     if available:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            devices.append(
-                Device(
-                    properties.name, (properties.major, properties.minor), properties.total_memory
-                )
-            )
+            capability = (properties.major, properties.minor)
+            devices.append(Device(properties.name, capability, properties.total_memory))
     return {
         "torch_version": str(torch.__version__),
         "torch_cuda": torch.version.cuda,

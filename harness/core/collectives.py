@@ -1,5 +1,10 @@
-"""What ranks tell each other: small reductions over the default process group, whether all hold the same weights, and
-how long each one's forward passes take. Without a process group, reductions return their argument.
+"""What ranks exchange: small reductions, fingerprints of the weights, and times of the forward passes.
+
+Reductions run over the default process group. Without one they return their argument.
+
+Ranks of data parallel training must hold the same weights, bit for bit. `RankComparison` checks that without sending
+any weights: each rank hashes every parameter on its device (`Fingerprint`), and one maximum over ranks finds the hashes
+that differ (`differing`).
 """
 
 from __future__ import annotations
@@ -13,8 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Before anybody joins a group: this module's defaults are `group.WORLD`, and DistributedDataParallel imports it. Later,
-# the defaults would hold the group to the interpreter's end, whose finalisation aborts or hangs in the group's threads.
+# Imported here, before a process group exists. DistributedDataParallel imports it anyway, and its defaults are
+# `group.WORLD`. Imported later, they would keep the group until the interpreter ends, whose finalisation then aborts or
+# hangs in the group's threads.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
@@ -64,8 +70,9 @@ def gather_texts(text: str) -> list[str]:
     return texts
 
 
+# 64-bit words hashed at once: on a CPU what fits its cache, on a GPU what keeps kernel launches few (32 MiB, twice).
 _CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 22
-"""Words hashed at once: on a CPU what fits its cache, on a GPU what keeps kernel launches few (32 MiB, twice)."""
+# Chunks of the largest tensor: 32 GiB on a CPU.
 _MOST_CHUNKS = 1 << 16
 _LOWER_HALF = (1 << 32) - 1
 
@@ -73,12 +80,15 @@ _LOWER_HALF = (1 << 32) - 1
 class Fingerprint:
     """Hashes of tensors on one device.
 
-    A tensor's bytes are read as 64-bit words w[i], zero-padded, and hash = sum of f[i](w[i]) modulo 2^64, with f[i] a
-    bijection of its own for each place: times an odd random number (which is invertible), upper half onto lower half,
-    times the number again. So a change within one word, of one bit or all, always changes the hash; changes of several
-    words, swaps included, escape once in some 2^32 or less. (A plain sum of products would lose every second of two
-    sign flips: the top bit times any odd number is the top bit.) Bits are compared, not values: signed zeros and NaN
-    payloads count. A tensor has at most 32 GB on a CPU.
+    A tensor's bytes are read as 64-bit words w[i], zero-padded. The hash is the sum of f[i](w[i]) modulo 2^64, where
+    f[i] is a bijection of its own for each place i: multiply by an odd random number (which is invertible), XOR the
+    upper half onto the lower half, multiply again.
+
+    So a change within one word, of one bit or of all, always changes the hash. Changes of several words, swaps
+    included, escape once in some 2^32 or less. A plain sum of products would miss every second case of two flipped
+    signs: the top bit times any odd number is the top bit, and two of them cancel.
+
+    Bits are compared, not values: signed zeros and NaN payloads count. A tensor has at most 32 GB on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +100,7 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, tensors: Iterable[Tensor]) -> Tensor:
-        """int64 [tensors], on the device; nothing is read by the host. Any dtype, shape and stride."""
+        """One hash for each tensor: int64 [tensors], on the device; no host read. Any dtype, shape and stride."""
         hashes = [self._hash(tensor.detach()) for tensor in tensors]
         return torch.stack(hashes) if hashes else self._within[:0]
 
@@ -98,28 +108,28 @@ class Fingerprint:
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
         whole = data.numel() // 8 * 8
         words, rest = data[:whole], data[whole:]
-        # A view into a larger buffer may begin between two words.
-        words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
-        pieces = [*words.split(self._chunk), rest.to(torch.int64)]
+        # A view into a larger buffer may begin between two words, where int64 cannot be read.
+        if words.storage_offset() % 8:
+            words = words.clone()
+        pieces = [*words.view(torch.int64).split(self._chunk), rest.to(torch.int64)]
         sums = torch.stack([self._sum(piece) for piece in pieces])
         return (sums * self._between[: len(pieces)]).sum()
 
     def _sum(self, words: Tensor) -> Tensor:
         factors = self._within[: len(words)]
         mixed = words * factors
-        mixed ^= (
-            mixed >> 32
-        ) & _LOWER_HALF  # the shift copies the sign, the mask removes the copies
+        # The shift copies the sign, and the mask removes the copies.
+        mixed ^= (mixed >> 32) & _LOWER_HALF
         mixed *= factors
         return mixed.sum()
 
 
 def differing(hashes: Tensor) -> Tensor:
     """Which of `hashes` (int64 [n]) are not the same on every rank: bool [n]. One collective."""
+    # The maximum equals the minimum only where all ranks agree. ~ reverses the order, so the maximum of ~hashes is ~ of
+    # the minimum. Unlike -, it never overflows.
     count = len(hashes)
-    both = max_over_ranks(
-        torch.cat([hashes, ~hashes])
-    )  # ~ turns the order round and, unlike -, never overflows
+    both = max_over_ranks(torch.cat([hashes, ~hashes]))
     return both[:count] != ~both[count:]
 
 
@@ -139,7 +149,7 @@ class RankComparison:
     def of(
         cls, guard: GuardConfig, model: nn.Module, device: torch.device
     ) -> RankComparison | None:
-        """What the guard compares between ranks; None where there is one rank, or it is not wanted."""
+        """What the guard compares between ranks; None with one rank, or where the config switches it off."""
         if world_size() == 1 or not guard.enabled or not guard.compare_ranks_every:
             return None
         return cls(guard.compare_ranks_every, dict(model.named_parameters()), device)
@@ -147,21 +157,20 @@ class RankComparison:
     def after(self, step: int) -> tuple[tuple[str, ...], Tensor]:
         """After a step's update: the parameters compared and, float32 [n], 1.0 for each that differs between ranks.
 
-        Empty if nothing is due. To be called once a step on every rank: collective.
+        Empty if nothing is due. Collective: call it once a step on every rank.
         """
-        gap, self._last = self._last != step - 1, step
+        gap = self._last != step - 1
+        self._last = step
         if not gap and step % self.every:
             return (), torch.zeros(0, device=self._fingerprint.device)
-        return tuple(self._parameters), differing(
-            self._fingerprint.of(self._parameters.values())
-        ).float()
+        hashes = self._fingerprint.of(self._parameters.values())
+        return tuple(self._parameters), differing(hashes).float()
 
 
 def _odd(stream: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """`count` odd numbers, the same everywhere: int64 [count], by splitmix64 (Steele, Lea & Flood, 2014)."""
-    words = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(
-        0x9E3779B97F4A7C15
-    )
+    places = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)
+    words = places * np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((words ^ (words >> np.uint64(31))) | np.uint64(1)).view(np.int64)
@@ -170,8 +179,9 @@ def _odd(stream: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 class ForwardClock:
     """Seconds of the forward passes of one step on this rank.
 
-    On a CPU they are known when the step has run. A GPU is still busy then: events on its own stream time it, and what
-    is told is of the newest step that it has finished, one to three steps ago (0.0 before the first), without waiting.
+    On a CPU they are known when the step has run. A GPU is still busy then, so events on its own stream time it. What
+    `step` returns there is of the newest step that the GPU has finished, one to three steps ago (0.0 before the first).
+    It never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -184,25 +194,27 @@ class ForwardClock:
     def forward(self) -> Iterator[None]:
         """Around one forward pass."""
         if self._on_gpu:
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            pair[0].record()
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
             yield
-            pair[1].record()
-            self._events.append(pair)
+            end.record()
+            self._events.append((begin, end))
         else:
             began = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - began
 
     def step(self) -> float:
-        """The step's last forward pass is over (on a GPU: queued); the seconds to tell."""
+        """Call it after the step's last forward pass (on a GPU: when it is queued); returns the seconds to report."""
         if not self._on_gpu:
             seconds, self._seconds = self._seconds, 0.0
             return seconds
+
         self._queued.append(self._events)
         self._events = []
         while self._queued and all(end.query() for _, end in self._queued[0]):
-            self._seconds = (
-                sum(begin.elapsed_time(end) for begin, end in self._queued.popleft()) / 1000
-            )
+            finished = self._queued.popleft()
+            milliseconds = sum(begin.elapsed_time(end) for begin, end in finished)
+            self._seconds = milliseconds / 1000
         return self._seconds

@@ -1,5 +1,7 @@
-"""Errors that say what is wrong, where, why, and how to fix it; the exit codes of a rank, and their way past a launcher
-that swallows them: a file that the wrapper in launch/ names and reads.
+"""Errors that say what is wrong, where, why, and how to fix it; and the exit codes of a rank.
+
+Launchers swallow exit codes: torchrun turns every failure into 1. So a rank also writes its code into a file. The
+wrapper in launch/ names that file in an environment variable, and reads it when the launcher has ended.
 """
 
 from __future__ import annotations
@@ -15,13 +17,25 @@ from math import isfinite
 from pathlib import Path
 
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Characters that have no place in text. Terminals obey some of them, C libraries end a name at others, and half of a
+"""Characters that have no place in text. Terminals obey some of them. C libraries end a name at NUL. Half of a
 surrogate pair cannot be printed."""
+# The same, and characters that turn the order of others around or separate lines.
 _OBEYED = re.compile(f"{CONTROL.pattern}|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class ExitCode(IntEnum):
-    """Exit codes of one rank. Launchers may swallow them: wrappers read `outcome.json`."""
+    """Exit codes of one rank.
+
+    DONE: as planned.
+    FAILED: an error of the harness, of a library or of the machine.
+    USAGE: a config, data set, checkpoint or command that cannot be right.
+    HALTED: the guard ended the run.
+    MACHINE: this machine cannot run the plan.
+    STOPPED: asked to stop; the same command resumes, or begins if nothing had been trained.
+
+    Launchers may swallow them. The wrappers in launch/ (outcome.sh) read them from the file that HARNESS_EXIT_CODE_FILE
+    names, see `tell_wrapper`. Programs that look at a run later find its code in `outcome.json`.
+    """
 
     DONE = 0
     FAILED = 1
@@ -33,7 +47,13 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. `where` is a file and key, a module name or a path."""
+    """One thing that is wrong.
+
+    what: in a few words.
+    where: a file and key, a module name or a path.
+    why: the reason, or what follows from it.
+    fix: what to do instead.
+    """
 
     what: str
     where: str = ""
@@ -50,7 +70,7 @@ class Problem:
 
 
 class HarnessError(Exception):
-    """Base of every error meant for the user; carries all problems found, not only the first."""
+    """Base of every error meant for the user. It carries all problems found, not only the first."""
 
     exit_code: ExitCode = ExitCode.FAILED
 
@@ -89,7 +109,7 @@ class MachineError(HarnessError, RuntimeError):
 
 
 class LostRankError(HarnessError, RuntimeError):
-    """Another rank was killed, froze or failed, so that this one cannot go on."""
+    """Another rank was killed, froze or failed, so this one cannot go on."""
 
 
 class MisuseError(HarnessError, RuntimeError):
@@ -99,37 +119,41 @@ class MisuseError(HarnessError, RuntimeError):
 
 
 class HaltedError(HarnessError, RuntimeError):
-    """The guard ended a loop: it would only get worse."""
+    """The guard ended a loop that would only get worse."""
 
     exit_code = ExitCode.HALTED
 
 
 def shown(text: str) -> str:
-    """`text` as a terminal, or a page, shows it and obeys none of it: control characters, those that turn the order of
-    others around, and separators of lines are spelled out; line feeds and tabs stay. Names of files, keys and figures
-    are other people's.
+    """`text`, safe to show on a terminal or a page: what they would obey is spelled out.
+
+    That is control characters, characters that turn the order of others around, and separators of lines. Line feeds
+    and tabs stay. Names of files, keys and figures come from other people.
     """
     return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def clipped(text: str, most: int) -> str:
-    """The first `most` characters of `text`, and how many there were."""
+    """The first `most` characters of a longer `text`, and how many it has."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def some(items: Sequence[object], most: int) -> str:
     """The first `most` of `items`, and how many more there are: `a, b and 3 more`."""
     rest = len(items) - most
-    return ", ".join(map(str, items[:most])) + (f" and {rest} more" if rest > 0 else "")
+    text = ", ".join(map(str, items[:most]))
+    return f"{text} and {rest} more" if rest > 0 else text
 
 
 def clock(seconds: float) -> str:
-    """`0:41`, `2:05:09`."""
+    """A duration as `0:41` or `2:05:09`; `-` if it is not finite."""
     if not isfinite(seconds):
         return "-"
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 def near_match(name: str, known: Sequence[str]) -> str:
@@ -144,16 +168,20 @@ EXIT_CODE_FILE = "HARNESS_EXIT_CODE_FILE"
 
 
 def tell_wrapper(exit_code: int, *, overrule: bool = False, starting: bool = False) -> None:
-    """Leave `exit_code` for the wrapper that started the launcher, if there is one.
+    """Write `exit_code` for the wrapper that started the launcher, if there is one.
 
-    Every rank may tell and the first one counts; `overrule`: the run's outcome, which counts more than what a rank
-    that fails because of it ends with. starting: a signal came before the run had begun, which only the wrapper can
-    tell from a launcher that ends this rank because another one died: every rank leaves a line, with their number.
+    Every rank may write, and the first one counts.
+
+    overrule: this is the run's outcome; it overrides the exit codes of ranks that failed because of it.
+    starting: a signal came before the run had begun. It may mean a request to stop, or that the launcher ends this rank
+        because another one died. Only the wrapper can know, from how many ranks got one: each adds a line, with the
+        number of all ranks.
     """
     name = os.environ.get(EXIT_CODE_FILE)
     if not name:
         return
-    with suppress(OSError):  # the wrapper then has the launcher's code
+    # If this fails, the wrapper falls back on the launcher's own code.
+    with suppress(OSError):
         path = Path(name)
         if starting:
             with path.open("a") as file:

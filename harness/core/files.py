@@ -1,8 +1,10 @@
-"""Files: found, read with distrust, written whole. Torch-free.
+"""Finding, reading and writing files. Torch-free.
 
-Small files that somebody else may have written are read only here: regular files, bounded in size, depth and numbers.
-A file is written so that after any crash it is either the old one or the new one, whole, on disk. Recipes and configs
-are in the source tree during development, inside the package once installed.
+- **Reading.** Small files that somebody else may have written are read only here. They must be regular files, and are
+  bounded in size, depth and numbers.
+- **Writing.** After any crash a file is either the old one or the new one, whole, on disk. The new content is written
+  beside the old one, synced, and renamed over it.
+- **Finding.** Recipes and configs are in the source tree during development, and inside the package once installed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,20 +24,20 @@ from typing import Any, BinaryIO
 from harness.core.errors import ConfigError, Problem, near_match
 
 MAX_DEPTH = 64
-"""Lists and mappings inside each other. Much deeper ones end in Python's recursion limit, wherever they are used."""
+"""How deep lists and mappings may be nested. Much deeper ones hit Python's recursion limit, wherever they are used."""
 MAX_JSON = 1 << 20
 """Bytes of a JSON file, where its reader names no other limit."""
 MAX_LARGE = 256 << 20
-"""The same for files with a line for every layer, every parameter or every file of the text."""
+"""Bytes of a JSON file with a line for every layer, every parameter or every file of the text."""
 
-# The state of some random generators is one number of 128 bits.
+# Bits of a whole number in JSON: the state of some random generators is one number of 128 bits.
 _STATE_BITS = 256
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file, links followed. Raises OSError; ValueError for anything else, or if it is too large.
+    """The bytes of a regular file, links followed. Raises OSError, and ValueError for anything else or a larger file.
 
-    Opening a pipe waits for a writer, for ever; a device may never end.
+    Opening a pipe would wait for a writer for ever, and a device may never end.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -43,9 +45,8 @@ def read_bounded(path: Path, limit: int) -> bytes:
     data = b""
     if status.st_size <= limit:
         with path.open("rb") as stream:
-            data = stream.read(
-                limit + 1
-            )  # one more: the size of what the kernel makes up is told as 0
+            # One more than allowed: files that the kernel makes up, as in /proc, report a size of 0.
+            data = stream.read(limit + 1)
     if max(len(data), status.st_size) > limit:
         raise ValueError(f"is larger than {limit} bytes")
     return data
@@ -57,7 +58,7 @@ def read_json(path: Path, limit: int = MAX_JSON) -> Any:
 
 
 def read_mapping(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
-    """The mapping in a JSON file that only advises; empty if there is none, or it cannot be read."""
+    """The mapping in a JSON file that the run can do without; empty if it is missing or cannot be read."""
     try:
         content = read_json(path, limit)
     except (OSError, ValueError):
@@ -78,15 +79,16 @@ def parse_json(data: bytes) -> Any:
 def check_plain(value: Any, bits: int = 64, finite: bool = False) -> None:
     """Raises ValueError if lists and mappings are nested too deeply, or a whole number has more than `bits` bits.
 
-    finite: refuse floats that are not, too. Endless numbers cost quadratic time and cannot be printed.
+    Whole numbers of many digits cost quadratic time and cannot be printed. finite: refuse infinite floats and NaN, too.
     """
+    # A list of what is left to visit, as a recursive function would hit the limit that this guards.
     pending: list[tuple[Any, int]] = [(value, 0)]
     while pending:
         item, depth = pending.pop()
         if isinstance(item, dict | list):
             if depth == MAX_DEPTH:
                 raise ValueError(f"is nested more than {MAX_DEPTH} deep")
-            children: Sequence[Any] = [*item, *item.values()] if isinstance(item, dict) else item
+            children: list[Any] = [*item, *item.values()] if isinstance(item, dict) else item
             pending += [(child, depth + 1) for child in children]
         elif isinstance(item, int) and item.bit_length() > bits:
             raise ValueError(f"has a whole number of {item.bit_length()} bits, more than {bits}")
@@ -95,12 +97,13 @@ def check_plain(value: Any, bits: int = 64, finite: bool = False) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"has the key {twice!r} twice"[:200])
-    return made
+    """The mapping of `pairs`. Raises ValueError naming a key that comes twice; json.loads would keep the last."""
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"has the key {key!r} twice"[:200])
+        mapping[key] = value
+    return mapping
 
 
 def _no_number(name: str) -> float:
@@ -124,11 +127,12 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
-    """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not. sync:
-    without it a power cut may leave neither the old file nor the new one.
+    """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not.
 
-    One writer at a time: the temporary name `.<name>.tmp` is fixed, so a killed writer's leftover is replaced by the
-    next one. Raises OSError.
+    sync: without it a power cut may leave neither the old file nor the new one.
+
+    Raises OSError. Only one writer at a time: the temporary name `.<name>.tmp` is fixed, so that the next writer
+    replaces what a killed one left.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -146,7 +150,7 @@ def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
 
 
 def _new(path: Path) -> BinaryIO:
-    """A file of its own at `path`: what is there may be a link or a pipe, if somebody else has made the folder."""
+    """A new file at `path`. What is there is removed: it may be a link or a pipe, if somebody else made the folder."""
     try:
         return path.open("xb")
     except FileExistsError:
@@ -166,7 +170,7 @@ def write_json(path: Path, value: Any, sync: bool = True) -> None:
         stream.write(data)
 
 
-# Characters of a path in a message.
+# Characters of a path that a message shows.
 _SHOWN = 300
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -174,15 +178,13 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 def resource_dir(kind: str) -> Path:
     """Where recipes or configs are: <repo>/<kind> in a checkout, harness/_shipped/<kind> in a wheel."""
     checkout = _PACKAGE.parent / kind
-    return (
-        checkout
-        if (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir()
-        else _PACKAGE / "_shipped" / kind
-    )
+    if (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir():
+        return checkout
+    return _PACKAGE / "_shipped" / kind
 
 
 def with_this_package() -> dict[str, str]:
-    """The environment for a child process that is to import this very package, wherever it is started."""
+    """The environment for a child process that must import this very package, wherever it is started."""
     folders = filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")])
     return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
 
@@ -208,21 +210,17 @@ def find(kind: str, name_or_path: str) -> Path:
     if _is_file(path):
         return path
     singular = kind.removesuffix("s")
-    known = shipped(kind)
-    hint = near_match(name_or_path, known)
+    names = shipped(kind)
+    hint = near_match(name_or_path, names)
     if hint.startswith("did"):
-        hint += f" (known: {', '.join(known)})"
-    raise ConfigError(
-        Problem(
-            f'no {singular} "{name_or_path[:_SHOWN]}"',
-            f"--{singular}",
-            fix=f"{hint}; or give a path to a .yaml file",
-        )
-    )
+        hint += f" (known: {', '.join(names)})"
+    what = f'no {singular} "{name_or_path[:_SHOWN]}"'
+    fix = f"{hint}; or give a path to a .yaml file"
+    raise ConfigError(Problem(what, f"--{singular}", fix=fix))
 
 
 def home(path: str) -> Path:
-    """`path` with the folder that ~ stands for; as it is where ~ stands for none."""
+    """`path` with ~ replaced by the home folder; unchanged where there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:  # ~ of a user who does not exist
@@ -239,8 +237,8 @@ def _is_file(path: Path) -> bool:
 def cache_dir() -> Path:
     """~/.cache/hopper-harness (or under XDG_CACHE_HOME), made if need be.
 
-    A new temporary folder where that one cannot be written, or belongs to somebody else, whose files must not be
-    trusted.
+    If that one cannot be written, or belongs to somebody else whose files must not be trusted, it is a new temporary
+    folder instead.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hopper-harness"
     try:
@@ -253,8 +251,10 @@ def cache_dir() -> Path:
 
 
 def cached(name: str, build: Callable[[Path], None]) -> Path:
-    """The file `name` in `cache_dir()`. If it is not there, `build` makes it at the path that it is given, whose folder
-    is deleted afterwards. It becomes `name` in one step: several processes may build at the same time.
+    """The file `name` in `cache_dir()`, built if it is not there.
+
+    build: makes the file at the path that it is given. The folder of that path is deleted afterwards. The file becomes
+    `name` in one step, so several processes may build at the same time.
     """
     folder = cache_dir()
     target = folder / name
@@ -267,7 +267,7 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def step_name(step: int) -> str:
-    """`step-00000123`: of a checkpoint, of a flight record; names sort as the steps do."""
+    """`step-00000123`, the folder of a checkpoint or a repro bundle. Such names sort as the steps do."""
     return f"step-{step:08d}"
 
 

@@ -1,7 +1,9 @@
-"""Health of what a step is made of, judged on the device: its samples, its gradients, and the weights.
+"""Health of what a step is made of: its samples, its gradients and the weights.
 
-Gradients and weights in one fused pass: norms, exact zeros, values near fp16's limit. Samples that no update should
-come from are found before the forward pass, where a bad label would end the process.
+- **Gradients and weights**, on the device: norms, the share of exact zeros, the share of values near fp16's limit. Few
+  fused operations do it, and nothing is read on the host.
+- **Samples**, on the host: values that no update should come from. They are found before the forward pass, where a
+  label out of range would end the process.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from torch import Tensor, nn
 from harness.core.facts import BAD_LABEL, IGNORED, NO_LABEL, NON_FINITE_INPUT, UNREADABLE
 from harness.core.protocols import Batch
 
-# On CPU a sum of many squares in fp32 loses accuracy (-0.27% at 38M elements); rows of this many are good to 1e-7, and
-# one reduction over rows takes three quarters of the time of one over pieces.
+# On a CPU a sum of many squares in fp32 loses accuracy: -0.27% at 38M elements. Sums over rows of this many are good to
+# 1e-7, and one reduction over rows takes three quarters of the time of one over pieces.
 _ROW = 1024
-# Up to here a tensor is not worth a call of its own.
+# Elements of a tensor up to which it is not worth a call of its own.
 _SMALL = 1 << 14
-# The shares are estimated from about this many elements of each tensor, in evenly spread first-dim slices: all of them
+# About how many elements of each tensor the shares are estimated from, in evenly spread first-dim slices. All elements
 # would cost ten times the norm, and masks as large as the largest gradient.
 _SAMPLE = 1 << 16
 # Half of fp16's largest value: the next doubling of the loss scale overflows.
@@ -32,7 +34,8 @@ _NEAR_LIMIT = 65504.0 / 2
 class GradHealth(NamedTuple):
     """What `grad_health` measures, all fp32 0-d on the gradients' device.
 
-    norm: L2 norm of the gradients as they are. zeros, near_limit: shares in [0, 1], NaN where not measured.
+    norm: L2 norm of the gradients as they are.
+    zeros, near_limit: shares in [0, 1], NaN where not measured.
     """
 
     norm: Tensor
@@ -44,28 +47,31 @@ class GradHealth(NamedTuple):
 def grad_health(
     params: Iterable[nn.Parameter], scaled: bool, divided_by: Tensor | None = None
 ) -> GradHealth:
-    """The norm and, if `scaled`, what a loss scale is there to prevent. Parameters without a gradient are ignored.
+    """The norm of the gradients, and two shares that show whether a loss scale is right.
 
-    scaled: the gradients are still multiplied by a loss scale, or were `divided_by` it on their way (fp32 0-d; the
-    shares are of what came before that), and the two shares are wanted. Under fp16 autocast the
-    gradients of fp32 parameters are fp32, but were rounded to fp16 on their way: what fell under its smallest value
-    (6e-8) is an exact 0.
+    Parameters without a gradient are ignored.
 
-    zeros: share of elements that are exactly 0, of those in rows (first-dim slices) and columns with at least one
-    other value. Empty ones had no input: words that the batch does not have, units that are masked or inactive. A
-    tensor without any other value is counted in full: no gradient reaches it. near_limit: share of elements over half
-    of fp16's largest value. Both are 0 / 0 = NaN without a gradient; large tensors are sampled.
+    scaled: measure the shares: the gradients are multiplied by a loss scale, or were until they were `divided_by` it.
+    divided_by: fp32 0-d, what gradients were already divided by; the shares are of what they were before.
+
+    `zeros` is the share of elements that are exactly 0. Under fp16 autocast the gradients of fp32 parameters are fp32,
+    but were rounded to fp16 on their way: whatever was under its smallest value (6e-8) became 0. Only rows (first-dim
+    slices) and columns with at least one other value are counted. Empty ones had no input: words that the batch does
+    not have, units that are masked or inactive. A tensor of zeros alone is counted in full: no gradient reaches it.
+
+    `near_limit` is the share of elements over half of fp16's largest value.
+
+    Both are 0 / 0 = NaN without a gradient. Large tensors are sampled.
     """
     gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
     norm = l2_norm(gradients)
     if not scaled or not gradients:
-        unknown = torch.full_like(norm, math.nan)
-        return GradHealth(norm, unknown, unknown)
+        not_measured = torch.full_like(norm, math.nan)
+        return GradHealth(norm, not_measured, not_measured)
+
     limit = _NEAR_LIMIT if divided_by is None else _NEAR_LIMIT / divided_by
-    counts = torch.stack([_counts(gradient, limit).to(norm.device) for gradient in gradients]).sum(
-        0
-    )
-    zeros, inside, near, elements = counts.unbind()
+    counts = [_counts(gradient, limit).to(norm.device) for gradient in gradients]
+    zeros, inside, near, elements = torch.stack(counts).sum(0).unbind()
     return GradHealth(norm, (zeros / inside).float(), (near / elements).float())
 
 
@@ -82,10 +88,9 @@ def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     Without a tensor it is 0 on the CPU. Non-finite if any element is, and if the squares of 1024 elements (CUDA: of
     one tensor) overflow fp32 (elements beyond 1e17). No host read.
     """
-    norms = [
-        torch.linalg.vector_norm(torch.cat(_norms(group)).double())
-        for group in by_device_and_dtype(tensors)
-    ]
+    # The norm of norms, in fp64 until the end.
+    pieces = [torch.cat(_norms(group)) for group in by_device_and_dtype(tensors)]
+    norms = [torch.linalg.vector_norm(piece.double()) for piece in pieces]
     if not norms:
         return torch.zeros((), dtype=torch.float32)
     device = norms[0].device
@@ -104,6 +109,8 @@ def _norms(group: list[Tensor]) -> list[Tensor]:
     """Norms of pieces that make up the tensors of one device and dtype; each 1-d, fp32 or fp64."""
     if group[0].device.type != "cpu":
         return [torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32))]
+
+    # On a CPU large tensors are cut into rows. The rest of each joins the small tensors, for one fused call.
     norms: list[Tensor] = []
     small: list[Tensor] = []
     for tensor in group:
@@ -112,7 +119,7 @@ def _norms(group: list[Tensor]) -> list[Tensor]:
             continue
         flat = tensor.reshape(-1)
         whole = flat.numel() - flat.numel() % _ROW
-        # bf16 and fp16 are cast to fp32 first: part by part the copy stays in the cache.
+        # bf16 and fp16 are cast to fp32 first. Part by part, that copy stays in the cache.
         parts = flat[:whole].view(-1, _ROW).split(_ROW)
         norms += [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
         if whole < flat.numel():
@@ -126,25 +133,32 @@ def _norms(group: list[Tensor]) -> list[Tensor]:
 
 def _counts(gradient: Tensor, limit: float | Tensor) -> Tensor:
     """float64 [4]: zeros, elements they are a share of, elements near the limit, elements; see `grad_health`."""
-    gradient = gradient.reshape(1) if gradient.ndim == 0 else gradient
+    # Every `step`-th slice, as a matrix. A vector is one row: each of its zeros is an empty column.
+    if gradient.ndim == 0:
+        gradient = gradient.reshape(1)
     slices = gradient.shape[0]
     step = max(1, min(slices, gradient.numel() // _SAMPLE))
     sample = gradient[::step].float()
-    # A vector is one row: each of its zeros is an empty column.
-    sample = sample.reshape(sample.shape[0], -1) if sample.ndim > 1 else sample.reshape(1, -1)
-    # As 0.0 and 1.0: on CPU comparisons into bools, and sums of bools, take five times as long.
+    rows = sample.shape[0] if sample.ndim > 1 else 1
+    sample = sample.reshape(rows, -1)
+
+    # Zeros in rows and columns that have another value. Comparisons go into 0.0 and 1.0: on a CPU, into bools, and sums
+    # of bools, take five times as long.
     other = torch.ne(sample, 0.0, out=torch.empty_like(sample))
     in_rows = other.sum(1, dtype=torch.float64)
     inside = in_rows.count_nonzero() * other.sum(0).count_nonzero().double()
     inside = torch.where(inside == 0, float(sample.numel()), inside)
-    limit = limit.to(sample.device) if isinstance(limit, Tensor) else limit
+
+    if isinstance(limit, Tensor):
+        limit = limit.to(sample.device)
     near = torch.gt(sample.abs(), limit, out=other).sum(dtype=torch.float64)
     elements = torch.full_like(inside, sample.numel())
     return torch.stack([inside - in_rows.sum(), inside, near, elements]) * step
 
 
 TOKENS, LABELS = ("inputs", "input_ids"), ("targets", "labels", "label")
-"""Names in a batch whose whole numbers are token ids, and whose are labels."""
+"""Names in a batch: of tensors whose whole numbers are token ids, and of tensors whose whole numbers are labels."""
+# Dtypes that can be compared on every device.
 _ORDERED = {
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -153,7 +167,12 @@ _ORDERED = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one sample. row: its place in the batch, None for the batch as a whole. bit: of bad_data."""
+    """What is wrong with one sample.
+
+    row: its place in the batch; None for the batch as a whole.
+    bit: of `StepFacts.bad_data`.
+    text: for people.
+    """
 
     row: int | None
     bit: int
@@ -161,9 +180,9 @@ class Fault:
 
 
 class Flawed(Batch):
-    """A batch with samples that could not be read, which its source has put something harmless in place of.
+    """A batch with samples that could not be read; its source has replaced them by something harmless.
 
-    faults: what is wrong, of the bit UNREADABLE. No update is made of it.
+    faults: what is wrong, of the bit UNREADABLE. No update is made from such a batch.
     """
 
     def __init__(self, batch: Batch, faults: Sequence[Fault]) -> None:
@@ -174,10 +193,11 @@ class Flawed(Batch):
 def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None = None) -> int:
     """What is wrong with a batch, as bits of `StepFacts.bad_data`; 0: nothing. Meant for tensors on the host.
 
-    Floating-point values must be finite. Integers of TOKENS must be in [0, vocab_size), those of LABELS in [0, classes)
-    or, where `classes` is None, in [0, vocab_size), but for labels that are IGNORED; not negative where neither is
-    known. Labels of which none counts are NO_LABEL. One pass over each tensor (two over labels of which some are
-    ignored).
+    Floating-point values must be finite. Integers of TOKENS must be in [0, vocab_size). Integers of LABELS must be
+    IGNORED or in [0, classes), or in [0, vocab_size) where `classes` is None. Where neither is known, integers must not
+    be negative. Labels of which none counts are NO_LABEL.
+
+    One pass over each tensor, two over labels of which some are ignored.
     """
     found = UNREADABLE if isinstance(batch, Flawed) else 0
     for name, values in batch.items():
@@ -186,8 +206,10 @@ def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None
             found |= NO_LABEL if labels else 0
             continue
         values = _ordered(values)
+        # Other integers, such as masks and numbers of segments, may be anything.
         if not values.is_floating_point() and not labels and name not in TOKENS:
             continue
+
         low, high = (bound.item() for bound in torch.aminmax(values))
         if labels and low == IGNORED and not values.is_floating_point():
             if high == IGNORED:
@@ -209,25 +231,34 @@ def name_faults(
     for name, values in batch.items():
         labels = name in LABELS
         values = _ordered(values)
-        values = values if values.is_floating_point() else values.to(torch.int64)
-        if not values.is_floating_point() and not labels and name not in TOKENS:
-            continue
-        ignored = (values == IGNORED) & (labels and not values.is_floating_point())
-        if labels and ignored.all():  # so is an empty tensor
+        floating = values.is_floating_point()
+        if not floating:
+            values = values.to(torch.int64)
+            if not labels and name not in TOKENS:
+                continue
+
+        ignored = (values == IGNORED) & (labels and not floating)
+        if labels and ignored.all():  # true for an empty tensor, too
             faults.append(Fault(None, NO_LABEL, "no target has a label"))
-        else:
-            kind = "label" if labels else "input" if name in TOKENS else name
-            faults += _name(kind, values, _bound(labels, vocab_size, classes), ignored)
+            continue
+
+        kind = name
+        if labels:
+            kind = "label"
+        elif name in TOKENS:
+            kind = "input"
+        faults += _name(kind, values, _bound(labels, vocab_size, classes), ignored)
     return faults
 
 
 def harmless(batch: Batch) -> Batch:
-    """A batch of the same shapes that any model computes: it takes the place of one whose update will be skipped."""
-    # Attention that may look at nothing is 0 / 0.
-    return {
-        name: torch.ones_like(values) if name == "attention_mask" else torch.zeros_like(values)
-        for name, values in batch.items()
-    }
+    """A batch of the same shapes that any model can compute; it replaces one whose update will be skipped."""
+    found: Batch = {}
+    for name, values in batch.items():
+        # Attention that may look at nothing is 0 / 0.
+        allow = name == "attention_mask"
+        found[name] = torch.ones_like(values) if allow else torch.zeros_like(values)
+    return found
 
 
 def one_sample(batch: Batch, row: int) -> Batch:
@@ -244,7 +275,9 @@ def count_targets(batch: Batch) -> int:
     labels = next((batch[name] for name in LABELS if name in batch), None)
     if labels is None:
         return len(next(iter(batch.values())))
-    return labels.numel() if labels.is_floating_point() else int((labels != IGNORED).sum())
+    if labels.is_floating_point():
+        return labels.numel()
+    return int((labels != IGNORED).sum())
 
 
 def _bound(labels: bool, vocab_size: int | None, classes: int | None) -> int | None:
@@ -252,7 +285,10 @@ def _bound(labels: bool, vocab_size: int | None, classes: int | None) -> int | N
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """The values in a dtype that has an order on every device: complex parts side by side, odd floats as float32."""
+    """The values in a dtype that can be compared on every device.
+
+    Real and imaginary parts are put side by side. Other floats, such as FP8, become float32.
+    """
     if values.dtype in _ORDERED:
         return values
     if values.is_complex():
@@ -261,28 +297,39 @@ def _ordered(values: Tensor) -> Tensor:
 
 
 def _judge(values: Tensor, low: float, high: float, vocab_size: int | None) -> int:
-    """Bits for a tensor with these bounds; both are NaN if any value is."""
+    """Bits for a tensor with these bounds. A NaN among the values makes both bounds NaN."""
     if values.is_floating_point():
-        return 0 if -torch.inf < low and high < torch.inf else NON_FINITE_INPUT
-    return 0 if low >= 0 and (vocab_size is None or high < vocab_size) else BAD_LABEL
+        finite = -torch.inf < low and high < torch.inf
+        return 0 if finite else NON_FINITE_INPUT
+    in_range = low >= 0 and (vocab_size is None or high < vocab_size)
+    return 0 if in_range else BAD_LABEL
 
 
 def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) -> list[Fault]:
     """Faults of a float or int64 tensor; ignored: bool, of its shape."""
-    floating = values.is_floating_point()
-    allowed = "" if floating else f", not in [0, {'...' if vocab_size is None else vocab_size})"
-    wrong = ~torch.isfinite(values) if floating else (values < 0) & ~ignored
-    if not floating and vocab_size is not None:
-        wrong |= values >= vocab_size
+    # Which values are wrong, and what would be allowed.
+    if values.is_floating_point():
+        wrong = ~torch.isfinite(values)
+        allowed, bit = "", NON_FINITE_INPUT
+    else:
+        wrong = (values < 0) & ~ignored
+        allowed, bit = ", not in [0, ...)", BAD_LABEL
+        if vocab_size is not None:
+            wrong |= values >= vocab_size
+            allowed = f", not in [0, {vocab_size})"
+
+    # Of each sample the first wrong value. A tensor without a dimension is one sample.
+    samples = zip(values, wrong, strict=True) if values.ndim else [(values, wrong)]
     faults: list[Fault] = []
-    for row, (sample, bad) in enumerate(
-        zip(values, wrong, strict=True) if values.ndim else [(values, wrong)]
-    ):
+    for row, (sample, bad) in enumerate(samples):
         places = bad.reshape(-1, 1).nonzero() if bad.ndim < 2 else bad.nonzero()
-        if len(places):
-            index = places[0].tolist()[: bad.ndim]
-            where = f" at position {index[0] if len(index) == 1 else index}" if index else ""
-            more = f" ({len(places)} such values)" if len(places) > 1 else ""
-            text = f"{kind} {sample[tuple(index)].item()}{where}{allowed}{more}"
-            faults.append(Fault(row, NON_FINITE_INPUT if floating else BAD_LABEL, text))
+        if not len(places):
+            continue
+        index = places[0].tolist()[: bad.ndim]
+        where = ""
+        if index:
+            where = f" at position {index[0] if len(index) == 1 else index}"
+        more = f" ({len(places)} such values)" if len(places) > 1 else ""
+        text = f"{kind} {sample[tuple(index)].item()}{where}{allowed}{more}"
+        faults.append(Fault(row, bit, text))
     return faults

@@ -1,4 +1,4 @@
-"""The memory that processes here may have, as the kernel and the container (cgroup v2) tell it. Torch-free."""
+"""The memory that processes here may use, as the kernel and the container (cgroup v2) report it. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(swap: bool = False) -> int:
-    """Bytes that can be allocated now on this machine and in this container. swap: what can be swapped out counts."""
-    known = _meminfo()
-    free, swapped = known.get("MemAvailable", 0), known.get("SwapFree", 0)
+    """Bytes that can be allocated now on this machine and in this container. swap: free swap space counts, too."""
+    machine = _meminfo()
+
+    # The container may allow less than the machine has. Memory that caches files is free: the kernel gives it back.
+    free = machine.get("MemAvailable", 0)
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is not None and used is not None:
-        cached = _cached()  # of files: the kernel gives it back when it is needed
-        free = min(free, max(limit - used + cached, 0))
-    most, used = _cgroup("memory.swap.max"), _cgroup("memory.swap.current")
-    if most is not None and used is not None:
-        swapped = min(swapped, max(most - used, 0))
-    return free + swapped if swap else free
+        free = min(free, max(limit - used + _cached(), 0))
+    if not swap:
+        return free
+
+    free_swap = machine.get("SwapFree", 0)
+    limit, used = _cgroup("memory.swap.max"), _cgroup("memory.swap.current")
+    if limit is not None and used is not None:
+        free_swap = min(free_swap, max(limit - used, 0))
+    return free + free_swap
 
 
 def all_memory() -> int:
-    """Bytes that the processes of this machine, or of this container, can ever have together, swap included; 0: not
-    known."""
-    known = _meminfo()
+    """Bytes of memory and swap that all processes of this machine or container can have together; 0: not known."""
+    machine = _meminfo()
     limits = {"MemTotal": _cgroup("memory.max"), "SwapTotal": _cgroup("memory.swap.max")}
-    return sum(
-        min(known.get(name, 0), known.get(name, 0) if most is None else most)
-        for name, most in limits.items()
-    )
+    total = 0
+    for name, limit in limits.items():
+        size = machine.get(name, 0)
+        total += size if limit is None else min(size, limit)
+    return total
 
 
 def size_text(count: int) -> str:
@@ -61,6 +66,7 @@ def _cgroup(name: str) -> int | None:
 
 
 def _cached() -> int:
+    """Bytes of the container's memory that only cache files; 0 where it is not known."""
     try:
         counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         return int(counts["inactive_file"])

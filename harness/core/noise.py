@@ -1,4 +1,4 @@
-"""What libraries log on import that nobody can act upon. Torch-free."""
+"""Drops log lines of libraries that nobody can act upon. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ _NOISE = {"torchao": "Failed to load ", "torch.utils._pytree": " is an Enum subc
 
 
 def _useful(record: logging.LogRecord) -> bool:
-    """torchao, which transformers imports wherever it is installed, names each kernel for GPUs that it cannot load, and
-    has torch complain of its enums. With a CUDA build of torch the kernels are left in: there they could matter.
+    """Whether a record should be logged.
+
+    transformers imports torchao wherever it is installed. torchao then logs each GPU kernel that it cannot load, and
+    torch complains of its enums. With a CUDA build of torch the lines on kernels stay: there they may matter.
     """
     torch = sys.modules.get("torch")
     kernels = record.name == "torchao" and torch is not None and torch.version.cuda is not None
@@ -18,6 +20,6 @@ def _useful(record: logging.LogRecord) -> bool:
 
 
 def leave_out_noise() -> None:
-    """From now on, in this process."""
+    """Drop such lines from now on, in this process."""
     for name in _NOISE:
         logging.getLogger(name).addFilter(_useful)

@@ -1,4 +1,4 @@
-"""plan.json as people read it: the run's start, its report, and `print(precision.plan)`. Torch-free."""
+"""plan.json as text, for the start of a run, its report and `print(precision.plan)`. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADINGS = ("layers", "precision", "backend", "shape", "why")
 
 @dataclass(frozen=True)
 class Fold:
-    """Layers that differ only in their block number. name: `blocks.00-03.mlp.down`."""
+    """One row of the table: layers that differ only in their block number. name: `blocks.00-03.mlp.down`."""
 
     name: str
     count: int
@@ -24,42 +24,37 @@ class Fold:
 
 
 def fold(layers: Iterable[Mapping[str, Any]]) -> list[Fold]:
-    """Rows of plan.json's `layers`, those alike but for the first number in their name put together, in plan order."""
+    """Rows of plan.json's `layers`, in plan order; layers that differ only in their name's first number share one."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for layer in layers:
         before, number, after = _split(layer["module"])
-        alike = (
-            layer["kind"],
-            layer["precision"],
-            layer["backend"],
-            layer["reason"],
-            tuple(layer["shape"]),
-        )
+        shape = tuple(layer["shape"])
+        alike = (layer["kind"], layer["precision"], layer["backend"], layer["reason"], shape)
         groups.setdefault((before, after, *alike), []).append(number)
-    return [
-        Fold(f"{before}{_ranges(numbers)}{after}", len(numbers), *alike)
-        for (before, after, *alike), numbers in groups.items()
-    ]
+
+    folds: list[Fold] = []
+    for (before, after, *alike), numbers in groups.items():
+        name = f"{before}{_ranges(numbers)}{after}"
+        folds.append(Fold(name, len(numbers), *alike))
+    return folds
 
 
 def rung_lines(plan: Mapping[str, Any]) -> list[str]:
     """Requested, resolved and effective precision, why each better rung was not taken, and the plan's notes."""
-    lines = [
-        f"recipe {plan['recipe']} on {plan['tier']}: requested {plan['requested']}, resolved {plan['resolved']}"
-    ]
+    head = f"recipe {plan['recipe']} on {plan['tier']}: requested {plan['requested']}, resolved {plan['resolved']}"
     if plan.get("effective"):
-        lines[0] += f", effective {plan['effective']}"
+        head += f", effective {plan['effective']}"
+    lines = [head]
     for rung in plan["rungs"]:
-        lines.append(
-            f"  {rung['rung']}: {'taken' if rung['taken'] else 'not taken'}: {rung['reason']}"
-        )
+        verdict = "taken" if rung["taken"] else "not taken"
+        lines.append(f"  {rung['rung']}: {verdict}: {rung['reason']}")
         if rung["taken"]:
             break
     return lines + [f"  note: {note}" for note in plan.get("notes", ())]
 
 
 def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The table's rows under HEADINGS, equal layers of several blocks in one."""
+    """The table's rows under HEADINGS; equal layers of several blocks share one."""
     rows: list[tuple[str, ...]] = []
     for row in fold(plan["layers"]):
         shape = str(list(row.shape)) if row.shape else ""
@@ -68,23 +63,22 @@ def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:
-    """What the run's start shows of a plan, as plain text: the ladder, the notes, and a line for each row."""
+    """A plan as plain text, as at a run's start: the ladder, the notes, and a line for each row."""
     rows = [HEADINGS, *plan_rows(plan)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*rung_lines(plan), "", *lines])
+    lines = [*rung_lines(plan), ""]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _split(module: str) -> tuple[str, str, str]:
+    """What is before the first number in a module's name, that number, and what is after it."""
     match = re.search(r"(?:^|(?<=\.))\d+(?=\.|$)", module)
-    return (
-        (module[: match.start()], match.group(), module[match.end() :])
-        if match
-        else (module, "", "")
-    )
+    if match is None:
+        return module, "", ""
+    return module[: match.start()], match.group(), module[match.end() :]
 
 
 def _ranges(numbers: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The seams between rooms: what the loop asks of an engine, a data source, a tracker, a checkpoint store.
+"""The interfaces between rooms: what the loop asks of an engine, a precision backend, a data source or a tracker.
 
 Concrete classes are named only in `harness/build.py`. Torch appears in annotations alone.
 """
@@ -19,17 +19,17 @@ NO_LIMITS = Limits()
 TensorDict = dict[str, "Tensor"]
 Tensors = dict[str, TensorDict]
 Batch = dict[str, "Tensor"]
-"""A micro-batch on the CPU, tensors by name, whose first dimension counts samples.
+"""A micro-batch on the CPU: tensors by name, whose first dimension counts samples.
 
-Of tokens: `inputs` and `targets`, int64 [micro_batch, context], a target being the next input, or IGNORED where there
-is no loss; packed ones have `segments`, int64 of that shape: the number of the document within the sample. Others have
-the names of their data set.
+Batches of tokens have `inputs` and `targets`, int64 [micro_batch, context]. A target is the next input, or IGNORED
+where there is no loss. Packed ones also have `segments`, int64 of that shape: the number of the document within the
+sample. Batches of other data have the names of their data set.
 """
 Meta = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """One part of `TrainState`: tensors go to safetensors, meta to JSON. Both are collective under an engine."""
+    """One part of `TrainState`: tensors go to safetensors, meta to JSON. Under an engine both calls are collective."""
 
     def state_dict(self) -> tuple[TensorDict, Meta]: ...
 
@@ -42,8 +42,9 @@ class Gradients(Protocol):
     device: torch.device
 
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """Figures by the names of StepFacts, fp32 0-d: `grad_norm` and `loss_scale`, the same on every rank where ranks
-        exchange gradients; `shares`: `grad_zeros` and `grad_near_limit` too.
+        """Figures by the names of StepFacts, fp32 0-d: `grad_norm` and `loss_scale`.
+
+        They are the same on every rank where ranks exchange gradients. shares: `grad_zeros` and `grad_near_limit`, too.
         """
         ...
 
@@ -58,8 +59,10 @@ class Gradients(Protocol):
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """Unscale, clip and apply unless `skip` is 1.0; figures as `measure` gives them, `applied` among them.
 
-        skip, overflow: fp32 0-d, 0.0 or 1.0, the same on every rank; overflow: some rank's norm is not finite. norm:
-        what `measure` gave. clip: clip to this norm if it is under the owner's own limit.
+        skip: fp32 0-d, 0.0 or 1.0, the same on every rank.
+        overflow: the same for whether some rank's norm is not finite.
+        norm: what `measure` gave.
+        clip: clip to this norm if it is under the owner's own limit.
         """
         ...
 
@@ -67,16 +70,16 @@ class Gradients(Protocol):
 class Engine(Gradients, Protocol):
     """Owns ranks, gradients and the optimizer step. One for a single process and DDP, one for DeepSpeed.
 
-    `apply` zeroes the gradients, too, and its figures hold `lr` and `applied_steps`.
+    `apply` also zeroes the gradients. Its figures hold `lr` and `applied_steps`.
     """
 
     name: str
     owns_loss_scale: ClassVar[bool]
-    """Under fp16 it has a loss scale of its own, and weights in half precision: a run cannot leave fp16 there."""
+    """Under fp16 it has its own loss scale and weights in half precision, so a run cannot leave fp16 there."""
     snapshots: ClassVar[bool]
     """Its state is whole on every rank, and can be copied in memory between two steps."""
     any_optimizer: ClassVar[bool]
-    """It steps and saves any optimizer; else only fused AdamW and SGD."""
+    """It can step and save any optimizer; otherwise only fused AdamW and SGD."""
     rank: int
     world_size: int
     module: torch.nn.Module
@@ -85,11 +88,11 @@ class Engine(Gradients, Protocol):
     """The schedule's learning rate is multiplied by this; the loop may change it between steps."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch; gradients are reduced across ranks in the last one only."""
+        """Around forward and backward of one micro-batch; only in the last one are gradients reduced across ranks."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of `loss` (already divided by the number of micro-batches); applies the loss scale."""
+        """Accumulate gradients of `loss`, which is divided by the number of micro-batches; applies the loss scale."""
         ...
 
     def max(self, values: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ class Engine(Gradients, Protocol):
 
 
 class PrecisionBackend(Stateful, Protocol):
-    """How the plan's rung computes. Slot and layer names are padded (blocks.03.mlp.down.input)."""
+    """How the plan's rung computes. Numbers in names of slots and layers are padded: blocks.03.mlp.down.input."""
 
     layers: tuple[str, ...]
     """Layers that may run in FP8, as named in the model; empty on rungs without FP8."""
@@ -128,18 +131,18 @@ class PrecisionBackend(Stateful, Protocol):
         ...
 
     def context(self) -> AbstractContextManager[None]:
-        """Around forward. With gradients off it leaves no trace in the FP8 state."""
+        """Around forward. With gradients off it does not change the FP8 state."""
         ...
 
     def backward_context(self, last: bool | None = None) -> AbstractContextManager[None]:
-        """Around backward (activation checkpointing recomputes forward there).
+        """Around backward, in which activation checkpointing recomputes forward.
 
-        last: whether it is the window's last, None if the caller does not know; no result depends on it.
+        last: whether it is the window's last; None if the caller does not know. No result depends on it.
         """
         ...
 
     def begin_window(self, sample: bool) -> None:
-        """An optimizer step begins; `sample`: measure the statistics that cost."""
+        """An optimizer step begins. sample: measure the expensive statistics in it."""
         ...
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
@@ -151,9 +154,13 @@ class PrecisionBackend(Stateful, Protocol):
         ...
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update scales unless `skip` is 1.0; float32 [8, slots]: amax, scale in use, saturation, clipped,
-        underflow, SQNR in dB, that of each value beside itself, and that of what varies from row to row (the last five
-        NaN where not sampled). `mean`: over ranks.
+        """Update the scales unless `skip` is 1.0. Returns the figures of the window, float32 [SLOT_ROWS, slots].
+
+        The rows are amax, scale in use, saturation, clipped share, underflow share, SQNR in dB, per-element SQNR, and
+        the SQNR of what varies from row to row. The last five are NaN where they were not sampled.
+
+        amax: what `amax` gave, reduced over ranks.
+        mean: over ranks.
         """
         ...
 
@@ -171,8 +178,9 @@ class PrecisionBackend(Stateful, Protocol):
 class Batches(Protocol):
     """A data source: windows by number, batches by sample.
 
-    tokens_per_sample: targets, as far as that is one number. masked: some targets may be IGNORED, so that micro-batches
-    weigh as many targets as they have. unit: what the loss is in by the contract of the data, "loss" if there is none.
+    tokens_per_sample: targets, as far as that is one number.
+    masked: some targets may be IGNORED, so a micro-batch's weight is its number of targets.
+    unit: what the loss is in, as far as the data fix it; "loss" if they do not.
     """
 
     name: str
@@ -212,7 +220,7 @@ class Tracker(Protocol):
 
 
 class Monitor(Protocol):
-    """Observes one step, keeps a small checkpointed window, returns what it thinks."""
+    """Observes one step after the other, keeps a small checkpointed window, and returns its verdict on each."""
 
     key: str
     """Its name in checkpoints, which never changes."""

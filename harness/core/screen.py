@@ -1,4 +1,4 @@
-"""What a terminal shows of text that somebody else may have written: none of it is obeyed. Torch-free."""
+"""Shows text that somebody else may have written on a terminal, which obeys none of it. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from harness.core.errors import shown
 
 
 class Screen(Console):
-    """rich's console; text goes through `shown`, whatever it was part of, and rich's own colours and moves do not."""
+    """rich's console with all text made safe by `shown`; rich's own colours and cursor moves pass."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As rich does it."""
+        """As rich's own `render`, with text made safe."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
 
 def say(text: object, file: TextIO | None = None) -> None:
-    """Print a line, or several; `shown`."""
+    """Print a line, or several, made safe by `shown`."""
     print(shown(str(text)), file=file, flush=True)

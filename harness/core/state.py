@@ -1,7 +1,10 @@
-"""TrainState: everything a resume needs, in one object.
+"""TrainState: everything that a resume needs, in one object; and RunLedger, what a rollback must not undo.
 
-The same object serves checkpoint, rollback and (by hash) comparison of ranks. What is forgotten here breaks the
-bit-exact resume test. The run's ledger (skipped windows, budgets, attempt) is outside what a rollback restores.
+Saves, rollbacks and the comparison of states by hash all use this one object. The next step is a function of it and of
+the run's config and data. State that is missing here breaks the test that resumes bit for bit.
+
+The ledger (skipped windows, budgets, attempt) is not part of what a rollback restores. A rollback would otherwise
+forget why it happened, and train on the same bad windows again.
 """
 
 from __future__ import annotations
@@ -30,19 +33,28 @@ _LOSS_SCALE = "loss_scale"
 _BUDGETS = {"attempt", "skips", "switches", "lowered", "recent_skips"}
 _LISTS = ("skipped_windows", "returned_to", "recent_skips", "recent_rollbacks")
 _PRECISIONS = ("", "bf16", "fp32")
-# Characters of another library's error.
+_RUN = "run:"
+"""Begins the identity of a run at the head of a ledger's hashes."""
+# Characters that are shown of another library's error.
 _SHOWN = 400
 
 
 @dataclass
 class RunLedger:
-    """What rollbacks must not undo: windows to pass over, budgets spent, which attempt this is.
+    """What rollbacks must not undo.
 
-    return_to: a rollback that has been decided but not carried out yet, the step to return to; 0: none. lowered: the
-    precision that the whole run has fallen to, or is about to; empty: none. returned_to: the steps that rollbacks went
-    back to, each at most a later one's. rollbacks, skips: of the whole run. recent_skips, recent_rollbacks: the windows
-    at which they were, as far back as their budgets look. hashes: SHA-256 of attempt, skipped_windows and returned_to
-    after each change of them; a checkpoint holds the newest of its time, by which it knows its own ledger again.
+    attempt: raised by every rollback.
+    skipped_windows: places in the data order that are not trained on.
+    rollbacks, skips: of the whole run.
+    switches: moves of layers between precisions.
+    return_to: the step of a rollback that has been decided but not carried out yet; 0: none.
+    lowered: the precision that the whole run was downgraded to, or is about to be; empty: none.
+    returned_to: the steps that rollbacks went back to, each at most a later one's.
+    recent_skips, recent_rollbacks: the windows at which they happened, as far back as their budgets look.
+    hashes: how a checkpoint recognises its own ledger. First the identity of the run, then the SHA-256 of `attempt`,
+        `skipped_windows` and `returned_to` after each change of them. A checkpoint holds the newest of its time. In a
+        ledger of the same run that one still occurs, however many rollbacks came later. In loops that are not ours no
+        run has an identity.
     """
 
     attempt: int = 1
@@ -58,91 +70,114 @@ class RunLedger:
     hashes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """A ledger that is not new begins as it is."""
+        """A ledger that is not new begins with a hash of what it holds."""
         if not self.hashes and (self.attempt > 1 or self.skipped_windows):
             self._changed()
 
+    def begin(self, run: str) -> None:
+        """The run begins, with the identity `run`; a ledger that has begun keeps its own."""
+        if not self.hashes:
+            self.hashes = [_RUN + run]
+
     def go_back(self, step: int, bad: Iterable[int]) -> None:
-        """A rollback to `step` begins the next attempt, which passes over the windows `bad`."""
+        """A rollback to `step` begins the next attempt, which skips the windows `bad`."""
         self.attempt += 1
         self.skipped_windows = sorted({*self.skipped_windows, *bad})
         self.returned_to = [*(min(earlier, step) for earlier in self.returned_to), step]
         self._changed()
 
     def skipped(self, window: int, updates: int, within: int) -> None:
-        """So many updates were skipped at `window`; those before the last `within` windows are forgotten."""
+        """Count `updates` skipped at `window`; skips before the last `within` windows are forgotten."""
         self.skips += updates
         self.recent_skips = [*_since(self.recent_skips, window, within), *[window] * updates]
 
     def rolls_back(self, window: int, within: int) -> None:
-        """A rollback was decided at `window`; those before the last `within` windows are forgotten."""
+        """Count a rollback decided at `window`; rollbacks before the last `within` windows are forgotten."""
         self.rollbacks += 1
         self.recent_rollbacks = [*_since(self.recent_rollbacks, window, within), window]
 
     def spent(self, window: int, within: int) -> tuple[int, int]:
-        """Skips and rollbacks of the last `within` windows up to `window`.
+        """How many skips and rollbacks the last `within` windows up to `window` had.
 
-        A rollback takes the run to earlier windows: what was spent at later ones counts on.
+        After a rollback the run is at earlier windows; what was spent at later ones still counts.
         """
-        return len(_since(self.recent_skips, window, within)), len(
-            _since(self.recent_rollbacks, window, within)
-        )
+        skips = _since(self.recent_skips, window, within)
+        rollbacks = _since(self.recent_rollbacks, window, within)
+        return len(skips), len(rollbacks)
 
     def inherit(self, skipped_windows: Iterable[int]) -> None:
-        """Pass over what the run passed over that this one starts from."""
+        """Skip what was skipped by the run whose checkpoint this one starts from."""
         self.skipped_windows = list(skipped_windows)
         self._changed()
 
     @property
     def newest_hash(self) -> str:
-        """What a checkpoint keeps of this ledger; empty for one without a rollback."""
+        """What a checkpoint keeps of this ledger; empty for one without an identity and without a rollback."""
         return self.hashes[-1] if self.hashes else ""
 
     def follows(self, newest_hash: str) -> bool:
-        """Whether this ledger once had that newest hash."""
+        """Whether this ledger once had that newest hash; true for an empty one, which says nothing."""
         return not newest_hash or newest_hash in self.hashes
+
+    def continues(self, newest_hash: str) -> bool:
+        """`follows`, for a run that goes on from a checkpoint with that newest hash.
+
+        incidents.json is written at the first change. Until then only the checkpoint knows the run's identity: a new
+        ledger takes it from there.
+        """
+        if newest_hash.startswith(_RUN):
+            self.begin(newest_hash.removeprefix(_RUN))
+        return self.follows(newest_hash)
 
     def _changed(self) -> None:
         self.hashes = [*self.hashes, self._sha256()]
 
+    def _identity(self) -> list[str]:
+        return [first for first in self.hashes[:1] if first.startswith(_RUN)]
+
     def _sha256(self) -> str:
-        held = [self.attempt, self.skipped_windows, self.returned_to]
+        # With the identity: two runs may have skipped the same windows.
+        held = [*self._identity(), self.attempt, self.skipped_windows, self.returned_to]
         return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
     @classmethod
     def from_json(cls, raw: Any) -> RunLedger:
-        """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is none."""
+        """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is not one."""
         raw = raw if isinstance(raw, dict) else {}
+
+        # The keys, and the type of each value.
+        keys = {each.name for each in fields(cls)}
         lists = [raw.get(key) for key in (*_LISTS, "hashes")]
-        if not all(isinstance(each, list) for each in lists) or set(raw) != {
-            field.name for field in fields(cls)
-        }:
+        if set(raw) != keys or not all(isinstance(each, list) for each in lists):
             raise ValueError("its keys are not those of this version")
         if not all(isinstance(each, str) for each in raw["hashes"]):
             raise ValueError("its hashes are not text")
         if raw["lowered"] not in _PRECISIONS:
             raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
-        counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered", "hashes")]
-        if not all(
-            _is_count(value) for value in [each for key in _LISTS for each in raw[key]] + counts
-        ):
+        counts = [raw[key] for key in keys - {*_LISTS, "lowered", "hashes"}]
+        for key in _LISTS:
+            counts += raw[key]
+        if not all(_is_count(value) for value in counts):
             raise ValueError("a value is not a whole number from 0 to 2^63")
+
+        # The newest hash is of the contents. An identity alone is of a run that has changed nothing yet.
         ledger = cls(**raw)
-        if ledger.hashes and ledger.hashes[-1] != ledger._sha256():
+        unchanged = ledger.hashes == ledger._identity()
+        if not unchanged and ledger.hashes[-1] != ledger._sha256():
             raise ValueError("its contents do not match their hash")
         return ledger
 
     def take_over(self, other: RunLedger) -> None:
-        """Be what `other` is, in place: responder and state hold this one."""
+        """Become equal to `other`, in place: responder and state hold this object."""
         for each in fields(self):
             setattr(self, each.name, copy.copy(getattr(other, each.name)))
 
     def rollbacks_before(self, step: int) -> int:
-        """Rollbacks that `step`, a step of the present branch, comes after."""
+        """How many rollbacks `step`, a step of the present branch, comes after."""
         return sum(target < step for target in self.returned_to)
 
     def window_index(self, step: int) -> int:
-        """The place in the data order that `step` consumes: the step-th window that is not skipped."""
+        """The place in the data order that `step` consumes: that of the step-th window that is not skipped."""
         index = step
         for skipped in sorted(self.skipped_windows):
             if skipped <= index:
@@ -151,11 +186,17 @@ class RunLedger:
 
 
 def lost_ledger(where: str, why: str) -> Problem:
-    """A ledger that is not the run's own, or not its newest."""
+    """The problem of a ledger that is not the run's own, or not its newest."""
+    what = "what rollbacks decided is missing: windows to pass over, budgets spent"
     fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
-    return Problem(
-        "what rollbacks decided is missing: windows to pass over, budgets spent", where, why, fix
-    )
+    return Problem(what, where, why, fix)
+
+
+def unrelated_ledger(step: int, attempt: int) -> Problem:
+    """The problem of a ledger, of `attempt`, that the checkpoint of `step` was not saved beside."""
+    where = f"checkpoint of step {step} and incidents.json"
+    why = f"the checkpoint was not saved beside this ledger (attempt {attempt}): it is another run's, or an older copy"
+    return lost_ledger(where, why)
 
 
 def _since(windows: Iterable[int], window: int, within: int) -> list[int]:
@@ -171,13 +212,15 @@ def state_bytes(model: nn.Module, optimizer: int) -> int:
 
     Frozen weights that come from a folder (`frozen_from`) are not part of it.
     """
-    kept = [
-        param
-        for param in model.parameters()
-        if param.requires_grad or not getattr(model, "frozen_from", "")
-    ]
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*kept, *model.buffers()))
-    return (weights + optimizer) * 51 // 50 + (4 << 20)
+    frozen_elsewhere = bool(getattr(model, "frozen_from", ""))
+    size = 0
+    for param in model.parameters():
+        if param.requires_grad or not frozen_elsewhere:
+            size += param.numel() * param.element_size()
+    for buffer in model.buffers():
+        size += buffer.numel() * buffer.element_size()
+    # 2% and 4 MiB for everything else: histories, monitors, generators.
+    return (size + optimizer) * 51 // 50 + (4 << 20)
 
 
 def seed_everything(seed: int) -> None:
@@ -188,15 +231,15 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Start the generators of the CPU and of every GPU from `seed` (0 to 2^64 - 1): the numbers of `torch.manual_seed`.
+    """Seed the generators of the CPU and of every GPU (0 to 2^64 - 1); the same numbers as `torch.manual_seed`.
 
-    Until CUDA has started, that formats a traceback of its caller at every call, longer by every frame, to tell of the
-    seed that it keeps for later. A process without a GPU has no use for one.
+    Faster than that one where CUDA has not started: `torch.manual_seed` then formats a traceback of its caller at every
+    call, for a message about the seed that it keeps until CUDA starts. A process without a GPU does not need that.
     """
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
-    elif _gpus():  # the seed has to wait for them
+    elif _gpus():  # CUDA starts later: torch keeps the seed until then
         torch.manual_seed(seed)
     torch.default_generator.manual_seed(seed)
 
@@ -238,7 +281,7 @@ class RandomState:
 
 @contextmanager
 def random_numbers_apart() -> Iterator[None]:
-    """Whatever is drawn or seeded inside: the host's generators of torch, numpy and Python are as before afterwards."""
+    """Restore the host's generators of torch, numpy and Python afterwards, whatever is drawn or seeded inside."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -249,11 +292,13 @@ def random_numbers_apart() -> Iterator[None]:
 
 
 class ExternalState:
-    """Anything with torch's `state_dict` and `load_state_dict`, such as an optimizer or a scheduler, as a part.
+    """Makes a part of anything with torch's `state_dict` and `load_state_dict`, such as an optimizer or a scheduler.
 
     Its state may nest dicts, Counters, lists and tuples of tensors, numbers and text, under keys that are numbers or
-    text. A tensor subclass made of tensors, such as torchao's quantised moments, is taken apart into those; what it is
-    is known to this object alone, so that its state can be loaded where it came from.
+    text. `state_dict` takes that tree apart: tensors get a number each, and the rest becomes JSON that refers to them.
+
+    A tensor subclass made of tensors, such as torchao's quantised moments, is taken apart into those. Its class and
+    shape are remembered in this object alone, so its state can be loaded only where it came from.
     """
 
     def __init__(self, name: str, owner: Any) -> None:
@@ -266,54 +311,45 @@ class ExternalState:
         return tensors, {"tree": self._taken_apart(self.owner.state_dict(), "", tensors)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Give the owner copies: some keep what they are given. A learning rate that is a tensor stays that tensor, and
-        an optimizer's state keeps its dtypes, which torch would make those of the parameters.
+        """Give the owner copies of what was saved, as some owners keep what they are given.
+
+        Two things of an optimizer stay that torch's own load would change. A learning rate that is a tensor stays that
+        tensor object. The state keeps its dtypes, which torch would make those of the parameters.
         """
-        groups = self.owner.param_groups if isinstance(self.owner, torch.optim.Optimizer) else []
-        held = [
-            {key: value for key, value in group.items() if isinstance(value, Tensor)}
-            for group in groups
-        ]
+        is_optimizer = isinstance(self.owner, torch.optim.Optimizer)
+        held = [_tensors_in(group) for group in self.owner.param_groups] if is_optimizer else []
         saved = _put_together(meta["tree"], tensors, self._kinds)
         self.owner.load_state_dict(saved)
-        params = (
-            param for group in groups and self.owner.param_groups for param in group["params"]
-        )
+
+        if is_optimizer:
+            self._restore_dtypes(saved.get("state", {}))
+            for group, before in zip(self.owner.param_groups, held, strict=True):
+                for key, tensor in before.items():
+                    group[key] = tensor.copy_(group[key])
+
+    def _restore_dtypes(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace values whose dtype the optimizer's own load has changed. saved: state by number of the parameter."""
+        params = (param for group in self.owner.param_groups for param in group["params"])
         for index, param in enumerate(params):
             loaded = self.owner.state.get(param, {})
-            for key, value in saved.get("state", {}).get(index, {}).items():
+            for key, value in saved.get(index, {}).items():
                 now = loaded.get(key)
-                if (
-                    isinstance(value, Tensor)
-                    and isinstance(now, Tensor)
-                    and now.dtype != value.dtype
-                ):
+                both_tensors = isinstance(value, Tensor) and isinstance(now, Tensor)
+                if both_tensors and now.dtype != value.dtype:
                     loaded[key] = value.to(now.device)
-        for group, before in zip(groups and self.owner.param_groups, held, strict=True):
-            for key, tensor in before.items():
-                group[key] = tensor.copy_(group[key])
 
     def _taken_apart(self, value: Any, place: str, tensors: TensorDict) -> Any:
+        """`value` as JSON; its tensors go into `tensors`. place: where in the owner's state it is, for an error."""
         if isinstance(value, Mapping):
-            items = cast("Mapping[Any, Any]", value).items()
-            for key, _ in items:
-                if not _is_plain(key):
-                    raise self._not_copied(f"the key {key!r}", place)
-            # A milestone schedule asks its Counter for what no dict has.
-            kind = "counter" if isinstance(value, Counter) else "dict"
-            return {
-                kind: [
-                    [key, self._taken_apart(each, f"{place}.{key}", tensors)] for key, each in items
-                ]
-            }
+            return self._mapping_apart(cast("Mapping[Any, Any]", value), place, tensors)
+
         if isinstance(value, list | tuple):
             kind = "list" if isinstance(value, list) else "tuple"
-            items = enumerate(cast("Sequence[Any]", value))
-            return {
-                kind: [
-                    self._taken_apart(each, f"{place}.{number}", tensors) for number, each in items
-                ]
-            }
+            items: list[Any] = []
+            for number, each in enumerate(cast("Sequence[Any]", value)):
+                items.append(self._taken_apart(each, f"{place}.{number}", tensors))
+            return {kind: items}
+
         if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
             names, context = value.__tensor_flatten__()
             kind = (type(value), context, value.shape, value.stride())
@@ -321,50 +357,69 @@ class ExternalState:
                 self._kinds.append(kind)
             inner = {name: getattr(value, name) for name in names}
             return {"wrapped": [self._kinds.index(kind), self._taken_apart(inner, place, tensors)]}
+
         if type(value) in (Tensor, nn.Parameter):
-            number = str(
-                len(tensors)
-            )  # two places may be spelled alike: 1 and "1", or a key with a dot in it
+            # By number, not by place: two places may be spelled alike, as 1 and "1", or a key with a dot in it.
+            number = str(len(tensors))
             tensors[number] = value.detach()
             return {"tensor": [number, str(value.device)]}
+
         if _is_plain(value):
             return value
         raise self._not_copied(f"a {type(value).__name__}", place)
 
+    def _mapping_apart(self, value: Mapping[Any, Any], place: str, tensors: TensorDict) -> Any:
+        for key in value:
+            if not _is_plain(key):
+                raise self._not_copied(f"the key {key!r}", place)
+        # A milestone schedule calls methods of its Counter that no dict has.
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        items: list[list[Any]] = []
+        for key, each in value.items():
+            items.append([key, self._taken_apart(each, f"{place}.{key}", tensors)])
+        return {kind: items}
+
     def _not_copied(self, what: str, place: str) -> MisuseError:
-        told = f"{type(self.owner).__name__} keeps {what} at {place.strip('.') or 'its top'}, which is not copied"
-        return MisuseError(
-            Problem(told, self.name, fix="leave it out, or switch snapshots off: snapshot_every=0")
-        )
+        where = place.strip(".") or "its top"
+        text = f"{type(self.owner).__name__} keeps {what} at {where}, which is not copied"
+        fix = "leave it out, or switch snapshots off: snapshot_every=0"
+        return MisuseError(Problem(text, self.name, fix=fix))
+
+
+def _tensors_in(group: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in group.items() if isinstance(value, Tensor)}
 
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-# Of a tensor subclass: its class, what it is beside its tensors, shape and stride.
+# Of a tensor subclass: its class, its context (what torch needs beside its tensors), shape and stride.
 _Kind = tuple[Any, Any, tuple[int, ...], tuple[int, ...]]
 
 
 def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kind]) -> Any:
+    """The state that `ExternalState._taken_apart` made `tree` and `tensors` of."""
     if not isinstance(tree, dict):
         return tree
     ((kind, value),) = cast("dict[str, Any]", tree).items()
+
     if kind == "tensor":
         number, device = value
         return tensors[number].to(device, copy=True)
+
     if kind == "wrapped":
-        of, inner = value
-        made, context, shape, stride = kinds[of]
-        return made.__tensor_unflatten__(
-            _put_together(inner, tensors, kinds), context, shape, stride
-        )
+        number, inner = value
+        cls, context, shape, stride = kinds[number]
+        parts = _put_together(inner, tensors, kinds)
+        return cls.__tensor_unflatten__(parts, context, shape, stride)
+
     if kind in ("dict", "counter"):
         found = {key: _put_together(each, tensors, kinds) for key, each in value}
         return found if kind == "dict" else Counter(found)
-    return {"list": list, "tuple": tuple}[kind](
-        _put_together(each, tensors, kinds) for each in value
-    )
+
+    items = [_put_together(each, tensors, kinds) for each in value]
+    return {"list": list, "tuple": tuple}[kind](items)
 
 
 def state_hash(tensors: Tensors, meta: Meta) -> str:
@@ -380,10 +435,14 @@ def state_hash(tensors: Tensors, meta: Meta) -> str:
 
 @dataclass
 class TrainState:
-    """step: windows consumed so far. parts: named pieces of the run. dense_sampling: the steps that measure everything.
+    """Everything that a resume needs.
 
-    switches: decided but not yet due, (step, demote, promote, whole_run_to), as in `facts.Switch`. limits: those of
-    the steps to come, by step; a step without any has none.
+    parts: named pieces of the run: model, optimizer, FP8 state, loss scale, monitors, random generators.
+    ledger: what a rollback must not undo.
+    step: windows consumed so far.
+    dense_sampling: the steps in which all statistics are measured.
+    switches: decided but not yet due, (step, demote, promote, whole_run_to), as in `facts.Switch`.
+    limits: of the steps to come, by step; a step that is not named has none.
     """
 
     parts: dict[str, Stateful]
@@ -399,7 +458,10 @@ class TrainState:
         self.limits.pop(self.step, None)
 
     def drop_fallback(self) -> None:
-        """A fall of the whole run that was on its way when this state was saved has been decided long since."""
+        """Drop a downgrade of the whole run that was not yet due when this state was saved.
+
+        The ledger knows it by now, as rollbacks do not undo it.
+        """
         self.switches = [switch for switch in self.switches if not switch[3]]
 
     def state_dict(self, parts: Iterable[str] | None = None) -> tuple[Tensors, Meta]:
@@ -428,10 +490,11 @@ class TrainState:
         meta: Mapping[str, Any],
         parts: Iterable[str] | None = None,
     ) -> None:
-        """Restore every part (or those named). Raises CheckpointError naming parts that are missing on either side, or
-        if a part's contents are of another shape.
+        """Restore every part, or those named.
 
-        A loss scale is not learned: a run that leaves fp16 drops it, one that comes to fp16 starts with its own.
+        Raises CheckpointError naming parts that are missing on either side, or if a part's contents are of another
+        shape. The loss scale may be missing on one side, as it is not learned. A run that leaves fp16 drops it. A run
+        that comes to fp16 starts with its own.
         """
         try:
             self._load(tensors, meta, set(self.parts if parts is None else parts))
@@ -457,17 +520,20 @@ class TrainState:
         meta: Mapping[str, Any],
         parts: Iterable[str] | None = None,
     ) -> None:
-        """`load_state_dict`, to run the steps after it again: they spend their budgets again, so those are taken from
-        the state, unless a rollback came in between: what it wrote stands. Raises CheckpointError as that does, and if
-        the ledger is not the one that this state was saved beside, or came of it: other windows would be trained on.
+        """`load_state_dict`, to run the steps after it again.
+
+        Those steps spend their budgets again, so what was spent is taken from the state. If a rollback came since, the
+        ledger has what it wrote, and that stays.
+
+        Raises CheckpointError as `load_state_dict` does. Also raises it if the ledger is not the one that this state
+        was saved beside, or a later one of the same run: other windows would be trained on.
         """
         self.load_state_dict(tensors, meta, parts)
         ledger, budgets = self.ledger, meta["budgets"]
-        if not ledger.follows(meta["ledger"]):
-            why = f"it was saved in attempt {budgets['attempt']}; the ledger is of {ledger.attempt}, or another's"
-            raise CheckpointError(
-                lost_ledger(f"checkpoint of step {meta['step']} and incidents.json", why)
-            )
+
+        if not ledger.continues(meta["ledger"]):
+            raise CheckpointError(unrelated_ledger(int(meta["step"]), ledger.attempt))
+
         if budgets["attempt"] == ledger.attempt:
             ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
             ledger.recent_skips = list(budgets["recent_skips"])
@@ -480,14 +546,10 @@ class TrainState:
     ) -> None:
         saved = set(meta["parts"])
         if (saved ^ here) - {_LOSS_SCALE}:
-            raise CheckpointError(
-                Problem(
-                    f"parts differ: only in the checkpoint {sorted(saved - here)}, "
-                    f"only in this run {sorted(here - saved)}",
-                    f"checkpoint of step {meta['step']}",
-                    fix="resume with the recipe and version that wrote it",
-                )
-            )
+            what = f"parts differ: only in the checkpoint {sorted(saved - here)}, "
+            what += f"only in this run {sorted(here - saved)}"
+            fix = "resume with the recipe and version that wrote it"
+            raise CheckpointError(Problem(what, f"checkpoint of step {meta['step']}", fix=fix))
         for name, part in self.parts.items():
             if name in saved & here:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])

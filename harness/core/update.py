@@ -1,12 +1,27 @@
-"""The end of a step: gate, unscale, clip, apply, roll the scales, and send the facts to the host.
+"""The one update that ends every step, and the way of its facts to the host.
 
-`finish_step` is the one way from a window's last backward to its facts, for `run.train_step` and for
-`harness.Precision.step` alike; `update` is the part of it that changes weights.
+`finish_step` leads from a window's last backward to the step's facts. `run.train_step` and `harness.Precision.step`
+both call it. `update` is the part that changes weights. It has five phases:
 
-The host does not read the verdict: an update is applied, or leaves everything bit-equal, on the device. Fused Adam,
-AdamW, SGD and Adagrad take `found_inf` and `grad_scale` tensors, the way torch's GradScaler drives them:
-the kernel itself reads the flag and returns before touching weights or moments. Every other optimizer costs one host
-read a step. Fused kernels write parameters without bumping `Parameter._version`: do not key caches on it.
+1. **Measure.** The loss and the global norm of the gradients say whether the update is sound. A NaN or an infinity in
+   any gradient makes the norm non-finite, so one number checks all gradients.
+2. **Gate.** Ranks must apply or skip an update together. Everything that they must agree on is packed into one small
+   tensor: whether to skip, this rank's figures, and the amax of every FP8 slot. One all-reduce makes it the same on
+   every rank. It takes the maximum: `skip` must be exactly 0.0 or 1.0, and a sum over two ranks would give 2.0.
+3. **Unscale and clip.** Gradients are divided once, by `loss_scale * max(1, norm / max_norm)`. That undoes the loss
+   scale and clips to `max_norm`.
+4. **Apply.** The optimizer steps where `skip` is 0.0. Where it is 1.0, weights, moments and step counters stay
+   bit-equal.
+5. **Roll.** The FP8 scales of the next window follow from the amaxes of this one. They too stay as they are in a
+   skipped step.
+
+Nothing here reads a value from the device. A read such as `skip.item()` makes the host wait until the GPU has done all
+of its queued work, and the GPU then idles while the host queues more. So `skip` stays a tensor. Fused Adam, AdamW, SGD
+and Adagrad take it as `found_inf`, and the divisor as `grad_scale`, the way torch's GradScaler drives them: the kernel
+itself reads the flag and returns before it touches anything. Any other optimizer costs one host read a step. The
+figures go to the host as one copy (`InFlight`) while the next step runs, and are judged one step later.
+
+Fused kernels write parameters without raising `Parameter._version`: do not key caches on it.
 """
 
 from __future__ import annotations
@@ -31,13 +46,10 @@ from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's kernel reads the skip flag itself, so that a step needs no host read.
-
-    One whose step asks GradScaler itself for the flag would never see ours.
-    """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _asks_a_scaler(
-        type(optimizer)
-    )
+    """Whether the optimizer's kernel reads the skip flag itself, so that a step needs no host read."""
+    claims_to = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    # A step that asks a GradScaler for the flag would never see ours.
+    return claims_to and not _asks_a_scaler(type(optimizer))
 
 
 @cache
@@ -48,9 +60,9 @@ def _asks_a_scaler(kind: type[torch.optim.Optimizer]) -> bool:
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that Adam, AdamW and SGD would make lazily in their first step, as zeros.
 
-    Zeros are what the first step starts from (for SGD only with dampening 0; with dampening nothing is made). A
-    skipped first step then leaves the same state as an applied one starts from: fused SGD would otherwise keep
-    uninitialised memory as its momentum. Other optimizers are left alone.
+    The first step would start from zeros as well (for SGD only with dampening 0; with dampening nothing is made). So a
+    skipped first step leaves the state that an applied one starts from. Without this, a skipped first step of fused SGD
+    would leave uninitialised memory as its momentum. Other optimizers are left alone.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -58,42 +70,52 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             if state or not param.requires_grad:
                 continue
             if isinstance(optimizer, torch.optim.Adam):
-                on_device = group["fused"] or group["capturable"]
-                state["step"] = torch.zeros(
-                    (), dtype=torch.float32, device=param.device if on_device else "cpu"
-                )
-                state["exp_avg"] = torch.zeros_like(param, requires_grad=False)
-                state["exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
-                if group["amsgrad"]:
-                    state["max_exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
-            elif (
-                isinstance(optimizer, torch.optim.SGD)
-                and group["momentum"] != 0
-                and group["dampening"] == 0
-            ):
+                _init_adam_state(state, param, group)
+            elif isinstance(optimizer, torch.optim.SGD) and _starts_from_zero_momentum(group):
                 state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
 
 
+def _starts_from_zero_momentum(group: Mapping[str, Any]) -> bool:
+    return group["momentum"] != 0 and group["dampening"] == 0
+
+
+def _init_adam_state(state: dict[str, Tensor], param: Tensor, group: Mapping[str, Any]) -> None:
+    """Fill `state` as the first step of Adam or AdamW would."""
+    on_device = group["fused"] or group["capturable"]
+    device = param.device if on_device else "cpu"
+    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    state["exp_avg"] = torch.zeros_like(param, requires_grad=False)
+    state["exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
+    if group["amsgrad"]:
+        state["max_exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
+
+
 def _momentum_missing(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether fused SGD is about to allocate momentum that a skipped step would leave uninitialised."""
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] != 0
-        and param.grad is not None
-        and optimizer.state[param].get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
+    """Whether fused SGD is about to allocate momentum, which a skipped step would leave uninitialised."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        if group["momentum"] == 0:
+            continue
+        for param in group["params"]:
+            has_momentum = optimizer.state[param].get("momentum_buffer") is not None
+            if param.grad is not None and not has_momentum:
+                return True
+    return False
 
 
 @torch.no_grad()
 def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) -> None:
     """`optimizer.step()` with gradients divided by `divisor`, only if `skip` is 0.0.
 
-    skip: fp32 0-d, exactly 0.0 or 1.0 (any other value would apply the update and run the step counter backwards).
-    divisor: fp32 0-d, see `clip_divisor`. Both on the parameters' device. Gradients may be overwritten. After a
-    skipped step weights, moments and step counters are bit-equal to what they were (state that torch makes lazily
-    may appear, as zeros). No host read if `takes_found_inf(optimizer)`; else one.
+    skip: fp32 0-d, exactly 0.0 or 1.0. Any other value would apply the update and run the step counter backwards.
+    divisor: fp32 0-d, see `clip_divisor`.
+    Both are on the parameters' device.
+
+    Gradients may be overwritten. After a skipped step weights, moments and step counters are bit-equal to what they
+    were. State that torch makes lazily may appear, as zeros. No host read if `takes_found_inf(optimizer)`; else one.
     """
+    # The fast way: the kernel reads both tensors on the device.
     if takes_found_inf(optimizer) and not _momentum_missing(optimizer):
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -101,13 +123,17 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
             optimizer.step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-    elif not skip.item():
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        for gradients in by_device_and_dtype(
-            param.grad for param in params if param.grad is not None
-        ):
-            torch._foreach_div_(gradients, divisor.to(gradients[0].device))
-        optimizer.step()
+        return
+
+    # Any other optimizer: the host reads the flag, divides the gradients and steps.
+    if skip.item():
+        return
+    gradients: list[Tensor] = []
+    for group in optimizer.param_groups:
+        gradients += [param.grad for param in group["params"] if param.grad is not None]
+    for alike in by_device_and_dtype(gradients):
+        torch._foreach_div_(alike, divisor.to(alike[0].device))
+    optimizer.step()
 
 
 def clip_divisor(norm: Tensor, max_norm: float, loss_scale: Tensor) -> Tensor:
@@ -132,10 +158,12 @@ class DynamicLossScale(Protocol):
 class TorchGradients:
     """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel.
 
-    parameters: each once. max_norm: clip to this global L2 norm; infinity: do not clip. The learning rate that is told
-    is that of the first group of parameters, NaN where it has none. overflow: where gradients were divided by the loss
-    scale on their way already, fp32 0-d, over 0 if one was not finite before that; the norm is infinite then, whatever
-    was made of the gradients since.
+    parameters: each once.
+    max_norm: clip to this global L2 norm; infinity: do not clip.
+    overflow: only where gradients were already divided by the loss scale on their way. fp32 0-d, over 0 if a gradient
+        was not finite before that division. The norm is then reported as infinite, whatever the gradients hold now.
+
+    The reported learning rate is that of the first group of parameters, NaN where it has none.
     """
 
     def __init__(
@@ -148,28 +176,34 @@ class TorchGradients:
         overflow: Tensor | None = None,
     ) -> None:
         self.device = device
-        self._optimizers, self._parameters = optimizers, list(parameters)
-        self._max_norm, self._loss_scale, self._overflow = max_norm, loss_scale, overflow
+        self._optimizers = optimizers
+        self._parameters = list(parameters)
+        self._max_norm = max_norm
+        self._loss_scale = loss_scale
+        self._overflow = overflow
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
     def measure(self, shares: bool) -> dict[str, Tensor]:
         """As `Gradients.measure`; the shares are of scaled gradients, and NaN without a loss scale."""
+        # A copy: `apply` moves the scale, and the step reports the one that its gradients were computed with.
         loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
-        true = self._overflow is not None
-        shared = shares and self._loss_scale is not None
-        health = grad_health(self._parameters, shared, divided_by=loss_scale if true else None)
-        norm = health.norm.to(self.device)
-        norm = (
-            torch.where(self._overflow > 0, math.inf, norm)
-            if self._overflow is not None
-            else norm / loss_scale
-        )
+        divided_by = None if self._overflow is None else loss_scale
+        wants_shares = shares and self._loss_scale is not None
+        health = grad_health(self._parameters, wants_shares, divided_by)
+
         return {
-            "grad_norm": norm,
+            "grad_norm": self._unscaled(health.norm.to(self.device), loss_scale),
             "loss_scale": loss_scale,
             "grad_zeros": health.zeros,
             "grad_near_limit": health.near_limit,
         }
+
+    def _unscaled(self, norm: Tensor, loss_scale: Tensor) -> Tensor:
+        """The norm of the true gradients; norm: of the gradients as they are."""
+        if self._overflow is None:
+            return norm / loss_scale
+        # Divided already. What overflowed before that may look finite by now.
+        return torch.where(self._overflow > 0, math.inf, norm)
 
     def max_(self, values: Tensor) -> Tensor:
         """As `Gradients.max_`."""
@@ -181,18 +215,27 @@ class TorchGradients:
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """As `Gradients.apply`. Gradients may be overwritten, and stay until the caller zeroes them."""
-        scaled = self._loss_scale is not None and self._overflow is None
-        loss_scale = self._loss_scale.value if scaled and self._loss_scale else self._one
+        # What still has to be divided out: nothing where the gradients were divided on their way.
+        loss_scale = self._one
+        if self._loss_scale is not None and self._overflow is None:
+            loss_scale = self._loss_scale.value
+
         limit = min(self._max_norm, clip)
         divisor = clip_divisor(norm, limit, loss_scale) if math.isfinite(limit) else loss_scale
         for optimizer in self._optimizers:
             gated_step(optimizer, skip, divisor)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow, skip)
+        return {"applied": 1.0 - skip, "lr": self._learning_rate(skip)}
+
+    def _learning_rate(self, like: Tensor) -> Tensor:
+        """The first group's, of dtype and shape of `like`; some optimizers find their own rate, and keep none."""
         lr = self._optimizers[0].param_groups[0].get("lr")
-        lr = math.nan if lr is None else lr  # some find their own rate, and keep none
-        lr = lr.clone() if isinstance(lr, Tensor) else torch.full_like(skip, lr)
-        return {"applied": 1.0 - skip, "lr": lr.to(self.device)}
+        if lr is None:
+            lr = math.nan
+        # A copy: the schedule writes into the tensor before the host has read this step's figures.
+        lr = lr.clone() if isinstance(lr, Tensor) else torch.full_like(like, lr)
+        return lr.to(self.device)
 
 
 @torch.no_grad()
@@ -205,24 +248,27 @@ def update(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gate, unscale, clip, apply and roll: the end of a window, the same for every loop and engine.
 
-    own: what this rank measured, by the names of StepFacts; `loss`, fp32 0-d, is the mean over ranks already, what is
-    missing was not measured. The update is applied unless, on any rank, loss or gradient norm is not finite or over
-    `limits`, or the window's samples are unfit (`bad_data`). shares: see `Gradients.measure`. Nothing is read on the
-    host but by owners that say so.
+    own: what this rank measured, by the names of StepFacts; what is missing was not measured. `loss`, fp32 0-d, is
+        already the mean over ranks.
+    limits: the update is skipped where loss or norm is over them.
+    shares: see `Gradients.measure`.
+
+    The update is applied unless, on any rank, loss or gradient norm is not finite or over `limits`, or the window's
+    samples are unfit (`bad_data`). No value is read on the host, unless the owner of the gradients says that it does.
 
     Returns every figure of the step by name, fp32 0-d on the device, and what `PrecisionBackend.end_window` gave.
     """
+    # Measure what this rank can judge by itself.
     figures = {**own, **gradients.measure(shares)}
     loss, norm = figures["loss"], figures["grad_norm"]
     assert isinstance(loss, Tensor)
     overflow = ~torch.isfinite(norm)
-    over = (
-        ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)
-    )  # NaN is over every limit
-    local = _pack_local(own, gradients.device)
-    flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()
+    # "Not at most" rather than "over": a NaN is over every limit.
+    over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)
 
-    # The one MAX over ranks: flags, this rank's figures, and the window's amax of every slot.
+    # Agree, in the one MAX over ranks: the flags, this rank's figures, and the window's amax of every slot.
+    flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()
+    local = _pack_local(own, gradients.device)
     amax = backend.amax()
     reduced = gradients.max_(torch.cat([flags, local, amax]))
     flags, local, amax = reduced.split([len(flags), len(local), len(amax)])
@@ -238,77 +284,88 @@ def update(
 
 def _with_gradient(weights: Mapping[str, Tensor], step: int) -> tuple[str, ...]:
     """Names of the weights that got a gradient in the window of `step`, if that is a run's first; reads no values."""
-    return tuple(name for name, weight in weights.items() if step == 1 and weight.grad is not None)
+    if step != 1:
+        return ()
+    return tuple(name for name, weight in weights.items() if weight.grad is not None)
 
 
 def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
-    """This rank's figures for the MAX over ranks, fp32 [REDUCED]: -inf for what was not measured."""
-    values = [-math.inf] * len(REDUCED)
-    late: dict[int, Tensor] = {}
+    """This rank's figures for the MAX over ranks, fp32 [REDUCED]: -inf for what was not measured.
+
+    A minimum is the negated maximum of negated values. A mask of bits takes one place for each bit: the maximum of each
+    bit is their "or".
+    """
+    on_host = [-math.inf] * len(REDUCED)
+    on_device: dict[int, Tensor] = {}
     for place, (name, bit) in enumerate(REDUCED):
-        value, over = own.get(name), SCALARS[name].over_ranks
+        value = own.get(name)
+        over_ranks = SCALARS[name].over_ranks
+        if value is None:
+            continue
         if isinstance(value, Tensor):
-            late[place] = torch.nan_to_num(
-                -value if over == "min" else value, nan=math.inf, posinf=math.inf
-            )
-        elif value is not None:
-            values[place] = (
-                float(int(value) >> bit & 1)
-                if over == "any bit"
-                else -value
-                if over == "min"
-                else value
-            )
-    local = to_device(torch.tensor(values, dtype=torch.float32), device)
-    for place, value in late.items():
+            signed = -value if over_ranks == "min" else value
+            # NaN is not defined under MAX; as infinity it is kept.
+            on_device[place] = torch.nan_to_num(signed, nan=math.inf, posinf=math.inf)
+        elif over_ranks == "any bit":
+            on_host[place] = float(int(value) >> bit & 1)
+        elif over_ranks == "min":
+            on_host[place] = -value
+        else:
+            on_host[place] = value
+
+    # One copy for all numbers of the host; tensors that are on the device already follow there.
+    local = to_device(torch.tensor(on_host, dtype=torch.float32), device)
+    for place, value in on_device.items():
         local[place] = value
     return local
 
 
 def _unpack_reduced(reduced: Tensor) -> dict[str, Tensor]:
     """Figures by name of what `_pack_local` gave, reduced; NaN for what no rank measured."""
-    known = torch.where(reduced == -math.inf, math.nan, reduced)
-    found: dict[str, Tensor] = {}
+    values = torch.where(reduced == -math.inf, math.nan, reduced)
+    figures: dict[str, Tensor] = {}
     for place, (name, bit) in enumerate(REDUCED):
-        over = SCALARS[name].over_ranks
-        if over == "any bit":
-            found[name] = found[name] + known[place] * 2**bit if bit else known[place]
+        over_ranks = SCALARS[name].over_ranks
+        if over_ranks == "min":
+            figures[name] = -values[place]
+        elif over_ranks == "any bit" and bit:
+            figures[name] = figures[name] + values[place] * 2**bit
         else:
-            found[name] = -known[place] if over == "min" else known[place]
-    return found
+            figures[name] = values[place]
+    return figures
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class WindowBuffers:
     """Persistent buffers of a model, such as BatchNorm's running means, as they were before the window.
 
-    Forward writes them before anybody knows whether the window is fit: a NaN in one batch would stay in a running mean
-    for good, where training never reads it and evaluation does. Those registered later are not known here.
+    A forward pass writes them before it is known whether the window is fit. A NaN in one batch would stay in a running
+    mean for good, where training never reads it and evaluation does. So `settle` restores them after a skipped update.
+    Buffers that are registered after this object was made are not covered.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (module, name)
-            for module in model.modules()
-            for name in module._buffers
-            if name not in module._non_persistent_buffers_set
-        ]
+        self._places: list[tuple[nn.Module, str]] = []
+        for module in model.modules():
+            for name in module._buffers:
+                if name not in module._non_persistent_buffers_set:
+                    self._places.append((module, name))
         self._before: list[Tensor | None] = []
 
     @torch.no_grad()
     def begin(self) -> None:
         """Before a forward that may write them; only a window's first call counts."""
-        if not self._before:
-            found = (module._buffers.get(name) for module, name in self._places)
-            self._before = [None if buffer is None else buffer.detach().clone() for buffer in found]
+        if self._before:
+            return
+        for module, name in self._places:
+            buffer = module._buffers.get(name)
+            self._before.append(None if buffer is None else buffer.detach().clone())
 
     def drop(self) -> None:
         """The window is over: what is there now stays."""
@@ -316,20 +373,20 @@ class WindowBuffers:
 
     @torch.no_grad()
     def settle(self, applied: Tensor) -> None:
-        """After the update: unless it was applied they are what they were. applied: fp32 0-d, 1.0 or 0.0; not read.
+        """After the update: unless it was applied, the buffers become what they were before the window.
 
-        One that was replaced by a tensor of another shape stays.
+        applied: fp32 0-d, 1.0 or 0.0; not read on the host. A buffer that was replaced by one of another shape stays.
         """
-        for (module, name), before in zip(
-            self._places if self._before else (), self._before, strict=True
-        ):
+        places = self._places if self._before else ()
+        for (module, name), before in zip(places, self._before, strict=True):
             now = module._buffers.get(name)
-            # An expanded one has no memory of its own to write to.
-            if now is None or before is None or now.shape != before.shape or 0 in now.stride():
+            if now is None or before is None or now.shape != before.shape:
                 continue
-            now.copy_(
-                torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype))
-            )
+            # An expanded buffer has no memory of its own to write to.
+            if 0 in now.stride():
+                continue
+            before = before.to(now.device, now.dtype)
+            now.copy_(torch.where((applied > 0).to(now.device), now, before))
         self.drop()
 
 
@@ -339,10 +396,8 @@ def peak_memory(device: torch.device) -> float:
     Costs microseconds, and asks the device for nothing. NaN on a GPU that has not allocated anything.
     """
     if device.type == "cuda":
-        found = (
-            torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
-        )
-        return found.get("peak", math.nan) / 2**30
+        allocated = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {})
+        return allocated.get("all", {}).get("peak", math.nan) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts kibibytes
 
 
@@ -350,11 +405,9 @@ class StepClock:
     """Times one step: by events on a GPU's own stream, by the wall on a CPU (where a step ends when it returns)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = (
-            [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            if device.type == "cuda"
-            else []
-        )
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._started = time.perf_counter()
         self._ended = self._started
         if self._events:
@@ -378,9 +431,12 @@ class StepClock:
 class InFlight:
     """A step's facts on their way to the host: one packed float32 copy, made while the next step already runs.
 
-    packed: one figure for each of SCALARS, then [SLOT_ROWS, slots] row by row, then 1.0 for each parameter in
-    `compared` that differs between ranks and 0.0 for the others. clock: tells when it has arrived and how long the
-    step took; None for facts that were restored. Other fields as in StepFacts.
+    packed: one figure for each of SCALARS, then [SLOT_ROWS, slots] row by row, then for each parameter in `compared`
+        1.0 if it differs between ranks and 0.0 if not.
+    clock: knows when the copy has arrived and how long the step took; None for facts that were restored.
+    slot_names, compared: names of the slots and parameters in `packed`.
+
+    Other fields as in StepFacts.
     """
 
     step: int
@@ -405,11 +461,17 @@ class InFlight:
         differs: Tensor | None = None,
         **more: Any,
     ) -> InFlight:
-        """Queue the copy of what `update` returned, without waiting. more: the other fields, by name."""
-        unknown = slots.new_full((), math.nan)
-        scalars = torch.stack([figures.get(name, unknown).float().reshape(()) for name in SCALARS])
-        packed = torch.cat([scalars, slots.flatten(), *([] if differs is None else [differs])])
-        packed = packed.to("cpu", non_blocking=True)
+        """Queue the copy of what `update` returned, without waiting.
+
+        differs: float32 [n], as `RankComparison.after` gave it; None: nothing was compared.
+        more: the other fields, by name.
+        """
+        not_measured = slots.new_full((), math.nan)
+        scalars = [figures.get(name, not_measured).float().reshape(()) for name in SCALARS]
+        pieces = [torch.stack(scalars), slots.flatten()]
+        if differs is not None:
+            pieces.append(differs)
+        packed = torch.cat(pieces).to("cpu", non_blocking=True)
         clock.stop()
         return cls(packed=packed, clock=clock, **more)
 
@@ -422,14 +484,21 @@ class InFlight:
     def facts(self) -> StepFacts:
         """The step's facts; waits until it is over."""
         packed = self.arrived()
-        count = len(SLOT_ROWS) * len(self.slot_names)
-        scalars, of_slots, differs = packed.split([len(SCALARS), count, len(self.compared)])
+        slot_values = len(SLOT_ROWS) * len(self.slot_names)
+        scalars, by_slot, differs = packed.split([len(SCALARS), slot_values, len(self.compared)])
+
         values = read(scalars.tolist())
         scrubbed = values.pop("scrubbed")
         slots = None
         if self.slot_names:
-            rows = dict(zip(SLOT_ROWS, of_slots.reshape(len(SLOT_ROWS), -1).numpy(), strict=True))
+            table = by_slot.reshape(len(SLOT_ROWS), -1).numpy()
+            rows = dict(zip(SLOT_ROWS, table, strict=True))
             slots = SlotStats(self.slot_names, **rows, scrubbed=scrubbed)
+
+        diverged: list[str] = []
+        for name, flag in zip(self.compared, differs.tolist(), strict=True):
+            if flag:
+                diverged.append(name)
         return StepFacts(
             step=self.step,
             window=self.window,
@@ -441,9 +510,7 @@ class InFlight:
             limits=self.limits,
             ideal_seconds=self.ideal_seconds,
             slots=slots,
-            diverged=tuple(
-                name for name, one in zip(self.compared, differs.tolist(), strict=True) if one
-            ),
+            diverged=tuple(diverged),
             **values,
         )
 
@@ -481,7 +548,7 @@ def finish_step(
         norm = l2_norm([parameter.detach() for parameter in parameters if parameter.requires_grad])
         own = {**own, "param_norm": norm}
 
-    # Engines drop the gradients in the update.
+    # Which FP8 weights got a gradient. Asked before the update, in which engines drop the gradients.
     trained = _with_gradient(fp8_weights, terms.step)
 
     # Gate, clip and apply, or leave everything as it was; then the scales roll.

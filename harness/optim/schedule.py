@@ -1,6 +1,6 @@
-"""The learning rate: its schedule, one that is too high, and where a resume moves it.
+"""The learning rate: its schedule, a warning where it is too high, and how far a resume moves it.
 
-Schedules count applied updates, so that skipped steps do not advance them.
+Schedules count applied updates, so skipped steps do not advance them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 
 HIGH = 0.5
-# Whose updates move every element by about the learning rate.
+"""A rate above this share of the usual weight's size is too high, see `too_high`."""
+# Optimizers whose updates move every element by about the learning rate.
 _ADAMW = ("adamw", "adamw8bit", "adamw_fp8")
 
 
@@ -24,19 +25,23 @@ _ADAMW = ("adamw", "adamw8bit", "adamw_fp8")
 def too_high(model: nn.Module, train: TrainConfig) -> str:
     """What is wrong with `train.lr` for these initial weights; empty if nothing is.
 
-    AdamW moves every element by about the learning rate, so a matrix whose elements' RMS is `r` is made anew within
-    r / lr steps. Over `HIGH` times the median RMS of the matrices is ten times what the shipped configs have, and three
-    times under what broke them. SGD's steps have the gradient's size, of which nothing is known here; nor is of others.
+    AdamW moves every element by about the learning rate. So a matrix whose elements have an RMS of `r` is replaced
+    within r / lr steps. The limit is `HIGH` times the median RMS of the matrices: ten times what the shipped configs
+    have, and a third of what broke them. SGD's steps have the gradient's size, which is not known here, and other
+    optimizers are not known either.
     """
     if train.optimizer not in _ADAMW:
         return ""
-    matrices: list[torch.Tensor] = [
-        param for param in model.parameters() if param.requires_grad and param.ndim >= 2
-    ]
-    norms = torch.stack(torch._foreach_norm(matrices)).tolist() if matrices else []
-    sizes = [
-        norm / param.numel() ** 0.5 for norm, param in zip(norms, matrices, strict=True) if norm > 0
-    ]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    matrices: list[Tensor] = [param for param in trained if param.ndim >= 2]
+    if not matrices:
+        return ""
+
+    norms = torch.stack(torch._foreach_norm(matrices)).tolist()
+    sizes: list[float] = []
+    for norm, param in zip(norms, matrices, strict=True):
+        if norm > 0:
+            sizes.append(norm / param.numel() ** 0.5)
     usual = median(sizes) if sizes else 0.0
     if not train.lr > HIGH * usual > 0:
         return ""
@@ -94,28 +99,34 @@ class Schedule:
         if not isinstance(applied, Tensor):
             return float(self(torch.tensor(applied)))
         n = applied.double()
+
+        # How far the decay is, from 0 to 1.
         start = self.warmup_steps
         if self.kind == "wsd":
             start = max(start, self.total_steps - round(self.decay_share * self.total_steps))
         progress = ((n - start) / max(1, self.total_steps - start)).clamp(0.0, 1.0)
+
+        # The factor after the warm-up.
         if self.kind == "cosine":
-            after = self.min_lr_ratio + (1.0 - self.min_lr_ratio) * 0.5 * (
-                1.0 + torch.cos(math.pi * progress)
-            )
+            wave = 1.0 + torch.cos(math.pi * progress)
+            after = self.min_lr_ratio + (1.0 - self.min_lr_ratio) * 0.5 * wave
         elif self.kind == "constant":
             after = torch.ones_like(progress)
         else:
             after = 1.0 - (1.0 - self.min_lr_ratio) * progress
+
+        # Which of both applies, without reading `n` on the host.
         warmup = (n + 1.0) / max(1, self.warmup_steps)
         return (self.lr * torch.where(n < self.warmup_steps, warmup, after)).float()
 
 
 JUMP = 1.5
+"""A change of the learning rate by more than this factor is reported, see `lr_jump`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """The last update's learning rate and the next one's, which a changed schedule has moved apart."""
+    """A jump of the learning rate after a change of the schedule: of the last update, of the next one, and in words."""
 
     last: float
     next: float
@@ -125,27 +136,26 @@ class Jump:
 def lr_jump(
     before: TrainConfig, now: TrainConfig, applied: int, factor: float = 1.0
 ) -> Jump | None:
-    """What becomes of the learning rate where a run of `before` goes on as `now` after `applied` updates.
+    """How the learning rate changes where a run of `before` goes on as `now` after `applied` updates.
 
-    factor: rollbacks' on the rate. None if the next update has neither over JUMP times the last one's nor under 1 /
-    JUMP of it, or what it would have had anyway.
+    factor: on the rate, from rollbacks. None if the rate of the next update is within a factor of JUMP of the last
+    one's, or is what it would have been anyway.
     """
     if not applied:
         return None
     old, new = Schedule.of(before), Schedule.of(now)
-    last, expected, following = (
-        old(applied - 1) * factor,
-        old(applied) * factor,
-        new(applied) * factor,
-    )
+    last = old(applied - 1) * factor
+    expected = old(applied) * factor
+    following = new(applied) * factor
     if following == expected or last / JUMP <= following <= last * JUMP:
         return None
+
     keys = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio", "decay_share")
-    changed = [
-        f"train.{key} {a} -> {b}"
-        for key in keys
-        if (a := getattr(before, key)) != (b := getattr(now, key))
-    ]
+    changed: list[str] = []
+    for key in keys:
+        was, is_now = getattr(before, key), getattr(now, key)
+        if was != is_now:
+            changed.append(f"train.{key} {was} -> {is_now}")
     times = f"{following / last:.3g} times it" if last else "from none"
     text = (
         f"the learning rate goes from {last:.3g} to {following:.3g} at the next update, {times}: "

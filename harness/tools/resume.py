@@ -20,7 +20,7 @@ from harness.checkpoint.store import Store
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.files import step_name
-from harness.core.state import lost_ledger
+from harness.core.state import RunLedger, lost_ledger, unrelated_ledger
 from harness.engines.torch_engine import OptimizerPart
 from harness.optim.schedule import Schedule, lr_jump
 from harness.run import Run
@@ -214,6 +214,28 @@ def _lost_checkpoint(folder: Path) -> int:
         (row["step"] for row in rows if row["kind"] == "checkpoint" and row["state"] == "saved"),
         default=0,
     )
+
+
+def check_own_ledger(
+    worker: Worker, ledger: RunLedger, initial: InitialState, store: Store
+) -> None:
+    """Refuse another run's ledger before anything is written under its attempt. Collective.
+
+    Raises CheckpointError on every rank. `TrainState.resume` checks the same when the state is loaded. By then rows of
+    the ledger's attempt are in the journal, and the run's own ledger would be refused as older than those. Rows of
+    attempt 1 do no such harm.
+    """
+    step = initial.step
+    if step is None or ledger.attempt == 1:
+        return
+    related = True
+    if worker.is_lead:
+        _, meta = store.load(step, parts=())
+        # A damaged value is refused where the state is loaded.
+        saved = meta.get("ledger")
+        related = not isinstance(saved, str) or ledger.continues(saved)
+    if not worker.group.broadcast(related):
+        raise CheckpointError(unrelated_ledger(step, ledger.attempt))
 
 
 def check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:

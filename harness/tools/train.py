@@ -61,6 +61,7 @@ from harness.run_folder import (
     forget_run,
     read_outcome,
     read_plan,
+    run_identity,
     write_config,
     write_plan,
     write_source,
@@ -72,6 +73,7 @@ from harness.tools.resume import (
     StartingPoint,
     agree_on_folder,
     check_ledger,
+    check_own_ledger,
     choose_state,
     find_source,
     find_start,
@@ -136,6 +138,7 @@ def train(request: Request) -> int:
         store = open_store(folder, worker)
         ledger = read_ledger(folder, worker, store)
         initial = choose_state(start, worker, store)
+        check_own_ledger(worker, ledger, initial, store)
 
         # The journal begins before the run is built, as building it may already have something to log.
         first_step = (initial.step or 0) + 1 if start.resuming else None
@@ -148,6 +151,9 @@ def train(request: Request) -> int:
             # The run, still in its initial state. Its checkpoints will load only with this config, recipe and data.
             run = _build(request, job, folder, worker, telemetry, ledger, store)
             run.recovery.bound = bound(job.config, request.recipe.sha256(), facts)
+            # A new run gets its identity here. One that goes on has it from its checkpoint.
+            if initial.step is None:
+                ledger.begin(run_identity(folder, run.recovery.bound))
 
             with closing(run.engine):
                 # A checkpoint that does not load leaves a resumed run as it was, and no trace of a new one.

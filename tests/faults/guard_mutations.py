@@ -347,11 +347,7 @@ GUARD = (
     Mutation(
         17,
         "a skipped step leaves the running means alone",
-        (
-            "now.copy_(\n"
-            "                torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype))\n"
-            "            )"
-        ),
+        "now.copy_(torch.where((applied > 0).to(now.device), now, before))",
         "pass",
         "tests/unit/precision/test_own_guard.py -k running_means",
     ),
@@ -365,12 +361,8 @@ GUARD = (
     Mutation(
         11,
         "two places of a kept state are two",
-        (
-            "number = str(\n"
-            "                len(tensors)\n"
-            '            )  # two places may be spelled alike: 1 and "1", or a key with a dot in it'
-        ),
-        'number = place  # two places may be spelled alike: 1 and "1", or a key with a dot in it',
+        "number = str(len(tensors))",
+        "number = place",
         "tests/unit/precision/test_own_guard.py -k spelled_alike",
     ),
     Mutation(

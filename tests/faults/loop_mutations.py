@@ -134,14 +134,8 @@ LOOP = (
     Mutation(
         14,
         "what clips gradients by value cannot hide an overflow",
-        (
-            "norm = (\n"
-            "            torch.where(self._overflow > 0, math.inf, norm)\n"
-            "            if self._overflow is not None\n"
-            "            else norm / loss_scale\n"
-            "        )"
-        ),
-        "norm = norm if self._overflow is not None else norm / loss_scale",
+        "return torch.where(self._overflow > 0, math.inf, norm)",
+        "return norm",
         "tests/unit/precision/test_standard_loop.py -k hide_an_overflow",
     ),
     Mutation(

@@ -22,8 +22,11 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a rank knows its launcher from before the imports",
-        "self._parent, self._grandparent = (_PARENT, _GRANDPARENT) if launched else (0, 0)",
-        "self._parent, self._grandparent = _launchers() if launched else (0, 0)",
+        (
+            "        self._parent = _PARENT if launched else 0\n"
+            "        self._grandparent = _GRANDPARENT if launched else 0\n"
+        ),
+        "        self._parent, self._grandparent = _launchers() if launched else (0, 0)\n",
         "tests/unit/test_stop.py -k dies_while",
     ),
     Mutation(
@@ -113,15 +116,15 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "a rank does not take down what its error holds on to",
-        "        _tell(error)\n        _kept.append(error)\n",
-        "        _tell(error)\n",
+        "        _report(error)\n        _kept.append(error)\n",
+        "        _report(error)\n",
         "tests/unit/test_rank_end.py -k holds_on_to",
     ),
     Mutation(
         6,
         "a screen that takes no word costs no save",
-        "            with suppress(OSError):  # a log on a full disk: the save does not hang on the word\n",
-        "            if True:\n",
+        '            with suppress(OSError):\n                os.write(2, f"\\n{self.reason}: saving',
+        '            if True:\n                os.write(2, f"\\n{self.reason}: saving',
         "tests/faults/test_no_room.py -k costs_no_save",
     ),
     Mutation(

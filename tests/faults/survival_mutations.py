@@ -176,9 +176,9 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "a checkpoint knows the ledger it was saved beside",
-        'if not ledger.follows(meta["ledger"]):',
+        'if not ledger.continues(meta["ledger"]):',
         "if False:",
-        "tests/faults/test_other_files.py -k runs_own",
+        "tests/unit/core/test_train_state.py -k another_runs_ledger",
     ),
     Mutation(
         27,
@@ -190,15 +190,29 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "a damaged ledger is found by its hash",
-        "if ledger.hashes and ledger.hashes[-1] != ledger._sha256():",
+        "if not unchanged and ledger.hashes[-1] != ledger._sha256():",
         "if False:",
         "tests/faults/test_other_files.py -k runs_own",
     ),
     Mutation(
         27,
+        "a run's ledger is known before its first rollback",
+        "ledger.begin(run_identity(folder, run.recovery.bound))",
+        "pass",
+        "tests/faults/test_other_files.py -k before_the_first_rollback",
+    ),
+    Mutation(
+        27,
+        "another run's ledger is refused before the journal has its attempt",
+        "check_own_ledger(worker, ledger, initial, store)",
+        "pass",
+        "tests/faults/test_other_files.py -k before_the_first_rollback",
+    ),
+    Mutation(
+        27,
         "a checkpoint is bound to its config and data",
-        "if refused := [each for each in problems if each.where not in accepted]:",
-        "if refused := []:",
+        "refused = [each for each in problems if each.where not in accepted]",
+        "refused = []",
         "tests/faults/test_other_files.py -k held_to",
     ),
     Mutation(

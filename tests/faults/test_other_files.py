@@ -99,6 +99,29 @@ def test_a_ledger_that_is_not_the_runs_own_is_refused(
     )
 
 
+def test_another_runs_ledger_is_refused_before_the_first_rollback_too(
+    rolled_back: Path, tmp_path: Path
+) -> None:
+    shutil.copy(rolled_back / "spiking_models.py", tmp_path)
+    shutil.copytree(rolled_back / "text", tmp_path / "text")
+    code, told = run(tmp_path, 4, "train.seed=1")
+    assert code == 0, told
+    ledger = tmp_path / "runs" / "r" / "incidents.json"
+    assert not ledger.exists(), "no rollback yet"
+    journal = (tmp_path / "runs" / "r" / "journal.jsonl").read_bytes()
+    shutil.copy(rolled_back / "runs" / "r" / "incidents.json", ledger)
+    code, told = run(tmp_path, 6, "train.seed=1")
+    assert code == CheckpointError.exit_code, told
+    assert "windows to pass over" in told
+    assert "incidents.json" in told
+    assert not [step for step, _ in metrics(tmp_path / "runs" / "r", attempt=2)], "must not train"
+    assert (tmp_path / "runs" / "r" / "journal.jsonl").read_bytes().startswith(journal)
+    ledger.unlink()
+    code, told = run(tmp_path, 6, "train.seed=1")
+    assert code == 0, told
+    assert "resumed at step 4" in told
+
+
 def other_text(where: Path) -> None:
     """The source changed, and what the run kept of the old one is gone."""
     (where / "data" / "corpus.json").unlink()
@@ -201,6 +224,30 @@ def test_an_untouched_run_goes_on(rolled_back: Path, tmp_path: Path) -> None:
     assert code == 0, told
     assert max(step for step, _ in metrics(folder / "runs" / "r", attempt=2)) == RESUMED
     assert load_ledger(folder / "runs" / "r").skipped_windows == [71, 72, 73]
+
+
+def test_a_rollback_after_the_first_checkpoints_follows_them() -> None:
+    ledger = RunLedger()
+    ledger.begin("own")
+    before = ledger.newest_hash
+    ledger.go_back(20, [21])
+    assert ledger.follows(before)
+    again = RunLedger.from_json(json.loads(json.dumps(vars(ledger))))
+    assert again == ledger
+    again.begin("other")
+    assert again == ledger, "a run begins once"
+
+
+def test_runs_of_equal_rollbacks_have_ledgers_of_their_own() -> None:
+    own, other = RunLedger(), RunLedger()
+    own.begin("own")
+    other.begin("other")
+    for ledger in (own, other):
+        ledger.go_back(20, [21])
+    assert not other.follows(own.newest_hash)
+    changed = json.loads(json.dumps(vars(other))) | {"hashes": ["run:own", *other.hashes[1:]]}
+    with pytest.raises(ValueError, match="do not match their hash"):
+        RunLedger.from_json(changed)
 
 
 def test_a_later_rollback_still_follows_an_earlier_checkpoint() -> None:

@@ -45,6 +45,43 @@ def values(of: TrainState) -> dict[str, float]:
     return {name: part.state_dict()[0]["value"].item() for name, part in of.parts.items()}
 
 
+def begun(run: str) -> TrainState:
+    made = state(model=1.0)
+    made.ledger.begin(run)
+    return made
+
+
+def test_a_run_that_goes_on_keeps_its_identity() -> None:
+    here = state(model=2.0)
+    here.resume(*begun("own").state_dict())
+    assert here.ledger == begun("own").ledger
+
+
+def test_a_ledger_that_is_newer_than_the_checkpoint_is_the_runs_own() -> None:
+    saved = begun("own").state_dict()
+    here = begun("own")
+    here.ledger.go_back(20, [21])
+    here.resume(*saved)
+    assert here.ledger.skipped_windows == [21]
+
+
+@pytest.mark.parametrize("run", ["other", ""])
+def test_another_runs_ledger_is_refused(run: str) -> None:
+    saved = begun("own").state_dict()
+    here = begun(run) if run else state(model=1.0)
+    here.ledger.go_back(20, [21])
+    with pytest.raises(CheckpointError, match=r"incidents\.json"):
+        here.resume(*saved)
+
+
+def test_a_checkpoint_without_an_identity_follows_any_ledger() -> None:
+    """As loops of other people save it, and version 0.1.0's tests/golden/checkpoint."""
+    here = begun("own")
+    here.ledger.go_back(20, [21])
+    here.resume(*state(model=1.0).state_dict())
+    assert here.ledger.skipped_windows == [21]
+
+
 @pytest.mark.parametrize("saved", [{"model": 1.0}, {"model": 1.0, "loss_scale": 2.0}])
 @pytest.mark.parametrize("here", [{"model": 7.0}, {"model": 7.0, "loss_scale": 8.0}])
 def test_a_loss_scale_may_come_and_go(saved: dict[str, float], here: dict[str, float]) -> None:
