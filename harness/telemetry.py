@@ -192,7 +192,7 @@ class Telemetry:
         """
         if self._ahead is None:
             own = self._precision
-            standing = 0 if own is None else self.journal.standing_attempt
+            standing = 0 if own is None else self.journal.existing_attempt
             afresh = own is not None and not own.prepared.loaded
             self._ahead = standing + 1 - number if number < standing or (standing and afresh) else 0
         self.journal.attempt = number + self._ahead

@@ -26,9 +26,9 @@ from harness.core.files import MAX_LARGE, read_json
 from harness.core.screen import Screen
 from harness.report import RunFolder, short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
+from harness.tracking.existing import spans
 from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
-from harness.tracking.standing import spans
 from harness.tracking.store import Store
 
 BARS = "▁▂▃▄▅▆▇█"

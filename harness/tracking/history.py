@@ -20,10 +20,10 @@ import numpy.typing as npt
 from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES, SLOT_ROWS
 from harness.core.files import MAX_LARGE, read_mapping
+from harness.tracking.existing import LOSS, first_step
 from harness.tracking.figures import Figures, MetricsRow, Points, SeriesOf
 from harness.tracking.journal import JOURNAL, read_rows, require_run
 from harness.tracking.slot_file import SlotSteps, rewritten
-from harness.tracking.standing import LOSS, first_step
 
 SWITCHED = "precision.switched"
 BYTES = "nats per byte"
