@@ -36,14 +36,14 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "a run goes on to be delivered where it was",
-        "    if known is not None and not given:\n        return Choice(known.uri, known)\n",
+        "    if kept is not None and not given:\n        return Choice(kept.uri, kept)\n",
         "",
         "tests/faults/test_delivery.py -k goes_on_where",
     ),
     Mutation(
         18,
         "sync delivers to another store only where it is told to",
-        "if given and here.uri != known.uri:",
+        "if here.uri != kept.uri:",
         "if False:",
         "tests/faults/test_delivery.py -k takes_a_flag",
     ),
