@@ -114,7 +114,7 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         19,
         "a run's page in MLflow names its checkpoints",
-        "            self._retry(self._link, model, step)\n",
+        "        self._retry(self._link, model, step)\n",
         "",
         "tests/unit/tracking/test_checkpoint_models.py -k names_its_checkpoints",
     ),
