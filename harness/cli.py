@@ -28,51 +28,53 @@ from harness.stop import NOTHING_YET, StoppedEarly, end_at_a_signal, end_while_i
 # Ranks start some seconds apart on a busy machine.
 _LEAD_SPEAKS_SECONDS = 5.0
 
-# name: its file, and what it does.
+# name: its file, and what it does. `harness --help` lists the first sentence of each.
 COMMANDS = {
     "train": (
         "tools.start",
-        "Train. Alone: one process; under torchrun: DDP; under deepspeed: DeepSpeed.",
+        "Train a model. Started alone: one process; by torchrun: DDP; by deepspeed: DeepSpeed.",
     ),
     "inspect": (
         "report.inspect",
-        "Show a run's FP8 slots: amax, scale, saturation, underflow, history, switches.",
+        "Show a run's FP8 slots and its account. Of a slot: amax, scale, saturation, underflow, SQNR, amax history.",
     ),
     "explain": (
         "report.explain",
-        "Say what a code of the guard means and what to do, or what happened in a run.",
+        "Explain an event code, a symptom, or a run. Says what it means and what to do, or what happened in the run.",
     ),
     "replay": (
         "tools.replay",
-        "Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too.",
+        "Run one step of a run again to find where it broke. Names module, tensor, sample, and whether fp32 breaks too.",
     ),
-    "sample": ("tools.sample", "Write text on from a prompt, with a run's model."),
+    "sample": ("tools.sample", "Generate text from a prompt with a run's model."),
     "eval": (
         "tools.eval",
-        "Score a run's model: loss, perplexity, accuracy, in the run's precision and in fp32 beside it.",
+        "Compute a run's loss, perplexity and accuracy. In the run's precision, and in fp32 beside it.",
     ),
-    "doctor": ("tools.doctor", "Say what this machine can do, and why not more."),
+    "doctor": ("tools.doctor", "Report what this machine can run, and why not more."),
     "estimate": (
         "tools.estimate",
-        "Predict memory and speed of a run on a card that need not be there. Nothing runs on a GPU.",
+        "Predict a run's memory and speed on another card. Nothing runs on a GPU.",
     ),
     "data": (
         "tools.data",
-        "Make files of token ids of text, once for many runs: harness data prepare.",
+        "Tokenize text into files, once for many runs. The command is harness data prepare.",
     ),
     "export": (
         "tools.export",
-        "Write a run's weights for others (Hugging Face, safetensors), with a model card.",
+        "Export a run's weights with a model card. For Hugging Face, or as safetensors.",
     ),
     "report": ("report.page", "Draw a run's plots and report.html again from its journal."),
-    "sync": ("tools.sync", "Deliver what MLflow has not got of a run's journal."),
-    "verify": ("tools.verify", "Check every byte of a run's checkpoints against their manifests."),
+    "sync": ("tools.sync", "Deliver to MLflow the part of a run that it lacks."),
+    "verify": ("tools.verify", "Compare a run's checkpoints with their hashes."),
 }
 
 
 _kept: list[BaseException] = []
-"""What ended the command. Its traceback has every frame, and with them process groups, whose end waits for threads of
-theirs that may wait for Python's lock: a rank that lost another would never end."""
+"""Errors that ended the command, kept until the process ends.
+
+A traceback holds every frame, and with them process groups. Freeing a group waits for its threads, and these may wait
+for Python's lock: a rank that lost another would never end."""
 
 
 def _guarded(action: Callable[[], int], trains: bool = False) -> None:
@@ -103,7 +105,7 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
 
 
 def _tell(error: HarnessError) -> None:
-    """Print it. What all ranks found, rank 0 says; a launcher ends the others as soon as it is gone."""
+    """Print an error. Rank 0 prints what all ranks found; a launcher ends the others as soon as rank 0 is gone."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and not isinstance(error, LostRankError):
         time.sleep(_LEAD_SPEAKS_SECONDS)
@@ -111,8 +113,10 @@ def _tell(error: HarnessError) -> None:
 
 
 def _say(text: str) -> None:
-    """On stderr, if it takes a word: the exit code does not hang on that. Libraries quote addresses as they were given,
-    passwords included."""
+    """Print on stderr; a stream that fails does not change the exit code.
+
+    Secrets are removed: libraries quote addresses as they were given, passwords included.
+    """
     text = scrubbed(text)
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
@@ -121,10 +125,12 @@ def _say(text: str) -> None:
 def _end(code: int) -> NoReturn:
     """End a process that trains with `code`, past the interpreter's finalisation.
 
-    There signals mean again what they meant, and a second request to stop would kill a run that has saved. DeepSpeed
-    keeps its process groups in its globals, so their threads still run by then, and one that asks for Python's lock
-    aborts the process (or waits for ever): a rank whose work is done would count as failed. And a log on a full disk
-    would make any code 120.
+    Finalisation could turn a rank whose work is done into a failed one, in three ways:
+
+    - Signals have their default meaning again, so a second request to stop would kill a run that has saved.
+    - DeepSpeed keeps its process groups in globals, so their threads still run. One that asks for Python's lock aborts
+      the process, or waits for ever.
+    - A log on a full disk would make any exit code 120.
     """
     end_at_a_signal(code)
     tell_wrapper(code)
@@ -136,7 +142,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _single(name: str) -> typer.Typer:
-    """The command alone, with its arguments."""
+    """A Typer application of one command, with its arguments."""
     file, text = COMMANDS[name]
     command: Callable[..., int] = import_module(f"harness.{file}").command
 
@@ -152,7 +158,7 @@ def _single(name: str) -> typer.Typer:
 
 
 class _OnCall(TyperGroup):
-    """Knows of a command what COMMANDS says of it until it is called."""
+    """A group that imports a command's file only when the command is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)
@@ -162,7 +168,7 @@ class _OnCall(TyperGroup):
 app = typer.Typer(
     name="harness",
     cls=_OnCall,
-    help="FP8 training that degrades by capability, watches its scales and survives.",
+    help="Train in FP8, or in the best precision that this machine has. Watch scales, recover from bad steps.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -46,13 +46,13 @@ def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
     # Score of each entry: the weights of the words that it has.
     scores: dict[str, float] = {}
     for name, stems in entries.items():
-        score = 0.0
+        shares: list[float] = []
         for word in asked:
             likes = [like for each, like in likeness[word].items() if each in stems]
-            score += weights[word] * max(likes, default=0.0)
+            shares.append(weights[word] * max(likes, default=0.0))
         # Words of one phrase count more than the same words from several phrases.
         whole = max((_share(asked, phrase) for phrase in words[name]), default=0.0)
-        scores[name] = score * (1 + whole)
+        scores[name] = sum(shares) * (1 + whole)
 
     # Nothing is better than an answer to another question.
     best = max(scores.values(), default=0.0)
