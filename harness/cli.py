@@ -44,7 +44,7 @@ COMMANDS = {
     ),
     "replay": (
         "tools.replay",
-        "Run one step of a run again to find where it broke. Names module, tensor, sample, and whether fp32 breaks too.",
+        "Run one step of a run again to find where it broke. Names module, tensor, sample, and whether fp32 broke too.",
     ),
     "sample": ("tools.sample", "Generate text from a prompt with a run's model."),
     "eval": (
