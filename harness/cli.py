@@ -30,45 +30,45 @@ from harness.stop import NOTHING_YET, StoppedEarly, end_at_a_signal, end_while_i
 # seconds apart.
 _LEAD_SPEAKS_SECONDS = 5.0
 
-# name: its file, and what it does.
+# name: its file, and what it does. `harness --help` lists the first sentence of each.
 COMMANDS = {
     "train": (
         "tools.start",
-        "Train. Alone: one process; under torchrun: DDP; under deepspeed: DeepSpeed.",
+        "Train a model. Started alone: one process; by torchrun: DDP; by deepspeed: DeepSpeed.",
     ),
     "inspect": (
         "report.inspect",
-        "Show a run's FP8 slots: amax, scale, saturation, underflow, history, switches.",
+        "Show a run's FP8 slots and its account. Of a slot: amax, scale, saturation, underflow, SQNR, amax history.",
     ),
     "explain": (
         "report.explain",
-        "Say what a code of the guard means and what to do, or what happened in a run.",
+        "Explain an event code, a symptom, or a run. Says what it means and what to do, or what happened in the run.",
     ),
     "replay": (
         "tools.replay",
-        "Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too.",
+        "Run one step of a run again to find where it broke. Names module, tensor, sample, and whether fp32 broke too.",
     ),
-    "sample": ("tools.sample", "Write text on from a prompt, with a run's model."),
+    "sample": ("tools.sample", "Generate text from a prompt with a run's model."),
     "eval": (
         "tools.eval",
-        "Score a run's model: loss, perplexity, accuracy, in the run's precision and in fp32 beside it.",
+        "Compute a run's loss, perplexity and accuracy. In the run's precision, and in fp32 beside it.",
     ),
-    "doctor": ("tools.doctor", "Say what this machine can do, and why not more."),
+    "doctor": ("tools.doctor", "Report what this machine can run, and why not more."),
     "estimate": (
         "tools.estimate",
-        "Predict memory and speed of a run on a card that need not be there. Nothing runs on a GPU.",
+        "Predict a run's memory and speed on another card. Nothing runs on a GPU.",
     ),
     "data": (
         "tools.data",
-        "Make files of token ids of text, once for many runs: harness data prepare.",
+        "Tokenize text into files, once for many runs. The command is harness data prepare.",
     ),
     "export": (
         "tools.export",
-        "Write a run's weights for others (Hugging Face, safetensors), with a model card.",
+        "Export a run's weights with a model card. For Hugging Face, or as safetensors.",
     ),
     "report": ("report.page", "Draw a run's plots and report.html again from its journal."),
-    "sync": ("tools.sync", "Deliver what MLflow has not got of a run's journal."),
-    "verify": ("tools.verify", "Check every byte of a run's checkpoints against their manifests."),
+    "sync": ("tools.sync", "Deliver to MLflow the part of a run that it lacks."),
+    "verify": ("tools.verify", "Compare a run's checkpoints with their hashes."),
 }
 
 
@@ -171,7 +171,7 @@ class _OnCall(TyperGroup):
 app = typer.Typer(
     name="harness",
     cls=_OnCall,
-    help="FP8 training that degrades by capability, watches its scales and survives.",
+    help="Train in FP8, or in the best precision that this machine has. Watch scales, recover from bad steps.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -232,7 +232,7 @@ class Telemetry:
             own = self._precision
             self._ahead = 0
             if own is not None:
-                existing = self.journal.standing_attempt
+                existing = self.journal.existing_attempt
                 from_the_beginning = bool(existing) and not own.prepared.loaded
                 if number < existing or from_the_beginning:
                     self._ahead = existing + 1 - number
@@ -275,7 +275,7 @@ class Telemetry:
             self._ship = shipper.start(
                 self.folder, self.config.experiment, self.config.system_seconds
             )
-            self.screen.say(self._ship.choice.told)
+            self.screen.say(self._ship.choice.announcement)
         elif self.folder is not None:
             self.screen.say(f"figures go to {self.folder / JOURNAL} alone: MLflow is switched off")
 

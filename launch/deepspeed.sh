@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# deepspeed launch/train.py ARGS..., with a look at what DeepSpeed needs before it starts and the run's true exit code.
-# Environment: RANKS (default: every GPU, or 1 on a CPU), LAUNCHER_ARGS (more options for the launcher).
-# The command itself is printed and can be used alone.
+# deepspeed launch/train.py ARGS..., which first checks what DeepSpeed needs, and returns the run's true exit code.
+# Environment:
+#   RANKS          default: every GPU, or 1 on a CPU
+#   LAUNCHER_ARGS  more options for the launcher
+# It prints the command, which can be used alone.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . launch/outcome.sh
@@ -13,7 +15,7 @@ command -v ninja >/dev/null || missing="${missing:+$missing, }ninja (put .venv/b
 why="it compiles a part of itself on first use. Missing: $missing"
 case ${CUDA_VISIBLE_DEVICES-all} in
 '' | -1)
-  # Seen in its log: on a CPU the launcher sets CUDA_VISIBLE_DEVICES=0 for its ranks, and they would take the card.
+  # On a CPU the launcher sets CUDA_VISIBLE_DEVICES=0 for its ranks (its log shows it), and they would take the card.
   if nvidia-smi -L 2>/dev/null | grep -q GPU; then
     missing=cpu
     why="CUDA_VISIBLE_DEVICES hides the GPUs of this machine, and its launcher would show them again"

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Make the virtual environment. `make setup` calls this when its stamp file is older than what it depends on.
+# Make the virtual environment. `make setup` calls this if its stamp file is older than what it depends on.
 #   launch/setup.sh run     what training needs
 #   launch/setup.sh test    what the tests need on top of it
 #   launch/setup.sh extras  the libraries that people bring: Hugging Face, Lightning, accelerate, peft
-# Environment: PYTHON (python3), VENV (.venv), TORCH (pinned | system: reuse the interpreter's own torch).
-# pip's own settings (indexes, find-links, certificates) are left as they are.
+# Environment:
+#   PYTHON  the interpreter; default: python3
+#   VENV    the folder of the environment; default: .venv
+#   TORCH   pinned (default), or system: reuse the interpreter's own torch
+# pip's own settings (indexes, find-links, certificates) stay as they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-run}
@@ -22,7 +25,7 @@ die() {
   exit 1
 }
 
-# stage NAME COMMAND...: one line with its seconds; everything else goes to the log, whose end is shown on failure.
+# stage NAME COMMAND...: run the command and print one line with its seconds. Its output goes to the log.
 stage() {
   local name=$1 start=$SECONDS
   shift
@@ -36,6 +39,7 @@ stage() {
   fi
 }
 
+# need NAME COMMAND...: a stage without which nothing works; if it fails, show the end of the log and end.
 need() {
   stage "$@" || {
     tail -n 25 "$log" >&2
@@ -59,7 +63,7 @@ check_python() {
     "$python has no venv or ensurepip module" "on Debian and Ubuntu: apt install python3-venv"
 }
 
-# The folder is emptied before the environment is made in it.
+# Refuse a folder that is no environment: it is emptied before the environment is made in it.
 check_place() {
   if [ -L "$venv" ]; then
     die "$venv is a link to $(readlink "$venv"), and what lies there would be deleted" \
@@ -82,7 +86,7 @@ make_venv() {
   fi
 }
 
-# A launcher that came with the interpreter's own packages would start that interpreter, not this environment.
+# A launcher from the interpreter's own packages would start that interpreter, not this environment: make one here.
 shim() {
   [ ! -e "$venv/bin/$1" ] || return 0
   printf '#!/bin/sh\nexec "%s/bin/python" -m %s "$@"\n' "$(cd "$venv" && pwd)" "$2" >"$venv/bin/$1"
@@ -160,7 +164,7 @@ run)
   shim torchrun torch.distributed.run
   shim deepspeed deepspeed.launcher.runner
   build_transformer_engine
-  # Else the first run under deepspeed compiles it, for a minute, on a machine without a GPU.
+  # Without this, the first run under deepspeed on a machine without a GPU compiles it, which takes a minute.
   [ "$(compute_capability)" -gt 0 ] || stage "DeepSpeed's kernel for CPUs" "$venv/bin/python" -m harness.engines.deepspeed_setup ||
     echo "setup: DeepSpeed's kernel is not built: deepspeed will say why when it starts; everything else works"
   ;;

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # torchrun launch/train.py ARGS... (DDP), returning the run's true exit code.
-# Environment: RANKS (default: every GPU, or 1 on a CPU), LAUNCHER_ARGS (default: one machine; several nodes: see
-# slurm.sbatch), OUTCOME_WAIT (seconds that ranks have to finish a step and save when asked to stop; default: 120). The
-# command itself is printed and can be used alone.
+# Environment:
+#   RANKS          default: every GPU, or 1 on a CPU
+#   LAUNCHER_ARGS  default: one machine; for several nodes see slurm.sbatch
+#   OUTCOME_WAIT   seconds that ranks have to finish a step and save when asked to stop; default: 120
+# It prints the command, which can be used alone.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . launch/outcome.sh
@@ -12,17 +14,17 @@ command -v torchrun >/dev/null || {
   exit 4
 }
 ranks=${RANKS:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
-# After its own 30 s it would kill ranks that are still saving. A frozen rank is killed as much later.
+# torchrun would kill ranks after 30 s, while they still save. A rank that hangs is killed later, too.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-${OUTCOME_WAIT:-120}}
-# On one machine nothing listens beyond it: the agent's rendezvous is a file, and rank 0 hosts the ranks' on loopback.
-# torchrun --standalone would open two ports on every interface, to whoever connects.
+# On one machine no port is open to others: the agent's rendezvous is a file, and rank 0 hosts the ranks' on loopback.
+# torchrun --standalone would open two ports on every interface.
 if [ -z "${LAUNCHER_ARGS:-}" ]; then
   rendezvous=$(mktemp)
   trap 'rm -f "$rendezvous"' EXIT
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   LAUNCHER_ARGS="--rdzv_backend c10d --rdzv_conf store_type=file --rdzv_endpoint $rendezvous --local_addr 127.0.0.1"
 fi
-# -- first: torchrun would take options of ours that abbreviate one of its own.
+# The -- keeps torchrun from taking our options for abbreviations of its own.
 # shellcheck disable=SC2086 # LAUNCHER_ARGS is a list of words
 set -- torchrun ${LAUNCHER_ARGS} --nproc_per_node "$ranks" -- launch/train.py "$@"
 echo "$*"

@@ -1,6 +1,7 @@
-"""The run's config: model, data, optimizer, schedule, guard, checkpoints; and a recipe's section `fallback`, which both
-monitors and precision read. Strict, torch-free. Each key's description names its unit; docs/reference/config.md is made
-from the descriptions (`harness.core.config_page`).
+"""The schema of a run's config, and of a recipe's section `fallback`, which monitors and precision read. Torch-free.
+
+Each key's description names its unit; docs/reference/config.md is made from the descriptions
+(`harness.core.config_page`).
 
 Some settings are valid and yet have no effect, because the run is too short, its data too small, or its guard off
 (`warmup_doubt`, `left_out`, ...). These are no errors: a trial of ten steps is meant to be short. Those that change the
@@ -591,14 +592,11 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, value = override.partition("=")
         parts = key.split(".")
         if not equals or not all(part.isidentifier() for part in parts):
-            problems.append(
-                Problem(
-                    f"{override!r} is not an override",
-                    "command line",
-                    fix="write key.path=value, e.g. train.lr=1e-3",
-                )
-            )
+            fix = "write key.path=value, e.g. train.lr=1e-3"
+            problems.append(Problem(f"{override!r} is not an override", "command line", fix=fix))
             continue
+
+        # Walk to the key's section, making those that are not there yet.
         section = nested
         for part in parts[:-1]:
             inner = section.setdefault(part, {})
@@ -612,13 +610,13 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `over` laid on top, section by section."""
+    """`base` with the values of `over` in place of its own, section by section."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = (
-            merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-        )
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merge(old, value)
+        merged[key] = value
     return merged
 
 
@@ -637,7 +635,7 @@ def load_config(
     base = read_yaml(path)
     model = over.get("model")
     if isinstance(model, dict) and "target" in model and isinstance(base.get("model"), dict):
-        base["model"].pop("args", None)  # these belong to the file's target
+        base["model"].pop("args", None)  # they belong to the file's target, not to this one
     return validate(RunConfig, merge(base, over), source)
 
 
@@ -708,26 +706,23 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
     if stats_every is not None:
         periods.append(("fp8.stats_every", stats_every, "underflow and SQNR sampled once at most"))
     if guard.enabled:
-        periods.append(
-            ("guard.snapshot_every", guard.snapshot_every, "no snapshot to roll back to")
-        )
+        why = "no snapshot to roll back to"
+        periods.append(("guard.snapshot_every", guard.snapshot_every, why))
         if ranks > 1:
-            periods.append(
-                (
-                    "guard.compare_ranks_every",
-                    guard.compare_ranks_every,
-                    "the ranks' weights not compared",
-                )
-            )
+            why = "the ranks' weights not compared"
+            periods.append(("guard.compare_ranks_every", guard.compare_ranks_every, why))
     missing = [f"{why} ({name} {period})" for name, period, why in periods if period > steps]
-    return f"in {steps:,} step{'s' if steps > 1 else ''}: {'; '.join(missing)}" if missing else ""
+    if not missing:
+        return ""
+    plural = "s" if steps > 1 else ""
+    return f"in {steps:,} step{plural}: {'; '.join(missing)}"
 
 
 def snapshot_gap(guard: GuardConfig, step: int) -> int:
-    """Steps between snapshots in memory at `step`; 0: none are taken. One is due where the gap divides `step`.
+    """Steps between snapshots in memory at `step`; 0: none are taken. One is due if the gap divides `step`.
 
-    On a GPU, a copy of the state takes as long as some steps of a few thousand tokens. Runs break most while they are
-    young, so later snapshots are fewer. No gap is over 100 steps unless `snapshot_every` is.
+    On a GPU, copying the state takes as long as some steps of a few thousand tokens. Most runs that break do so early,
+    so later snapshots are fewer. No gap is over 100 steps unless `snapshot_every` is.
     """
     every, seldom_after = guard.snapshot_every, guard.snapshot_seldom_after
     if not (every and seldom_after and step > seldom_after):
@@ -751,7 +746,10 @@ def snapshot_plan(guard: GuardConfig, steps: int) -> str:
 
 
 def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
-    """A warning that a guard that is off also turns off the fallback; empty if not. in_fp8: the run has FP8 layers."""
+    """A warning that the fallback is off because the guard is; empty if it is not.
+
+    in_fp8: whether the run has FP8 layers.
+    """
     if guard or not (fallback and in_fp8):
         return ""
     return (
@@ -763,11 +761,7 @@ def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
 def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
     """A line for each setting that the data are too small for. facts: the data's own figures (`data.facts()`)."""
     doubts: list[str] = []
-    samples, batch, counted = (
-        facts.get("train_samples"),
-        config.train.global_batch,
-        facts.get("counted", "tokens"),
-    )
+    samples, batch = facts.get("train_samples"), config.train.global_batch
     if samples is not None and samples < batch:
         doubts.append(
             f"a step takes {batch:,} samples (train.global_batch) and there are {samples:,}: every step has some of "
@@ -790,7 +784,7 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
         doubts.append(
             f"validation has {used:,} samples, data.val_samples asks for {config.data.val_samples:,}"
         )
-    longest = facts.get("longest_document")
+    longest, counted = facts.get("longest_document"), facts.get("counted", "tokens")
     if longest is not None and counted == "tokens" and longest <= config.data.context // 2:
         doubts.append(
             f"the longest document has {longest:,} tokens: no position of the {config.data.context:,} of data.context "

@@ -1,6 +1,6 @@
-"""Pure data that flows through the loop: what a step did, what monitors say of it, what to do about it.
+"""Pure data that flows through the loop: facts of a step, verdicts of monitors, and the action that follows.
 
-Torch-free, so that every decision can be tested, replayed and rendered without a device.
+It is torch-free, so that every decision can be tested, replayed and shown without a device.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ ROLES = ("input", "weight", "grad_output")
 """The quantised tensors of a layer, in the order of its slots `<layer>.<role>`."""
 
 SWITCH_DELAY = 2
-"""A switch, or a limit, takes effect this many steps after its evidence, whether or not the lag was drained in between:
-a run that was stopped and resumed must switch at the same step as one that was not."""
+"""Steps from the evidence for a switch or a limit to its effect.
+
+It is the same whether or not the lag was drained in between: a run that was stopped and resumed must switch at the same
+step as one that was not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """The samples of one optimizer step, over all ranks.
 
-    index: its place in the data order, from 0 (one less than the number of its step until windows are passed over).
+    index: its place in the data order, from 0 (one less than the number of its step until windows are skipped).
     samples: int64 [global_batch], sample numbers in reading order.
     """
 
@@ -36,10 +38,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step's update must keep to, decided from earlier steps; infinity: no limit. Compared in float32.
+    """Limits on a step's update, decided from earlier steps; infinity: no limit. Compared in float32.
 
-    loss: the update is skipped if the mean training loss is over it, nats. norm: the same for the gradient's L2 norm
-    before clipping. clip: gradients are clipped to this norm where it is under `train.max_grad_norm`.
+    loss: mean training loss, in nats, over which the update is skipped.
+    norm: L2 norm of the gradient before clipping over which the update is skipped.
+    clip: norm to which gradients are clipped, if it is under `train.max_grad_norm`.
     """
 
     loss: float = math.inf
@@ -47,7 +50,7 @@ class Limits:
     clip: float = math.inf
 
     def stricter(self, other: Limits) -> Limits:
-        """The stricter of both, limit by limit."""
+        """The stricter of each pair of limits."""
         return Limits(
             min(self.loss, other.loss), min(self.norm, other.norm), min(self.clip, other.clip)
         )
@@ -60,7 +63,7 @@ class Limits:
 
     @classmethod
     def from_json(cls, limits: Sequence[float | None]) -> Limits:
-        """What `as_json` gave."""
+        """The limits that `as_json` gave."""
         return cls(*(math.inf if limit is None else limit for limit in limits))
 
 
@@ -69,8 +72,8 @@ class StepTerms:
     """What earlier steps decided about this one.
 
     step: its number, from 1.
-    limits: what its update must keep to.
-    measures: whether to measure figures that cost time: the weights' norm, the shares of gradients near fp16's limits.
+    limits: of its update.
+    measures: whether to measure expensive figures: the weights' norm, and shares of gradients near fp16's limits.
     """
 
     step: int
@@ -84,12 +87,14 @@ EVERY_STEP = "every step"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure of a step: the annotation of its field below is its only declaration (see `core.metrics`).
+    """One figure of a step. The annotation of its field below is its only declaration (see `core.metrics`).
 
-    about: what it is. unit: empty for a count or a share. key: its name in the journal and in the tracker, a slot's
-    figure with `/<slot>` behind it; empty: it is not written there. over_ranks: how many values become one: "max",
-    "min" and "any bit" in the update's one reduction; "ranks agree": it is measured alike on every rank, and not
-    reduced. often: when it is measured; what was not is NaN, or the field's default.
+    about: what it is.
+    unit: empty for a count or a share.
+    key: its name in the journal and the tracker; a slot's figure has `/<slot>` appended. Empty: it is not logged.
+    over_ranks: how values of several ranks become one. "max", "min" and "any bit" are part of the update's one
+        reduction. "ranks agree": every rank measures the same value, which is not reduced.
+    often: when it is measured. A figure that was not measured is NaN, or the field's default.
     """
 
     about: str
@@ -108,10 +113,10 @@ _PerSlot = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class SlotStats:
-    """Per-slot FP8 statistics of one step; all arrays are float32 [slots] in the order of `names`.
+    """FP8 statistics of one step by slot; each array is float32 [slots] in the order of `names`.
 
-    The arrays are, in this order, the rows of what `PrecisionBackend.end_window` returns. An array that is not given
-    was not measured, and is NaN.
+    The arrays are the rows of what `PrecisionBackend.end_window` returns, in this order. An array that is left out was
+    not measured, and becomes NaN.
     """
 
     names: tuple[str, ...]
@@ -181,7 +186,7 @@ class SlotStats:
 
 
 def declared_metrics(facts: type) -> dict[str, tuple[type, Metric]]:
-    """Type and metric of every field of a class of facts that is annotated with one."""
+    """(type, metric) of every field of a class of facts that is annotated with a Metric."""
     hints = get_type_hints(facts, include_extras=True)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
 
@@ -193,7 +198,7 @@ SLOT_ROWS: dict[str, Metric] = {
 
 
 IGNORED = -100
-"""A target without a loss, as torch's cross-entropy has it."""
+"""A target that has no loss, as in torch's cross-entropy."""
 
 NON_FINITE_INPUT, BAD_LABEL, NO_LABEL, UNREADABLE = 1, 2, 4, 8
 """Bits of `StepFacts.bad_data`."""
@@ -201,14 +206,19 @@ NON_FINITE_INPUT, BAD_LABEL, NO_LABEL, UNREADABLE = 1, 2, 4, 8
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What one step did, identical on every rank.
+    """What one step did, identical on every rank. Fields with a Metric are described there.
 
-    step: number of the step just done; a run's first step is 1. window: its place in the data order. tokens: tokens
-    (targets) of the window over all ranks. seconds: wall time of the step. demoted: FP8 layers that ran in BF16.
-    fell_back_to: the precision that the whole run fell back to, empty: as planned. limits: those in force in this
-    step. trained: FP8 layers whose own weight got a gradient, in a run's first step alone. ideal_seconds: what the
-    step's matrix products take at the card's peak; NaN where that is not known. diverged:
-    parameters whose bits differ between ranks, of those compared in this step.
+    step: number of the step just done; a run's first step is 1.
+    window: its place in the data order.
+    tokens: tokens (targets) of the window, over all ranks.
+    seconds: wall time of the step.
+    demoted: FP8 layers that ran in BF16.
+    slots: FP8 statistics; None without FP8 slots.
+    fell_back_to: the precision that the whole run was downgraded to; empty: as planned.
+    trained: FP8 layers whose own weight got a gradient; in a run's first step only.
+    limits: those in force in this step.
+    ideal_seconds: time of the step's matrix products at the card's peak; NaN if the peak is not known.
+    diverged: of the parameters compared in this step, those whose bits differ between ranks.
     """
 
     step: int
@@ -296,12 +306,13 @@ class StepFacts:
 
     @property
     def over_limits(self) -> bool:
-        """Whether loss or gradient norm, both finite, were over the limits in force: the update was skipped for it."""
+        """Whether the update was skipped because loss or gradient norm, both finite, were over the limits in force."""
         if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
             return False
-        return self.loss > float(np.float32(self.limits.loss)) or self.grad_norm > float(
-            np.float32(self.limits.norm)
-        )
+        # The device compared in float32.
+        loss_limit = float(np.float32(self.limits.loss))
+        norm_limit = float(np.float32(self.limits.norm))
+        return self.loss > loss_limit or self.grad_norm > norm_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +332,10 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Go back to the last good checkpoint and pass over the windows named (indices in the data order).
+    """Go back to the last good checkpoint, and skip some windows.
 
-    from_disk: to one that all ranks read from the same file, not to what each keeps in its own memory.
+    bad: the windows to skip, by their place in the data order.
+    from_disk: restore a checkpoint that all ranks read from the same file, not the copy in each rank's own memory.
     """
 
     reason: str
@@ -333,7 +345,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Stop the run; it would only get worse. fix: what its user can do about it."""
+    """Stop the run, which would only get worse. fix: what the user can do about it."""
 
     reason: str
     fix: str = ""
@@ -351,11 +363,15 @@ Action = Continue | Switch | Rollback | Halt
 class Verdict:
     """What one monitor says of one step.
 
-    code: stable name such as `nonfinite.skip`. healthy: False keeps a checkpoint from being earned. proposal: what
-    the monitor would do; the responder decides, within budgets. evidence: JSON-able figures. sample_steps: steps in
-    which the statistics that cost should be measured, whatever their usual cadence. limits: for the updates to come,
-    until the monitor gives others. skip: the update was skipped, and counts against guard.max_skips. suspect: whether
-    what is needed to run the step again should be kept; None: if its update was skipped.
+    code: stable name, such as `nonfinite.skip`.
+    text: for people.
+    healthy: False keeps a checkpoint from becoming a rollback target.
+    proposal: what the monitor would do; the responder decides, within budgets.
+    evidence: figures, JSON-able.
+    sample_steps: number of next steps in which expensive statistics should be measured, whatever their usual cadence.
+    limits: of the next updates, until the monitor gives others.
+    skip: the update was skipped, and counts against guard.max_skips.
+    suspect: whether to keep what is needed to run the step again; None: if its update was skipped.
     """
 
     code: str
@@ -371,13 +387,13 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the monitor has nothing to say, as codes ending in `.ok` mean."""
+        """Whether the monitor has nothing to report: its code ends in `.ok`."""
         return self.code.endswith(".ok")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpan:
-    """Steps [first, last) in which every statistic is measured; none while first == last."""
+    """Steps [first, last) in which every statistic is measured; empty if first == last."""
 
     first: int = 0
     last: int = 0
@@ -386,22 +402,21 @@ class SamplingSpan:
         return self.first <= step < self.last
 
     def extended(self, first: int, steps: int) -> SamplingSpan:
-        """With `steps` more from `first` on, without a gap if this one reaches there."""
-        return SamplingSpan(
-            self.first if self.last >= first else first, max(self.last, first + steps)
-        )
+        """The span with `steps` more steps from `first` on; one that ends before `first` is dropped."""
+        begin = self.first if self.last >= first else first
+        return SamplingSpan(begin, max(self.last, first + steps))
 
 
 _SET_AFTER = 2
-"""Steps after which FP8 scales fit their tensors: nothing is learned from samples before."""
+"""Steps after which FP8 scales fit their tensors; samples before that teach nothing."""
 
 
 def sampled_step(seed: int, block: int, every: int) -> int:
-    """The step (from 1) in which what is measured once in `every` steps is measured in their block `block` (from 0).
+    """The step (from 1) to sample in block number `block` (from 0) of `every` steps: one step in each block.
 
-    A function of its arguments alone: a place drawn anew for each block by a hash of it and `seed`, since a fault that
-    comes every so many steps would hide from samples with a period. Samples are up to 2 * every - 1 steps apart. The
-    first is in the first half of its block, but not before the third step: a short run has one too.
+    The place in the block is drawn by a hash of block and seed. With a fixed period, a fault that comes every so many
+    steps could hide between the samples. Samples are up to 2 * every - 1 steps apart. The first sample is in the first
+    half of its block, so that a short run has one, but not before the third step.
     """
     drawn = int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, block), digest_size=8).digest())
     if block:
@@ -416,10 +431,16 @@ def is_sampled(seed: int, step: int, every: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended; written to `outcome.json`. status: done | stopped | halted | failed.
+    """How a run ended; written to `outcome.json`.
 
-    applied, skipped: updates of the steps that count, by the state, whatever the journal has of them; rollbacks: of the
-    whole run. None: not known, as no step was done.
+    status: done | stopped | halted | failed.
+    step: the last step.
+    val_loss: of the last validation.
+    applied, skipped: updates of the steps that count. They come from the state, so rows missing in the journal do not
+        change them.
+    rollbacks: of the whole run.
+
+    None: not known, because no step was done.
     """
 
     status: str
@@ -436,8 +457,8 @@ class Outcome:
 class LayerPlan:
     """One row of the plan: a module, the precision it runs in, the backend that does it, and why.
 
-    norm: name of the norm that is fused with it, empty if none is. first: of the second Linear of a fused MLP, the name
-    of the first.
+    norm: name of the norm that is fused with it; empty if none is.
+    first: name of the first Linear of a fused MLP, if this is its second.
     """
 
     module: str
@@ -451,15 +472,20 @@ class LayerPlan:
 
 
 def as_it_ran(planned: str, fell_to: str, demoted: bool, silent: bool) -> str:
-    """What a module ran in that was to run in `planned`: "unused" if that was FP8 and none of its slots saw an amax.
+    """The precision that a module ran in.
 
-    fell_to: where the whole run went, empty if it stayed.
+    planned: its precision by the plan.
+    fell_to: precision that the whole run was downgraded to; empty if it was not.
+    demoted: whether the layer is in BF16.
+    silent: whether none of its slots saw an amax; an FP8 module is then "unused".
     """
     if fell_to and planned.startswith(("fp8", "fp16")):
         return fell_to
     if planned != "fp8":
         return planned
-    return "bf16" if demoted else "unused" if silent else "fp8"
+    if demoted:
+        return "bf16"
+    return "unused" if silent else "fp8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,5 +498,5 @@ class RungVerdict:
 
 
 def jsonable(value: float) -> float | str:
-    """The value for evidence: JSON has no NaN or Inf, and strict readers of the journal would stop at one."""
+    """The value, as text if it is not finite: JSON has no NaN or Inf, and strict readers would stop at one."""
     return value if math.isfinite(value) else str(value)

@@ -1,8 +1,10 @@
-"""What is measured in a step, derived from where it is declared: the fields of `StepFacts` and `SlotStats`.
+"""Everything about metrics that follows from their declarations, the fields of `StepFacts` and `SlotStats`.
 
-How figures of the whole step travel (`SCALARS`, `REDUCED`, `read`), their row in the journal (`row`), and the table in
-the docs (`page`). The figures of slots are rows of an array (`facts.SLOT_ROWS`); `tracking.slot_series` puts them into
-the row.
+- `SCALARS`, `REDUCED` and `read`: how the figures of the whole step are packed, reduced over ranks and unpacked.
+- `row`: their row in the journal.
+- `page`: the table in the docs.
+
+Figures of slots are rows of an array (`facts.SLOT_ROWS`); `tracking.slot_series` puts them into the journal's row.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ REDUCED: list[tuple[str, int]] = [
     if metric.over_ranks != "ranks agree"
     for bit in range(_BITS if metric.over_ranks == "any bit" else 1)
 ]
-"""(name, bit) of each element that the update's one MAX over ranks carries for the figures of a step."""
+"""(name, bit) of each element for a step's figures in the update's one MAX over ranks."""
 
 
 def read(packed: Sequence[float]) -> dict[str, Any]:
-    """Values by name of one figure for each of `SCALARS`; NaN becomes the field's default where there is one."""
+    """Values by name, unpacked in the order of `SCALARS`. NaN becomes the field's default, if it has one."""
     values: dict[str, Any] = {}
     for name, value in zip(SCALARS, packed, strict=True):
         unknown = math.isnan(value) and _DEFAULTS[name] is not MISSING
@@ -54,7 +56,7 @@ def _mfu(facts: StepFacts, _: RunLedger) -> float:
 
 MFU = "train/mfu"
 
-# Of the run as a whole, beside what its steps measure: key, unit, what it is, and the function that computes it.
+# Metrics of the run as a whole: key, unit, what it is, and the function that computes it.
 _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]], ...] = (
     (
         "train/tokens_per_second",
@@ -104,7 +106,7 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
 
 
 def row(facts: StepFacts, ledger: RunLedger) -> dict[str, float]:
-    """The journal's row of one step, but for its FP8 figures. What was not measured is left out."""
+    """The journal's row of one step, without its FP8 figures. A figure that was not measured is left out."""
     found: dict[str, float] = {}
     for name, metric in SCALARS.items():
         if not metric.key:
@@ -128,7 +130,7 @@ ROLE_QUANTILES: dict[str, tuple[str, ...]] = {
     "even_db": ("min",),
     "centred_db": ("min",),
 }
-"""The quantiles over layers that each figure of the slots has as series, per role: 60 for a model of any size."""
+"""Quantiles over layers that each figure has as series for each role: 60 series, whatever the model's size."""
 
 
 def page() -> str:

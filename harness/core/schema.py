@@ -1,7 +1,7 @@
-"""Read configs and recipes: YAML that is plain data only, validated strictly against a pydantic model. Torch-free.
+"""Read configs and recipes: plain YAML, validated strictly against a pydantic model. Torch-free.
 
-YAML is bounded in size and depth; tags, aliases and duplicate keys are refused. Validation reports every problem at
-once, each with its near match. Code that a config names, "pkg.mod:fn", is imported and called with the config's
+YAML is bounded in size and depth. Tags, aliases and duplicate keys are refused. Validation reports every problem at
+once, each with its near match. Code that a config names ("pkg.mod:fn") is imported, and called with the config's
 arguments.
 """
 
@@ -149,7 +149,7 @@ class Strict(BaseModel):
 
 
 def _in_known_case(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with each choice spelled as in the model: `data.format=jsonl` becomes `JSONL`."""
+    """`given` with each choice spelled as in the model, so that `data.format=jsonl` becomes `JSONL`."""
     values = dict(given)
     for name, field in model.model_fields.items():
         value, kind = values.get(name), field.annotation
@@ -181,36 +181,28 @@ def validate(model: type[T], data: Mapping[str, Any], source: str) -> T:
         items = error.errors(include_url=False)
         problems = [_problem(model, item, source) for item in items[:_MOST]]
         if len(items) > _MOST:
-            problems.append(
-                Problem(
-                    f"{len(items) - _MOST} more keys are wrong", source, fix="correct these first"
-                )
-            )
+            what = f"{len(items) - _MOST} more keys are wrong"
+            problems.append(Problem(what, source, fix="correct these first"))
         raise ConfigError(problems) from error
 
 
 def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Problem:
+    """One of pydantic's errors, with a near match if it is about a name."""
     path = tuple(item["loc"])
     where = f"{source}: {_dotted(path)}" if path else source
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(model, path[:-1])
-        return Problem(
-            f'unknown key "{_short(path[-1])}"', where, fix=near_match(_short(path[-1]), known)
-        )
-    if item["type"] == "missing":
+    kind, given = item["type"], item.get("input")
+    if kind == "extra_forbidden":
+        key = _short(path[-1])
+        fix = near_match(key, _known_keys(model, path[:-1]))
+        return Problem(f'unknown key "{key}"', where, fix=fix)
+    if kind == "missing":
         return Problem("missing", where, fix="add this key")
-    given = item.get("input")
+    if kind == "literal_error" and isinstance(given, str):
+        listed = str(item["ctx"]["expected"]).replace(" or ", ",")
+        expected = [part.strip("' ") for part in listed.split(",")]
+        what = f"{_short(given)!r} is not one of {', '.join(expected)}"
+        return Problem(what, where, fix=near_match(_short(given), expected))
     message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "literal_error" and isinstance(given, str):
-        expected = [
-            part.strip("' ")
-            for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")
-        ]
-        return Problem(
-            f"{_short(given)!r} is not one of {', '.join(expected)}",
-            where,
-            fix=near_match(_short(given), expected),
-        )
     return Problem(f"{message} (given: {given!r})"[:400], where, fix="correct the value")
 
 
@@ -225,7 +217,7 @@ def _short(part: str | int) -> str:
 
 
 def _known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Keys that the section at `path` accepts; follows nested models through lists, dicts and unions."""
+    """Keys that the section at `path` accepts. Follows nested models through lists, dicts and unions."""
     candidates: list[Any] = [model]
     for part in path:
         found: list[Any] = []
@@ -251,19 +243,16 @@ def _models_in(annotation: Any) -> list[Any]:
 def find_target(where: str, target: str, what: str) -> Any:
     """The function or class that `target` names: "pkg.mod:name".
 
-    where: the key and its value, for messages. what: the kind of thing that is expected, for messages. Raises
-    ConfigError if it is missing.
+    where: the key and its value, for messages.
+    what: the kind of thing that is expected, for messages.
+
+    Raises ConfigError if it is missing.
     """
     module_name, _, name = target.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         # A config may name code to run, but functions of Python's own library (os:system) are never meant.
-        raise ConfigError(
-            Problem(
-                f"is of Python's own library, which has no {what}",
-                where,
-                fix="name your own function",
-            )
-        )
+        problem = f"is of Python's own library, which has no {what}"
+        raise ConfigError(Problem(problem, where, fix="name your own function"))
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # console scripts do not have the working folder on their path
     try:
@@ -278,11 +267,8 @@ def find_target(where: str, target: str, what: str) -> Any:
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        names = [
-            each
-            for each, value in vars(module).items()
-            if callable(value) and not each.startswith("_")
-        ]
+        public = {each: value for each, value in vars(module).items() if not each.startswith("_")}
+        names = [each for each, value in public.items() if callable(value)]
         raise ConfigError(Problem(f'no function "{name}"', where, fix=near_match(name, names)))
     return found
 
@@ -290,8 +276,10 @@ def find_target(where: str, target: str, what: str) -> Any:
 def call_target(section: str, target: str, args: Mapping[str, Any], what: str) -> Any:
     """Call the function that `<section>.target` names with `<section>.args`; returns its result.
 
-    what: the kind of thing that is expected, for messages. Raises ConfigError if the function is missing, does not take
-    the arguments, or fails. A HarnessError that it raises passes through.
+    what: the kind of thing that is expected, for messages.
+
+    Raises ConfigError if the function is missing, does not take the arguments, or fails. A HarnessError that the
+    function raises passes through.
     """
     where, arguments = f"{section}.target {target!r}", f"{section}.args"
     function = find_target(where, target, what)

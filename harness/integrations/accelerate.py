@@ -30,14 +30,16 @@ def prepare(
     *objects: Any,
     max_grad_norm: float | None = None,
 ) -> Any:
-    """`accelerator.prepare(*objects)`, with the one model among them prepared and its optimizers wrapped before.
+    """`accelerator.prepare(*objects)`, after it has prepared the one model among them and wrapped its optimizer.
 
-    The model is moved to the accelerator's device, and prepared unless it was; the optimizer is wrapped unless it was,
-    as several must be that share the model. `save_state` and `load_state` carry the precision's state. max_grad_norm:
-    clips in the update; `accelerator.clip_grad_norm_` is right, too.
+    The model is moved to the accelerator's device and prepared, unless it is prepared. The optimizer is wrapped, unless
+    it is wrapped; several optimizers of one model must be wrapped as one before. `save_state` and `load_state` include
+    the precision's state.
 
-    Raises MisuseError where accelerate would change the precision besides (mixed_precision, dynamo), or own gradients
-    and the step (DeepSpeed, FSDP, Megatron, XLA).
+    max_grad_norm: clips in the update; `accelerator.clip_grad_norm_` works, too.
+
+    Raises MisuseError if accelerate would also change the precision (mixed_precision, dynamo), or owns gradients and
+    the step (DeepSpeed, FSDP, Megatron, XLA).
     """
     models = [each for each in objects if isinstance(each, nn.Module)]
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
@@ -54,50 +56,43 @@ def prepare(
     given = optimizers[0]
     wrapped = given if isinstance(given, WrappedOptimizer) else precision.wrap(given, max_grad_norm)
     accelerator.register_for_checkpointing(_State(precision))
-    return accelerator.prepare(*(wrapped if each is given else each for each in objects))
+    replaced = [wrapped if each is given else each for each in objects]
+    return accelerator.prepare(*replaced)
 
 
 class _State:
-    """The precision as accelerate keeps it."""
+    """The precision in the form in which accelerate saves it."""
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the precision."""
+        """The precision's state."""
         return dict(self._precision.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """Restore what `state_dict` gave."""
         self._precision.load_state_dict(state)
 
 
 def _problems(accelerator: Accelerator) -> list[Problem]:
     problems: list[Problem] = []
     if accelerator.mixed_precision != "no":
-        why, fix = (
-            "its autocast and scaler would go against the plan",
-            'Accelerator(mixed_precision="no")',
-        )
-        problems.append(
-            Problem(f"mixed_precision is {accelerator.mixed_precision}", "Accelerator", why, fix)
-        )
+        what = f"mixed_precision is {accelerator.mixed_precision}"
+        why = "its autocast and scaler would go against the plan"
+        fix = 'Accelerator(mixed_precision="no")'
+        problems.append(Problem(what, "Accelerator", why, fix))
+
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind not in _DISTRIBUTED:
-        why, fix = (
-            "it owns gradients and the step",
-            "one process, or DDP; launch/deepspeed.sh runs DeepSpeed",
-        )
-        problems.append(Problem(f"distributed_type is {kind}", "Accelerator", why, fix))
+        what = f"distributed_type is {kind}"
+        why = "it owns gradients and the step"
+        fix = "one process, or DDP; launch/deepspeed.sh runs DeepSpeed"
+        problems.append(Problem(what, "Accelerator", why, fix))
+
     dynamo = accelerator.state.dynamo_plugin
     if getattr(getattr(dynamo, "backend", None), "value", "NO") != "NO":
         why = "the Accelerator would compile the model by itself, which was never tried with a prepared one"
-        problems.append(
-            Problem(
-                "dynamo_backend is set",
-                "Accelerator",
-                why,
-                "compile block by block, after prepare()",
-            )
-        )
+        fix = "compile block by block, after prepare()"
+        problems.append(Problem("dynamo_backend is set", "Accelerator", why, fix))
     return problems

@@ -37,12 +37,15 @@ else:
 
 
 class TrainerPrecision(TrainerBase):
-    """`Trainer(plugins=[TrainerPrecision(precision)])`; in checkpoints of the Trainer goes `precision.state_dict()`.
+    """A plugin for the Trainer: `Trainer(plugins=[TrainerPrecision(precision)])`.
 
-    The LightningModule is prepared once it is on its device, and its optimizers are wrapped. `gradient_clip_val` by
-    norm becomes the update's own, so that nothing is clipped twice. Under automatic optimization a whole
-    `training_step` runs in the precision's context, under manual optimization each call of the model. harness: the
-    Precision.
+    - The LightningModule is prepared once it is on its device, and its optimizers are wrapped.
+    - `gradient_clip_val` by norm is done in the update, so that nothing is clipped twice.
+    - Under automatic optimization, a whole `training_step` runs in the precision's context. Under manual optimization,
+      each call of the model does.
+    - The Trainer's checkpoints include `precision.state_dict()`.
+
+    harness: the Precision.
     """
 
     precision = "32-true"
@@ -62,15 +65,16 @@ class TrainerPrecision(TrainerBase):
             what = f"the strategy made {type(bare).__name__} of the model"
             raise MisuseError(Problem(what, "TrainerPrecision", fix='strategy="auto" or "ddp"'))
         _prepare(self.harness, bare)
-        self._module, self._redirected = bare, bare is not model
-        wrapped = [
-            each if isinstance(each, WrappedOptimizer) else self.harness.wrap(each)
-            for each in optimizers
-        ]
+        self._module = bare
+        self._redirected = bare is not model
+        wrapped: list[Optimizer] = []
+        for each in optimizers:
+            is_wrapped = isinstance(each, WrappedOptimizer)
+            wrapped.append(each if is_wrapped else self.harness.wrap(each))
         return model, wrapped, lr_schedulers
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Of training, validation, test and prediction steps."""
+        """The context of training, validation, test and prediction steps."""
         if getattr(self._module, "automatic_optimization", False):
             return self.harness.context()
         # Under DDP the step is called through the module's own forward.
@@ -117,13 +121,13 @@ class FabricPrecision(FabricBase):
         self.harness, self._max_grad_norm = precision, max_grad_norm
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare it, unless that was done."""
+        """Prepare the module, unless it is prepared."""
         _prepare(self.harness, module)
         self.harness.standard_loop()
         return module
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """`Precision.step`, of one optimizer or of several that were wrapped as one."""
+        """`Precision.step` for one optimizer, or for several that were wrapped as one."""
         closure = kwargs.pop("closure", None)
         result = None if closure is None else closure()
         if isinstance(optimizer, WrappedOptimizer):
@@ -134,8 +138,11 @@ class FabricPrecision(FabricBase):
 
 
 class HarnessCallback(Callback):
-    """Guard and telemetry in a Trainer that has a TrainerPrecision; arguments as of `Watch`, settings of telemetry by
-    name. validation: the logged metric that is the validation's loss.
+    """Guard and telemetry in a Trainer that has a TrainerPrecision.
+
+    folder, guard: as for `Watch`.
+    validation: name of the logged metric that is the validation's loss.
+    telemetry: settings of telemetry, by name.
     """
 
     def __init__(
@@ -149,7 +156,7 @@ class HarnessCallback(Callback):
         self._validation = validation
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After the plugin has prepared the model, before anything is loaded."""
+        """Begin: the plugin has prepared the model, and nothing is loaded yet."""
         plugin = trainer.precision_plugin
         if not isinstance(plugin, TrainerPrecision):
             fix = "Trainer(plugins=[TrainerPrecision(precision)])"
@@ -165,11 +172,11 @@ class HarnessCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Lightning has stepped its schedulers by now, and saves after this."""
+        """End the step: Lightning has stepped its schedulers, and saves after this."""
         self.watch.step_ended()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sanity checks are no validation."""
+        """Report a validation; a sanity check is none."""
         if not trainer.sanity_checking:
             self.watch.validated(trainer.callback_metrics.get(self._validation))
 
@@ -185,7 +192,7 @@ class HarnessCallback(Callback):
 
 
 def _prepare(precision: Precision, model: nn.Module) -> None:
-    """Prepare `model`, unless it or a part of it was."""
+    """Prepare `model`, unless it or a part of it is prepared."""
     if not precision.is_prepared:
         precision.prepare(model)
     elif not any(part is precision.prepared.model for part in model.modules()):

@@ -29,7 +29,8 @@ else:
 
 STATE = "harness_precision.pt"
 """The file of a Trainer's checkpoint that holds `precision.state_dict()`."""
-_ALONE = {
+# Arguments that conflict with a Precision, each with the reason.
+_CONFLICTS = {
     "bf16": "its autocast would go against the plan",
     "fp16": "its autocast and GradScaler would go against the plan; the recipe fp16_scaler has a loss scale",
     "torch_compile": "the Trainer would compile the model by itself, before it is prepared; compile block by block",
@@ -39,33 +40,33 @@ _ALONE = {
 
 
 class PrecisionMixin(Trainer):
-    """In front of `transformers.Trainer` in the bases of a class of yours.
+    """Put it before `transformers.Trainer` in the bases of your class.
 
-    precision: a Precision, or a recipe's name or path. watch: guard and telemetry. `max_grad_norm` of the arguments
-    becomes the update's own, so that nothing is clipped twice; the `grad_norm` of the logs is from before clipping.
-    Checkpoints hold the FP8 state, and `resume_from_checkpoint` puts it back. Evaluation runs in the plan's precision
-    and leaves no trace.
+    precision: a Precision, or a recipe's name or path.
+    watch: guard and telemetry.
 
-    Raises MisuseError for arguments that would change the precision, or own the step, besides.
+    - `max_grad_norm` of the arguments is done in the update, so that nothing is clipped twice. The `grad_norm` of the
+      logs is from before clipping.
+    - Checkpoints include the FP8 state, and `resume_from_checkpoint` restores it.
+    - Evaluation runs in the plan's precision, and leaves no trace in the FP8 state.
+
+    Raises MisuseError for arguments that would also change the precision, or that own the step.
     """
 
     def __init__(
         self, *args: Any, precision: Precision | str, watch: Watch | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        wrong = [name for name in _ALONE if getattr(self.args, name, None)]
-        problems = [
-            Problem(f"{name} is set", "TrainingArguments", _ALONE[name], f"leave out {name}")
-            for name in wrong
-        ]
+        problems: list[Problem] = []
+        for name, why in _CONFLICTS.items():
+            if getattr(self.args, name, None):
+                fix = f"leave out {name}"
+                problems.append(Problem(f"{name} is set", "TrainingArguments", why, fix))
         if self.args.n_gpu > 1:
-            why, fix = (
-                "DataParallel copies the model in every step",
-                "torchrun, for DDP, or one card",
-            )
-            problems.append(
-                Problem(f"{self.args.n_gpu} cards in one process", "TrainingArguments", why, fix)
-            )
+            what = f"{self.args.n_gpu} cards in one process"
+            why = "DataParallel copies the model in every step"
+            fix = "torchrun, for DDP, or one card"
+            problems.append(Problem(what, "TrainingArguments", why, fix))
         if problems:
             raise MisuseError(problems)
         self.harness = Precision.from_recipe(precision) if isinstance(precision, str) else precision
@@ -76,7 +77,7 @@ class PrecisionMixin(Trainer):
         self.harness.standard_loop()  # an evaluation may come before the training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; what ends it ends the telemetry, too."""
+        """The Trainer's, which ends the telemetry too, however it ends."""
         try:
             result = super().train(*args, **kwargs)
         except BaseException as error:
@@ -88,14 +89,14 @@ class PrecisionMixin(Trainer):
         return result
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; its loss goes to the telemetry."""
+        """The Trainer's; its loss goes to the telemetry."""
         metrics = super().evaluate(*args, **kwargs)
         if self.watch is not None:
             self.watch.validated(metrics.get("eval_loss"))
         return metrics
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, or the one that was given to it, wrapped."""
+        """Wrap the Trainer's optimizer, or the one that was given to it."""
         super().create_optimizer(*args, **kwargs)
         if not isinstance(_inner(self.optimizer), WrappedOptimizer):
             self.optimizer = self.harness.wrap(
@@ -104,7 +105,7 @@ class PrecisionMixin(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """The last thing that a guard keeps is there now, and nothing has been loaded yet."""
+        """Begin the watch here: all that a guard restores exists now, and nothing is loaded yet."""
         scheduler = super().create_scheduler(num_training_steps, *args, **kwargs)
         if self.watch is not None and not self.watch.begun:
             clip = self.args.max_grad_norm or None
@@ -114,16 +115,16 @@ class PrecisionMixin(Trainer):
         return scheduler
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # Comes once after every step, before anything is saved.
+        # The Trainer calls it once after every step, before anything is saved.
         if self.watch is not None:
             self.watch.step_ended()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Left to the update."""
+        """Nothing: the update clips."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Tensor:
-        """For the Trainer's logs: from before clipping, unscaled."""
+        """The unscaled norm from before clipping, for the Trainer's logs."""
         return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -145,5 +146,5 @@ class PrecisionMixin(Trainer):
 
 
 def _inner(optimizer: Any) -> Any:
-    """What is within accelerate's."""
+    """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

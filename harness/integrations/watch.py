@@ -1,4 +1,4 @@
-"""Guard and telemetry of a run whose loop belongs to a trainer: what its callbacks call, the same for each."""
+"""Guard and telemetry for a loop that belongs to a trainer: what the callbacks of each trainer call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ NO_SETTINGS: Mapping[str, Any] = {}
 
 
 class Watch:
-    """Begins with the training, judges after each step, ends with it. In a loop of yours: `with Watch(...) as watch`.
+    """Begins with the training, judges after each step, and ends with the training.
 
-    folder: of this run alone, None keeps nothing. guard: settings of the section `guard` of a run's config and
-    `healthy_steps`; None: no guard, and every step waits for its own figures. telemetry: arguments of
-    `Telemetry.for_precision`.
+    In a loop of yours: `with Watch(...) as watch`.
 
-    A rollback puts model, optimizers, FP8 state and schedulers back. The trainer's step count and its data go on: the
-    batches that broke the run are behind it.
+    folder: a folder for this run alone; None keeps nothing.
+    guard: settings of the section `guard` of a run's config, and `healthy_steps`. None: no guard, and every step waits
+        for its own figures.
+    telemetry: arguments of `Telemetry.for_precision`.
+
+    A rollback restores model, optimizers, FP8 state and schedulers. The trainer's step count and its data go on, past
+    the batches that broke the run.
     """
 
     def __init__(
@@ -34,7 +37,9 @@ class Watch:
         guard: Mapping[str, Any] | None = NO_SETTINGS,
         **telemetry: Any,
     ) -> None:
-        self._folder, self._settings, self._telemetry_settings = folder, guard, telemetry
+        self._folder = folder
+        self._settings = guard
+        self._telemetry_settings = telemetry
         self.guard: Guard | None = None
         self.telemetry: Telemetry | None = None
         self._precision: Precision | None = None
@@ -43,7 +48,7 @@ class Watch:
 
     @property
     def begun(self) -> bool:
-        """Between `begin` and `end`."""
+        """Whether `begin` was called, and `end` was not."""
         return self.telemetry is not None
 
     def begin(
@@ -54,9 +59,12 @@ class Watch:
         max_grad_norm: float | None = None,
         steps: int | None = None,
     ) -> None:
-        """After the optimizers were wrapped, before the first step and before any state is loaded. steps: planned.
+        """Call it after the optimizers are wrapped, before the first step and before any state is loaded.
 
-        Raises as `Telemetry.for_precision` and `Guard.for_precision`, MisuseError for an optimizer that is not wrapped.
+        keep: more state that a rollback restores, such as schedulers.
+        steps: planned length of the run.
+
+        Raises as `Telemetry.for_precision` and `Guard.for_precision`; MisuseError for an optimizer that is not wrapped.
         """
         if not all(isinstance(each, WrappedOptimizer) for each in optimizers):
             fix = "precision.wrap(optimizer)"
@@ -81,9 +89,9 @@ class Watch:
         self.telemetry = telemetry
 
     def step_ended(self) -> None:
-        """After everything that belongs to a step, schedulers too. Nothing happens where no optimizer stepped.
+        """Call it after everything that belongs to a step, schedulers too. Does nothing if no optimizer stepped.
 
-        Raises HaltedError where going on would only be worse.
+        Raises HaltedError if the guard halts the run.
         """
         outcomes = [each.outcome for each in self._optimizers]
         if self.telemetry is None or self._precision is None or all(map(is_, outcomes, self._seen)):
@@ -95,12 +103,12 @@ class Watch:
             self.telemetry.record(facts)
 
     def validated(self, loss: Any) -> None:
-        """A validation's mean loss; None where the trainer has none."""
+        """Report a validation's mean loss; None if the trainer has none."""
         if self.telemetry is not None and self._precision is not None and loss is not None:
             self.telemetry.validation(self._precision.prepared.state.step, float(loss))
 
     def end(self, error: BaseException | None = None) -> None:
-        """Outcome, report, summary. error: what ended the training, if it did not end as planned."""
+        """Write outcome, report and summary. error: what ended the training early."""
         telemetry, self.telemetry = self.telemetry, None
         if telemetry is not None:
             telemetry.close(error)

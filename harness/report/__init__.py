@@ -1,4 +1,4 @@
-"""Commands that read run folders, one file each. Here: commands and paths as the user would type them."""
+"""Commands that read run folders, one file each; and here commands and paths in the form in which a user types them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ RunFolder = Annotated[Path, typer.Argument(help="a run folder, runs/<run>")]
 
 
 def tool(name: str) -> str:
-    """How to call a program of this environment: with its path, if the environment is not activated in the shell."""
-    in_environment = sys.prefix != sys.base_prefix and os.environ.get("VIRTUAL_ENV") != sys.prefix
-    return short(Path(sys.prefix) / "bin" / name) if in_environment else name
+    """How to call a program of this environment: by its path, if the environment is not activated in the shell."""
+    in_environment = sys.prefix != sys.base_prefix
+    activated = os.environ.get("VIRTUAL_ENV") == sys.prefix
+    if in_environment and not activated:
+        return short(Path(sys.prefix) / "bin" / name)
+    return name
 
 
 def label(text: str) -> str:
@@ -26,10 +29,8 @@ def label(text: str) -> str:
 
 
 def short(path: Path) -> str:
-    """The path relative to the working folder if it lies below it, else absolute."""
+    """The path relative to the working folder if it is below it, else absolute."""
     absolute = path.absolute()
-    return (
-        str(absolute.relative_to(Path.cwd()))
-        if absolute.is_relative_to(Path.cwd())
-        else str(absolute)
-    )
+    if absolute.is_relative_to(Path.cwd()):
+        absolute = absolute.relative_to(Path.cwd())
+    return str(absolute)

@@ -1,11 +1,11 @@
-"""`harness explain`: what a code or a symptom means and what to do, or what happened in a run. Starts without torch.
+"""`harness explain`: what a code or a symptom means and what to do, or what happened in a run.
 
 The texts are in `codes.toml`. An entry is a code (`loss.spike`), several codes with one explanation (`run.resumed,
 run.started_from`), or a symptom, named by its slug (`loss-that-plateaus`). `python -m harness.report.explain` prints
 docs/reference/runbook.md, the same texts as a page.
 
 What happened in a run comes from its folder: the journal's events, outcome.json, checkpoints/good.json, flight/. A run
-that the guard halted ends with the same account, its post-mortem.
+that the guard halted ends with the same account, its post-mortem. Starts without torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CODE = re.compile(r"`([^`]+)`")
 _SENTENCE = re.compile(r"[.:](?:\s|$)")
 LAST_ALERTS = 8
 MOST_CODES = 500
-MAX_TOLD = 4000
+MAX_EVENT = 4000
 MOST_WINDOWS = 12
 HALTED = "halted"
 _PLATEAU = "loss-that-plateaus"
@@ -124,13 +124,10 @@ class Catalogue:
         for entry in self.entries:
             if name in entry.names:
                 return entry
-        known = [known for entry in self.entries for known in entry.names]
-        hint = near_match(name, known)
-        fix = (
-            hint
-            if hint.startswith("did")
-            else "`harness explain` lists them; for a run, give its folder, runs/<run>"
-        )
+        names = [each for entry in self.entries for each in entry.names]
+        fix = near_match(name, names)
+        if not fix.startswith("did"):
+            fix = "`harness explain` lists them; for a run, give its folder, runs/<run>"
         raise ConfigError(Problem(f'no code or symptom "{name}"', "harness explain", fix=fix))
 
     def search(self, question: str) -> list[Entry]:
@@ -140,10 +137,11 @@ class Catalogue:
         return [by_title[title] for title in found(question, words)]
 
     def _phrases(self, entry: Entry) -> list[str]:
-        return [
-            *entry.names,
-            *(phrase for name in entry.names for phrase in self.said.get(name, ())),
-        ]
+        """What people may type for an entry: its names, and the phrases of `said`."""
+        phrases = [*entry.names]
+        for name in entry.names:
+            phrases += self.said.get(name, ())
+        return phrases
 
     def ranked(self, codes: Iterable[str]) -> list[str]:
         """Those of `codes` that are alerts, each once, from the one that matters most to the least."""
@@ -189,49 +187,59 @@ class Streak:
     @property
     def steps(self) -> str:
         """`step 23`, `steps 23-27`."""
-        return (
-            f"step {self.first}" if self.first == self.last else f"steps {self.first}-{self.last}"
-        )
+        if self.first == self.last:
+            return f"step {self.first}"
+        return f"steps {self.first}-{self.last}"
 
     @property
     def times(self) -> str:
         """`loss.skip`, `nonfinite.skip x 3 (windows 4, 5, 9)`: the same windows in two attempts point to the data."""
         if self.count == 1:
             return self.code
-        shown = some(self.windows, MOST_WINDOWS)
-        return f"{self.code} x {self.count}" + (f" (windows {shown})" if shown else "")
+        text = f"{self.code} x {self.count}"
+        if self.windows:
+            text += f" (windows {some(self.windows, MOST_WINDOWS)})"
+        return text
 
 
 def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     """Events in order, with neighbours of one code and attempt joined."""
     joined: list[Streak] = []
-    for (code, attempt), group in groupby(
-        events, lambda event: (str(event["code"]), int(event["attempt"]))
-    ):
+    by_code_and_attempt = groupby(events, lambda event: (str(event["code"]), int(event["attempt"])))
+    for (code, attempt), group in by_code_and_attempt:
         each = list(group)
         first, last = each[0], each[-1]
-        steps = int(first["step"]), int(last["step"])
         joined.append(
-            Streak(code, *steps, len(each), told(first), told(last), attempt, _windows(each))
+            Streak(
+                code,
+                int(first["step"]),
+                int(last["step"]),
+                len(each),
+                described(first),
+                described(last),
+                attempt,
+                _windows(each),
+            )
         )
     return joined
 
 
 def distinct(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     """Each code once, in the order of its first event."""
-    found: dict[str, list[Streak]] = {}
+    found: dict[str, Streak] = {}
     for each in streaks(events):
-        found.setdefault(each.code, []).append(each)
-    return [
-        replace(
-            of[0],
-            last=of[-1].last,
-            count=sum(each.count for each in of),
-            last_text=of[-1].last_text,
-            windows=tuple(window for each in of for window in each.windows),
+        first = found.get(each.code)
+        if first is None:
+            found[each.code] = each
+            continue
+        found[each.code] = replace(
+            first,
+            last=each.last,
+            count=first.count + each.count,
+            last_text=each.last_text,
+            windows=first.windows + each.windows,
         )
-        for of in found.values()
-    ]
+    return list(found.values())
 
 
 def _windows(events: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -239,30 +247,33 @@ def _windows(events: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
     return tuple(window for window in windows if isinstance(window, int))
 
 
-def told(event: Mapping[str, Any]) -> str:
+def described(event: Mapping[str, Any]) -> str:
     """An event as one line of text, whatever kind it is."""
     if event["code"] == _ROLLBACK:
         passed = some(event.get("passed_over") or (), MOST_WINDOWS) or "none"
         return f"{event.get('reason', '')}; back to step {event.get('to_step')}, windows passed over: {passed}"
+
     moves: list[str] = []
     if demoted := event.get("demote"):
         moves.append(f"{', '.join(demoted)} to BF16")
     if promoted := event.get("promote"):
         moves.append(f"{', '.join(promoted)} back to FP8")
-    lowered = f"the whole run to {event['lowered']}" if event.get("lowered") else ""
-    text = (
-        event.get("text")
-        or event.get("reason")
-        or "; ".join(moves)
-        or lowered
-        or event.get("path")
-        or ""
+    whole_run = f"the whole run to {event['lowered']}" if event.get("lowered") else ""
+
+    # The first that says something.
+    texts = (
+        event.get("text"),
+        event.get("reason"),
+        "; ".join(moves),
+        whole_run,
+        event.get("path"),
     )
-    return clipped(str(text), MAX_TOLD)
+    text = next((each for each in texts if each), "")
+    return clipped(str(text), MAX_EVENT)
 
 
 def cause(history: RunHistory) -> str | None:
-    """The code to read first: the worst of the last attempt that has an alert. Earlier attempts were cured."""
+    """The code to read first: the worst of the last attempt that has an alert. A rollback cured earlier attempts."""
     for attempt in sorted({int(event["attempt"]) for event in history.events}, reverse=True):
         codes = [event["code"] for event in history.events if event["attempt"] == attempt]
         if alerts := catalogue().ranked(codes):
@@ -281,10 +292,9 @@ def learned_little(history: RunHistory) -> bool:
 
 def flights(run_dir: Path) -> list[int]:
     """Steps that the flight recorder kept: `harness replay` can run them again."""
-    found = {
-        path.parent.name.removeprefix("step-") for path in run_dir.glob("flight/step-*/record.json")
-    }
-    return sorted(int(step) for step in found if step.isdecimal())
+    records = run_dir.glob("flight/step-*/record.json")
+    names = {path.parent.name.removeprefix("step-") for path in records}
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def next_steps(history: RunHistory) -> list[tuple[str, str]]:
@@ -299,48 +309,50 @@ def next_steps(history: RunHistory) -> list[tuple[str, str]]:
     if learned_little(history):
         lines.append(("poor loss", f"{tool('harness')} explain {_PLATEAU}"))
     if kept := flights(history.run_dir):
-        also = f"  (kept too: {', '.join(map(str, kept[1:]))})" if len(kept) > 1 else ""
+        others = ", ".join(map(str, kept[1:]))
+        also = f"  (kept too: {others})" if others else ""
         lines.append(("origin", f"{tool('harness')} replay {run} --step {kept[0]}{also}"))
     return lines
 
 
 def post_mortem(history: RunHistory) -> RenderableType:
     """Why the guard halted the run, what led to it, what is still good, and the commands to go on with."""
-    table = Table.grid(padding=(0, 2))
     halt = next((event for event in reversed(history.events) if event["code"] == _HALT), {})
     reason = halt.get("reason") or history.outcome.get("reason", "")
     lines = [("what happened", f"halted at step {halt.get('step', '?')}: {reason}")]
+
     alerts = streaks([event for event in history.events if event["code"] != _HALT])[-LAST_ALERTS:]
-    lines += [
-        ("" if place else "last alerts", f"{each.steps}: {each.times}: {each.text}")
-        for place, each in enumerate(alerts)
-    ]
+    for place, each in enumerate(alerts):
+        label = "" if place else "last alerts"
+        lines.append((label, f"{each.steps}: {each.times}: {each.text}"))
+
+    # `harness train` can go on with its own runs only.
     commands = next_steps(history)
     if not history.of_own_loop:
         good = _good(history.run_dir)
         unearned = "none: no checkpoint has checkpoint.healthy_steps healthy steps behind it"
         lines.append(("good checkpoint", short(good) if good else unearned))
         commands = [("go on" if good else "start again", go_on(history)), *commands]
+
+    table = Table.grid(padding=(0, 2))
     for label, text in lines:
         table.add_row(Text(label, style="bold"), Text(text))
-    return Group(
-        Text("\nPost-mortem", style="bold"), table, *(command_line(*each) for each in commands)
-    )
+    heading = Text("\nPost-mortem", style="bold")
+    return Group(heading, table, *(command_line(*each) for each in commands))
 
 
 def command_line(label: str, command: str) -> Text:
     """One line however narrow the terminal, so that the command can be copied. Print it with crop=False."""
-    return (
-        Text(no_wrap=True, overflow="ignore").append(f"{label:<15}  ", style="bold").append(command)
-    )
+    line = Text(no_wrap=True, overflow="ignore")
+    return line.append(f"{label:<15}  ", style="bold").append(command)
 
 
 def go_on(history: RunHistory) -> str:
     """The command for a new run from the good checkpoint, or from the start if there is none.
 
-    With half the learning rate, as the same settings would end the same way, unless the data or a machine is at fault.
-    If otherwise no update was ever applied, a lower rate is no help: fp32 tells whether numerics are to blame. The
-    windows that this run passed over stay passed over.
+    The same settings would end the same way, so it halves the learning rate. It does not if the data or a machine is at
+    fault. If no update was ever applied, a lower rate is no help: fp32 tells whether numerics are at fault. Windows
+    that this run skipped stay skipped.
     """
     run_dir = history.run_dir
     good = _good(run_dir)
@@ -349,7 +361,7 @@ def go_on(history: RunHistory) -> str:
     words += ["--resume", shlex.quote(short(good))] if good else []
     lr = history.run["params"].get("train.lr")
     if (cause(history) or "").startswith(_KEEP_LR):
-        pass  # neither would cure it
+        pass  # neither a lower rate nor fp32 would cure it
     elif not good and 1.0 not in history.points("train/step_applied").figures:
         words += ["--recipe", "fp32"]
     elif isinstance(lr, int | float):
@@ -360,10 +372,12 @@ def go_on(history: RunHistory) -> str:
 
 def _good(run_dir: Path) -> Path | None:
     """The newest checkpoint that earned its mark and is still there; `--resume` verifies its hashes."""
-    folders = [
-        run_dir / "checkpoints" / step_name(step) for step in read_marks(run_dir / "checkpoints")
-    ]
-    return next((folder for folder in reversed(folders) if folder.is_dir()), None)
+    checkpoints = run_dir / "checkpoints"
+    for step in reversed(read_marks(checkpoints)):
+        folder = checkpoints / step_name(step)
+        if folder.is_dir():
+            return folder
+    return None
 
 
 def _free_name(run_dir: Path) -> str:
@@ -412,12 +426,10 @@ def explain(subject: str | None, console: Screen) -> int:
 def _meant(subject: str) -> list[Entry]:
     """The entries that a question in words may mean; none for a name, or for a misspelt name."""
     names = [name for entry in catalogue().entries for name in entry.names]
-    spelt_like_one = (
-        " " not in subject
-        and re.search(r"[.-]", subject)
-        and near_match(subject, names).startswith("did")
-    )
-    if subject in names or spelt_like_one:
+    if subject in names:
+        return []
+    looks_like_a_name = " " not in subject and re.search(r"[.-]", subject)
+    if looks_like_a_name and near_match(subject, names).startswith("did"):
         return []
     return catalogue().search(subject)
 
@@ -432,9 +444,8 @@ def _suggest(subject: str, meant: Sequence[Entry], console: Screen) -> None:
 
 def plain(markdown: str) -> list[str]:
     """`unwrapped`, without Markdown's marks."""
-    return [
-        line if line.startswith(_BLOCK) else without_marks(line) for line in unwrapped(markdown)
-    ]
+    lines = unwrapped(markdown)
+    return [line if line.startswith(_BLOCK) else without_marks(line) for line in lines]
 
 
 def unwrapped(markdown: str) -> list[str]:
@@ -460,15 +471,14 @@ def unwrapped(markdown: str) -> list[str]:
 
 
 def _list(console: Screen) -> None:
-    known = catalogue()
     for heading, symptoms in (("Codes", False), ("Symptoms", True)):
         table = Table.grid(padding=(0, 2))
-        for entry in known.entries:
-            if entry.is_symptom == symptoms:
-                for name in entry.names:
-                    table.add_row(
-                        Text(name, style="bold"), Text(entry.title if symptoms else entry.line)
-                    )
+        for entry in catalogue().entries:
+            if entry.is_symptom != symptoms:
+                continue
+            text = entry.title if symptoms else entry.line
+            for name in entry.names:
+                table.add_row(Text(name, style="bold"), Text(text))
         console.print(Text(f"{heading}, each explained by: harness explain NAME"))
         console.print(table)
         console.print()
@@ -515,17 +525,17 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
 
     history, known = RunHistory.read(run_dir), catalogue()
     events = distinct(history.events)
-    console.print(
-        Text("What happened, each code where it first came up", style="bold")
-        if events
-        else Text("No events.")
-    )
+    if events:
+        console.print(Text("What happened, each code where it first came up", style="bold"))
+    else:
+        console.print(Text("No events."))
     for each in events[:MOST_CODES]:
         console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
         if each.last_text != each.text:
             console.print(Text(f"    the last, step {each.last}: {each.last_text}"))
     if len(events) > MOST_CODES:
         console.print(Text(f"and {len(events) - MOST_CODES} more codes"))
+
     codes = known.ranked(each.code for each in events)
     if codes and history.of_own_loop:
         console.print()
@@ -534,6 +544,7 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
         console.print()
         console.print(Text(f"What to do about {code}", style="bold"))
         _print_markdown(known.find(code).fields.get("What to do", ""), console)
+
     if history.outcome.get("status") == HALTED:
         console.print(post_mortem(history), crop=False)
     else:
@@ -546,27 +557,26 @@ def runbook() -> str:
     """docs/reference/runbook.md, in Markdown."""
     known = catalogue()
     table = ["| code | healthy | what happens |", "|---|---|---|"]
-    table += [
-        f"| [`{code}`](#{code.replace('.', '')}) | {healthy} | {what} |"
-        for code, healthy, what in known.ranking
-    ]
+    for code, healthy, what in known.ranking:
+        anchor = code.replace(".", "")
+        table.append(f"| [`{code}`](#{anchor}) | {healthy} | {what} |")
     parts = ["# Runbook", known.page["introduction"], "\n".join(table), known.page["ranking"]]
     for kind, heading in _HEADINGS.items():
         if heading:
             parts.append(f"## {heading}\n{known.page.get(kind, '')}".rstrip())
-        parts += [
-            _section(entry, "###" if heading else "##")
-            for entry in known.entries
-            if entry.kind == kind
-        ]
+        mark = "###" if heading else "##"
+        parts += [_section(entry, mark) for entry in known.entries if entry.kind == kind]
     return "\n\n".join(parts) + "\n"
 
 
 def _section(entry: Entry, mark: str) -> str:
     """One entry as a section of the page, a paragraph for each field."""
-    parts = [f"{mark} {entry.title}", *([entry.about] if entry.about else [])]
+    parts = [f"{mark} {entry.title}"]
+    if entry.about:
+        parts.append(entry.about)
     for label, markdown in entry.fields.items():
-        parts.append(f"**{label}**:" + ("\n" if _ITEM.match(markdown) else " ") + markdown)
+        is_list = _ITEM.match(markdown)
+        parts.append(f"**{label}**:" + ("\n" if is_list else " ") + markdown)
     return "\n\n".join(parts)
 
 

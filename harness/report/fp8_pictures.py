@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,60 +68,73 @@ def pictures(history: RunHistory, folder: Path) -> list[Path]:
 def gather(found: SlotSteps) -> Gathered:
     """Gather all steps in one pass.
 
-    Neighbouring steps share a column: its smallest minimum, largest maximum, and the median of each quantile between.
+    Neighbouring steps share a column. It has their smallest minimum, their largest maximum, and the median of each
+    quantile between.
     """
     each = max(1, -(-len(found.steps) // MAX_COLUMNS))
     firsts = found.steps[::each]
+    # The steps of one column, and all columns.
     wide = np.full((len(ROLES), len(_FANS), len(RANKS), each), np.nan)
     fans = np.full((len(ROLES), len(_FANS), len(RANKS), len(firsts)), np.nan)
-    exponents = {
-        (role, scaled): np.zeros(HIGHEST - LOWEST + 1, np.int64)
-        for role in ROLES
-        for scaled in (False, True)
-    }
+    exponents: dict[tuple[str, bool], npt.NDArray[np.int64]] = {}
+    for role in ROLES:
+        for scaled in (False, True):
+            exponents[role, scaled] = np.zeros(HIGHEST - LOWEST + 1, np.int64)
+
     places: list[npt.NDArray[np.int64]] = []
-    of: tuple[str, ...] | None = None
+    looked_up: tuple[str, ...] | None = None
     column = 0
     for step, names, values in found.read():
-        if names is not of:
-            of = names
-            places = [
-                np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")])
-                for role in ROLES
-            ]
+        if names is not looked_up:
+            looked_up = names
+            places = [_places_of(role, names) for role in ROLES]
+
+        # A step of the next column: join those of this one.
         place_of_step = int(np.searchsorted(found.steps, step))
         if place_of_step // each != column:
             _join(wide, fans, column)
-            wide[:], column = np.nan, place_of_step // each
+            wide[:] = np.nan
+            column = place_of_step // each
+
         for row, (role, at) in enumerate(zip(ROLES, places, strict=True)):
             if not len(at):
                 continue
             for place, (figure, _, _) in enumerate(_FANS):
-                wide[row, place, :, place_of_step % each] = _quantiles(
-                    values[FIGURES.index(figure), at]
-                )
+                quantiles = _quantiles(values[FIGURES.index(figure), at])
+                wide[row, place, :, place_of_step % each] = quantiles
             amax, scale = values[0, at].astype(np.float64), values[1, at].astype(np.float64)
-            for scaled, magnitudes in ((False, amax), (True, amax * scale)):
-                usable = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
-                bins = np.clip(np.floor(np.log2(usable)), LOWEST, HIGHEST).astype(np.int64) - LOWEST
-                exponents[role, scaled] += np.bincount(bins, minlength=HIGHEST - LOWEST + 1)
+            exponents[role, False] += _count_exponents(amax)
+            exponents[role, True] += _count_exponents(amax * scale)
     _join(wide, fans, column)
-    by_name = {
-        (role, figure): fans[row, place]
-        for row, role in enumerate(ROLES)
-        for place, (figure, _, _) in enumerate(_FANS)
-    }
+
+    by_name: dict[tuple[str, str], Floats] = {}
+    for row, role in enumerate(ROLES):
+        for place, (figure, _, _) in enumerate(_FANS):
+            by_name[role, figure] = fans[row, place]
     return Gathered(firsts.astype(np.float64), by_name, exponents)
 
 
+def _places_of(role: str, names: Sequence[str]) -> npt.NDArray[np.int64]:
+    return np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")])
+
+
+def _count_exponents(magnitudes: Floats) -> npt.NDArray[np.int64]:
+    """How many magnitudes have each binary exponent, LOWEST to HIGHEST; the ends take what is beyond them."""
+    usable = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
+    bins = np.clip(np.floor(np.log2(usable)), LOWEST, HIGHEST).astype(np.int64) - LOWEST
+    return np.bincount(bins, minlength=HIGHEST - LOWEST + 1)
+
+
 def _quantiles(values: npt.NDArray[np.float32]) -> Floats:
-    known = np.sort(values[np.isfinite(values)]).astype(np.float64)
-    if not known.size:
+    """The values of ranks RANKS among those that are finite; NaN if none is."""
+    finite = np.sort(values[np.isfinite(values)]).astype(np.float64)
+    if not finite.size:
         return np.full(len(RANKS), np.nan)
-    return known[[round(rank * (known.size - 1)) for rank in RANKS]]
+    return finite[[round(rank * (finite.size - 1)) for rank in RANKS]]
 
 
 def _join(wide: Floats, fans: Floats, column: int) -> None:
+    """Join the steps of a column into `fans`; stays NaN where no step had a value."""
     known = ~np.isnan(wide[:, :, 0, :]).all(axis=-1)
     joined = np.full(fans.shape[:3], np.nan)
     joined[known, 0] = np.nanmin(wide[:, :, 0, :][known], axis=-1)

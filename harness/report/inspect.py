@@ -1,8 +1,7 @@
-"""`harness inspect`: a run's FP8 slots, one line each, the moves between FP8 and BF16, and the run's account. Starts
-without torch.
+"""`harness inspect`: a run's FP8 slots, one line each, the moves between FP8 and BF16, and the run's account.
 
 The account is short: the loss, the precision that really ran, what happened, and where to look next. `summary` prints
-it at the end of a run, and the run's report has it too.
+it at the end of a run, and report.html has it too. Starts without torch.
 """
 
 from __future__ import annotations
@@ -26,18 +25,20 @@ from harness.core.files import MAX_LARGE, read_json
 from harness.core.screen import Screen
 from harness.report import RunFolder, short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
+from harness.tracking.existing import spans
 from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
-from harness.tracking.standing import spans
 from harness.tracking.store import Store
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
 SPARK = 16
 MOST_SLOTS = 20_000
-COLUMNS = ("amax", "scale", "saturation", "underflow", "sqnr_db")
+COLUMNS = {"amax": "3g", "scale": "4g", "saturation": "3f", "underflow": "2%", "sqnr_db": "1f"}
+"""Figures of a slot, each with its format."""
 Histories = dict[str, npt.NDArray[np.float32]]
 MAX_NAMED = 8
+_OF_THE_STATE = ("applied", "skipped", "rollbacks")
 
 
 def command(run: RunFolder) -> int:
@@ -45,7 +46,7 @@ def command(run: RunFolder) -> int:
 
 
 def inspect(run_dir: Path, console: Screen) -> int:
-    """Print the slots, the switches and the outcome of a run; the exit code. Raises ConfigError if it is no run."""
+    """Print a run's slots, switches and account; returns the exit code. Raises ConfigError if it is no run."""
     history = RunHistory.read(run_dir)
     slots = history.slots()
     if slots:
@@ -89,10 +90,15 @@ def _moved(event: Mapping[str, Any]) -> str:
 
 
 def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> Table:
+    """One row a slot: its newest figures, and its amax history as a sparkline."""
+    # The history is the newest checkpoint's, in which no update is missing; without one, the last logged amaxes.
     step, histories, unread = _checkpoint_histories(history.run_dir / "checkpoints")
     source = f"checkpoint of step {step}" if histories else "the last steps"
-    source += f" (cannot be read: {some(unread, MAX_NAMED)})" if unread else ""
-    bars = BARS if (console.encoding or "").lower().startswith("utf") else ASCII_BARS
+    if unread:
+        source += f" (cannot be read: {some(unread, MAX_NAMED)})"
+    can_draw = (console.encoding or "").lower().startswith("utf")
+    bars = BARS if can_draw else ASCII_BARS
+
     table = Table(
         box=None,
         padding=(0, 1, 0, 0),
@@ -101,26 +107,21 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
     )
     table.add_column("slot", no_wrap=True)
     # On a narrow terminal the figures keep their width; slot names and the history are cut.
-    for heading, width in (
-        ("amax", 8),
-        ("scale", 9),
-        ("satur.", 6),
-        ("underfl.", 8),
-        ("SQNR dB", 7),
-    ):
+    widths = {"amax": 8, "scale": 9, "satur.": 6, "underfl.": 8, "SQNR dB": 7}
+    for heading, width in widths.items():
         table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     table.add_column("amax history", no_wrap=True, overflow="crop")
+
     listed = slots[:MOST_SLOTS]
     newest, tails = history.newest(listed, SPARK)
     for slot in listed:
-        last = [next(iter(newest[f"fp8_{column}/{slot}"].values()), None) for column in COLUMNS]
+        figures: list[str] = []
+        for column, form in COLUMNS.items():
+            values = newest[f"fp8_{column}/{slot}"].values()
+            figures.append(_figure(next(iter(values), None), form))
         amaxes = histories.get(bare(slot))
-        values = amaxes.tolist() if amaxes is not None else tails[slot]
-        figures = [
-            _figure(value, form)
-            for value, form in zip(last, ("3g", "4g", "3f", "2%", "1f"), strict=True)
-        ]
-        table.add_row(Text(slot), *figures, sparkline(values[-SPARK:], bars))
+        tail = tails[slot] if amaxes is None else amaxes.tolist()
+        table.add_row(Text(slot), *figures, sparkline(tail[-SPARK:], bars))
     if len(slots) > MOST_SLOTS:
         table.add_row(f"and {len(slots) - MOST_SLOTS} more")
     return table
@@ -149,11 +150,10 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str
             names = read_json(checkpoint / "state.json", MAX_LARGE)["parts"]["fp8"]["slots"]
             step = int(checkpoint.name.removeprefix("step-"))
             # Row 0 collects the next amax; rows 1 to L-1 run from the oldest update to the newest.
-            return (
-                step,
-                {bare(name): _filled(amaxes[1:, place]) for place, name in enumerate(names)},
-                unread,
-            )
+            histories: Histories = {}
+            for place, name in enumerate(names):
+                histories[bare(name)] = _filled(amaxes[1:, place])
+            return step, histories, unread
         except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError):
             unread.append(checkpoint.name)
     return None, {}, unread
@@ -168,8 +168,9 @@ def _filled(column: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> RenderableType:
     """The text at the end of a run; print it with crop=False, because commands are not wrapped.
 
-    ended: the run's outcome, which counts more than outcome.json: a full disk may have refused that file. Raises
-    ConfigError if `run_dir` is no run folder.
+    ended: the run's outcome; it overrides outcome.json, which a full disk may have refused.
+
+    Raises ConfigError if `run_dir` is no run folder.
     """
     history = RunHistory.read(run_dir)
     if ended is not None:
@@ -191,30 +192,33 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
         ("loss", _loss(history)),
         ("precision", _precision(history)),
     ]
+    # Another program may have written the journal: its data section may be anything.
     try:
         trained = trained_on(history.run["data"], history.run["params"])
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         trained = [f"what the journal says of it cannot be read ({type(error).__name__})"]
-    lines += [("data", trained[0]), *(("", text) for text in trained[1:])] if trained else []
+    for place, text in enumerate(trained):
+        lines.append(("" if place else "data", text))
     if proof := fp8_proof(history):
         lines.append(("FP8 proof", proof))
     lines += [("steps", _steps(history)), ("speed", _speed(history))]
     if history.lost:
         lines.append(("journal", f"no figures of {len(history.lost)} steps: {spans(history.lost)}"))
-    counts = Counter(event["code"] for event in history.events)
-    events = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
-    return [(label, clipped(text, MAX_TEXT)) for label, text in (*lines, ("events", events))]
+    codes = Counter(event["code"] for event in history.events)
+    events = [f"{code} x {count}" for code, count in sorted(codes.items())]
+    lines.append(("events", ", ".join(events) or "none"))
+    return [(label, clipped(text, MAX_TEXT)) for label, text in lines]
 
 
 def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
-    """Lines on a run's data: files, tokens, epochs, and what was left out and why; empty in a loop of the user's own.
+    """Lines on a run's data: files, tokens, epochs, and what was left out and why; none for a loop of the user's own.
 
-    data: the source's own figures. params: the config, flat.
+    data: the source's own figures.
+    params: the config by dotted keys.
     """
     if "train_samples" not in data:
         return []
-    sizes = [params.get(f"train.{key}") for key in ("steps", "global_batch")]
-    steps, samples = (int(size) if size is not None else 0 for size in sizes)
+    steps, samples = _setting(params, "train.steps"), _setting(params, "train.global_batch")
     if "train_tokens" not in data:
         return _own_data(data, _epochs(steps * samples / data["train_samples"]), steps)
     files = data["files"]
@@ -233,19 +237,23 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _setting(params: Mapping[str, Any], key: str) -> int:
+    value = params.get(key)
+    return 0 if value is None else int(value)
+
+
 def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
     """The same for a data set of the user's own."""
-    fields = ", ".join(
-        f"{name} {dtype} {shape}" for name, (dtype, *shape) in data["fields"].items()
-    )
+    fields: list[str] = []
+    for name, (dtype, *shape) in data["fields"].items():
+        fields.append(f"{name} {dtype} {shape}")
     lines = [
         f"{data['source']}: {data['train_samples']:,} samples to train on, {data['val_samples']:,} to validate on, of "
-        f"{fields}; {steps:,} steps are {epochs}"
+        f"{', '.join(fields)}; {steps:,} steps are {epochs}"
     ]
     if left := data["unreadable"]:
-        lines.append(
-            f"unreadable among the {len(data['looked_at'])} looked at: {some(left, MAX_NAMED)}"
-        )
+        looked_at = len(data["looked_at"])
+        lines.append(f"unreadable among the {looked_at} looked at: {some(left, MAX_NAMED)}")
     return lines
 
 
@@ -254,31 +262,37 @@ def _epochs(epochs: float) -> str:
 
 
 def fp8_proof(history: RunHistory) -> str:
-    """How many of the planned FP8 slots ever saw a nonzero amax, and which did not; empty if none was planned."""
+    """How many of the planned FP8 slots ever had a nonzero amax, and which had not; empty if none was planned."""
+    layers = history.plan.get("layers", ())
     names = {bare(slot): slot for slot in history.slots()}
     expected = history.expected_slots() | set(names)
     if not expected:
-        dynamic = [layer for layer in history.plan.get("layers", ()) if layer["precision"] == "fp8"]
+        dynamic = any(layer["precision"] == "fp8" for layer in layers)
         return "none: dynamic scaling keeps no amax" if dynamic else ""
+
     silent = [names.get(slot, slot) for slot in history.silent(sorted(expected))]
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
-    frozen = {
-        bare(row["module"]) for row in history.plan.get("layers", ()) if "frozen" in row["reason"]
-    }
-    ends = {
-        slot
-        for slot in silent
-        if slot.endswith(".grad_output") and bare(slot.rpartition(".")[0]) in frozen
-    }
-    others = [slot for slot in silent if slot not in ends]
-    text += f"; none seen by: {some(others, MAX_NAMED)}" if others else ""
-    text += f"; no gradient goes back to {some(sorted(ends), MAX_NAMED)}" if ends else ""
-    return f"{text}: frozen, and nothing before is trained" if ends else text
+
+    # A frozen layer with nothing trained before it gets no gradient: that is no fault.
+    frozen = {bare(row["module"]) for row in layers if "frozen" in row["reason"]}
+    ends: list[str] = []
+    others: list[str] = []
+    for slot in silent:
+        layer, _, role = slot.rpartition(".")
+        is_end = role == "grad_output" and bare(layer) in frozen
+        (ends if is_end else others).append(slot)
+    if others:
+        text += f"; none seen by: {some(others, MAX_NAMED)}"
+    if ends:
+        text += f"; no gradient goes back to {some(sorted(ends), MAX_NAMED)}"
+        text += ": frozen, and nothing before is trained"
+    return text
 
 
 def counts(history: RunHistory) -> dict[str, int]:
-    """Counts of a run: steps, applied and skipped updates without those that a rollback undid; all rollbacks and
-    demotions.
+    """Counts of a run.
+
+    Steps, applied and skipped updates leave out those that a rollback undid. Rollbacks and demotions do not.
     """
     applied = history.points("train/step_applied").figures
     rollbacks = history.last("guard/rollbacks") or 0
@@ -291,10 +305,14 @@ def counts(history: RunHistory) -> dict[str, int]:
         "rollbacks": int(rollbacks),
         "demotions": demoted,
     }
+
     # The journal may lack rows if the disk was full; the outcome's figures come from the state.
-    known = {name: history.outcome.get(name) for name in ("applied", "skipped", "rollbacks")}
-    usable = {name: value for name, value in known.items() if type(value) is int and value >= 0}
-    if len(usable) == len(known):
+    usable: dict[str, int] = {}
+    for name in _OF_THE_STATE:
+        value = history.outcome.get(name)
+        if type(value) is int and value >= 0:
+            usable[name] = value
+    if len(usable) == len(_OF_THE_STATE):
         counted |= usable | {"steps": usable["applied"] + usable["skipped"]}
     return counted
 
@@ -309,41 +327,32 @@ def _outcome(history: RunHistory) -> str:
 
 
 def _loss(history: RunHistory) -> str:
+    """The validation loss, and how far it is under what byte or token frequencies alone give."""
     value, last = history.last("val/loss"), history.last("train/loss")
     unit = "" if history.unit == "loss" else f" {history.unit}"
     if history.of_own_loop:  # its loss may have any unit
         kinds = (("validation", value), ("last training loss", last))
         return ", ".join(f"{kind} {loss:.4g}" for kind, loss in kinds if loss is not None) or "none"
     if value is None:
-        return "no validation" + (
-            f"; last training loss {last:.4f}{unit}" if last is not None else ""
-        )
+        training = "" if last is None else f"; last training loss {last:.4f}{unit}"
+        return f"no validation{training}"
+
     accuracy = history.last("val/accuracy")
     hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
-    if history.unit != BYTES:
+    if history.unit == BYTES:
+        counted, unigram = "byte", history.unigram
+        value_in_unit = value / math.log(2)
+        text = f"validation {value_in_unit:.4f} bits per byte ({value:.4f} nats){hits}"
+    else:
+        counted, unigram = "token", history.unigram_nats
+        value_in_unit = value
         text = f"validation {value:.4f}{unit}{hits}"
-        if not history.unigram_nats:
-            return text
-        little = (
-            "; little more is learned than how often each token occurs"
-            if learned_little(history)
-            else ""
-        )
-        ratio = value / history.unigram_nats
-        return f"{text}; unigram entropy of the corpus {history.unigram_nats:.4f}, ratio {ratio:.3f}{little}"
-    bits = value / math.log(2)
-    text = f"validation {bits:.4f} bits per byte ({value:.4f} nats){hits}"
-    unigram = history.unigram
     if not unigram:
         return text
-    little = (
-        "; little more is learned than how often each byte occurs"
-        if learned_little(history)
-        else ""
-    )
-    return (
-        f"{text}; unigram entropy of the corpus {unigram:.4f}, ratio {bits / unigram:.3f}{little}"
-    )
+    text += f"; unigram entropy of the corpus {unigram:.4f}, ratio {value_in_unit / unigram:.3f}"
+    if learned_little(history):
+        text += f"; little more is learned than how often each {counted} occurs"
+    return text
 
 
 def _precision(history: RunHistory) -> str:
@@ -356,21 +365,18 @@ def _precision(history: RunHistory) -> str:
 
 def _steps(history: RunHistory) -> str:
     found = counts(history)
-    demoted = sorted({span[0] for span in history.demotions()})
-    text = f"{found['steps']}: {found['applied']} applied, {found['skipped']} skipped; rollbacks {found['rollbacks']}; "
-    return (
-        text
-        + f"demotions {found['demotions']}"
-        + (f" ({some(demoted, MAX_NAMED)})" if demoted else "")
+    text = (
+        f"{found['steps']}: {found['applied']} applied, {found['skipped']} skipped; "
+        f"rollbacks {found['rollbacks']}; demotions {found['demotions']}"
     )
+    demoted = sorted({layer for layer, *_ in history.demotions()})
+    return f"{text} ({some(demoted, MAX_NAMED)})" if demoted else text
 
 
 def _speed(history: RunHistory) -> str:
-    found = [
-        history.points(f"train/{key}").figures
-        for key in ("tokens_per_second", "mfu", "peak_memory_gib")
-    ]
-    rates, shares, sizes = (values[np.isfinite(values)] for values in found)
+    rates, shares, sizes = (
+        _finite(history, key) for key in ("tokens_per_second", "mfu", "peak_memory_gib")
+    )
     counted = history.run["data"].get("counted", "tokens")
     parts = [f"{np.median(rates):,.0f} {counted}/s (median)" if len(rates) else "not measured"]
     if len(shares):
@@ -379,6 +385,11 @@ def _speed(history: RunHistory) -> str:
         what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
         parts.append(f"peak memory {sizes.max():.2f} GiB{what}")
     return ", ".join(parts)
+
+
+def _finite(history: RunHistory, key: str) -> npt.NDArray[np.float64]:
+    values = history.points(f"train/{key}").figures
+    return values[np.isfinite(values)]
 
 
 def _where(history: RunHistory) -> list[tuple[str, str]]:

@@ -52,10 +52,11 @@ def command(run: RunFolder) -> int:
     made = write(run)
     try:
         table = write_parquet(run)
+        if table is not None:
+            made.append(table)
     except ImportError as error:
         print(f"no {PARQUET}: {error}; pip install pyarrow", file=sys.stderr)
-        table = None
-    for path in (*made, *([] if table is None else [table])):
+    for path in made:
         say(path)
     return 0
 
@@ -66,15 +67,13 @@ def write(run_dir: Path) -> list[Path]:
     A picture without data is left out. Raises ConfigError if `run_dir` is no run folder.
     """
     history = RunHistory.read(run_dir)
-    made = [
-        path
-        for path, draw in (
-            (run_dir / "plots" / "loss.png", loss_plot),
-            (run_dir / "plots" / "fp8_saturation.png", saturation_plot),
-        )
-        if draw(history, path)
-    ]
-    made += pictures(history, run_dir / "plots")
+    plots = run_dir / "plots"
+    made: list[Path] = []
+    if loss_plot(history, plots / "loss.png"):
+        made.append(plots / "loss.png")
+    if saturation_plot(history, plots / "fp8_saturation.png"):
+        made.append(plots / "fp8_saturation.png")
+    made += pictures(history, plots)
     report = run_dir / "report.html"
     with atomic_file(report) as stream:
         stream.write(_page(history, made).encode())
@@ -83,16 +82,19 @@ def write(run_dir: Path) -> list[Path]:
 
 def _page(history: RunHistory, made: Sequence[Path]) -> str:
     name = escape(shown(history.run_dir.name))
-    images = [f'<p><img alt="{escape(path.stem)}" src="{_embedded(path)}"></p>' for path in made]
     sections = [
         f"<h1>Run {name}</h1>",
         _table((), account(history)),
         *_link(history.run_dir),
-        *(["<h2>Pictures</h2>", *images] if images else []),
-        *_plan(history.plan),
-        *_config(history.run_dir),
-        *_events(history.events),
     ]
+    if made:
+        sections.append("<h2>Pictures</h2>")
+    for path in made:
+        image = f'<img alt="{escape(path.stem)}" src="{_embedded(path)}">'
+        sections.append(f"<p>{image}</p>")
+    sections += _plan(history.plan)
+    sections += _config(history.run_dir)
+    sections += _events(history.events)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>Run {name}</title><style>{STYLE}</style></head>\n<body>\n"
@@ -104,17 +106,17 @@ def _page(history: RunHistory, made: Sequence[Path]) -> str:
 def _plan(plan: Mapping[str, Any]) -> list[str]:
     if not plan:
         return []
-    rows = [
-        (row.name, row.count, row.precision, row.backend, "x".join(map(str, row.shape)), row.reason)
-        for row in fold(plan["layers"])
-    ]
+    rows: list[Sequence[Any]] = []
+    for row in fold(plan["layers"]):
+        shape = "x".join(map(str, row.shape))
+        rows.append((row.name, row.count, row.precision, row.backend, shape, row.reason))
     lines = escape(shown("\n".join(rung_lines(plan))))
     headings = ("layers", "count", "precision", "backend", "shape", "why")
     return ["<h2>Precision plan</h2>", f"<pre>{lines}</pre>", _table(headings, rows)]
 
 
 def _link(run_dir: Path) -> list[str]:
-    """A link to the run in MLflow. Empty before the first delivery, because MLflow gives the run its id then."""
+    """A link to the run in MLflow; none before the first delivery, which gives the run its id there."""
     store, page = Store.load(run_dir), run_page(run_dir)
     if store is None or not page:
         return []
@@ -139,49 +141,42 @@ def _config(run_dir: Path) -> list[str]:
 def _events(events: Sequence[Mapping[str, Any]]) -> list[str]:
     if not events:
         return ["<h2>Events</h2>", "<p>None.</p>"]
-    rows = [
-        (
-            event["step"],
-            event["attempt"],
-            _moment(event.get("time")),
-            event["code"],
-            _details(event),
-        )
-        for event in events[:MAX_EVENTS]
-    ]
-    count = len(events)
-    more = (
-        f"<p>The first {MAX_EVENTS} of {count}; all are in journal.jsonl.</p>"
-        if count > MAX_EVENTS
-        else ""
-    )
+    rows: list[Sequence[Any]] = []
+    for event in events[:MAX_EVENTS]:
+        moment = _moment(event.get("time"))
+        rows.append((event["step"], event["attempt"], moment, event["code"], _details(event)))
+    count, more = len(events), ""
+    if count > MAX_EVENTS:
+        more = f"<p>The first {MAX_EVENTS} of {count}; all are in journal.jsonl.</p>"
     return ["<h2>Events</h2>", more, _table(("step", "attempt", "time", "code", "details"), rows)]
 
 
 def _details(event: Mapping[str, Any]) -> str:
-    fields = {name: value for name, value in event.items() if name not in HEAD}
-    details = (
-        f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in fields.items()
-    )
+    details: list[str] = []
+    for name, value in event.items():
+        if name not in HEAD:
+            text = value if isinstance(value, str) else json.dumps(value)
+            details.append(f"{name}: {text}")
     return clipped(", ".join(details), MAX_TEXT)
 
 
 def _moment(seconds: float | None) -> str:
-    return (
-        "-"
-        if seconds is None
-        else datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
-    )
+    """Local time; "-" for an event without a time, which another program may have written."""
+    if seconds is None:
+        return "-"
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines: list[str] = []
+    for row in rows:
+        cells = "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table>{f"<tr>{head}</tr>" if head else ""}\n{body}\n</table></div>'
+    if head:
+        head = f"<tr>{head}</tr>"
+    body = "\n".join(lines)
+    return f'<div class="wide"><table>{head}\n{body}\n</table></div>'
 
 
 def _embedded(path: Path) -> str:
@@ -191,10 +186,10 @@ def _embedded(path: Path) -> str:
 MAX_COLUMNS = 600
 MAX_LABELS = 60
 BEYOND = 1e100
-"""Larger figures are not drawn, like those that are not finite: the axis's width would not be finite."""
+"""Figures over this are not drawn, like those that are not finite: the axis would have no finite width."""
 MAX_ROWS = 6000
 OCTAVES = 2.0
-"""The colour scale ends at a factor 2**OCTAVES on either side of 1."""
+"""The colour scale ends at a factor of 2**OCTAVES on either side of 1."""
 
 
 def loss_plot(history: RunHistory, path: Path) -> bool:
@@ -203,6 +198,8 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
     if not train:
         return False
     figure, axes = _figure(9.0, 4.6)
+
+    # The curves; what a rollback discarded is behind them.
     _branch(axes, history.abandoned.get("train/loss"), train)
     steps, values = _finite(train)
     axes.plot(steps, values, color="#2c7fb8", linewidth=1.0, label="training")
@@ -210,6 +207,8 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
     axes.plot(
         steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation"
     )
+
+    # What frequencies alone give, and updates that were skipped.
     unigram = history.unigram
     if unigram:
         entropy = f"unigram entropy, {unigram:.2f} bits"
@@ -226,6 +225,7 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
             transform=marks,
             label="update skipped",
         )
+
     _limits(axes, train, unigram)
     axes.set_xlabel("step")
     axes.set_ylabel("loss" if history.unit == "loss" else f"loss, {history.unit}")
@@ -245,14 +245,15 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
 def saturation_plot(history: RunHistory, path: Path) -> bool:
     """Saturation ratio of every slot by step; False if there are no FP8 slots.
 
-    One row for each slot, the layers from top to bottom in the model's order. White is a ratio of 1: the largest value
-    is at the format's limit, where delayed scaling puts it. Red was clipped. Grey had no amax.
+    One row a slot, layers from top to bottom in the model's order. White is a ratio of 1: the largest value is at the
+    format's limit, where delayed scaling puts it. Red was clipped. Grey had no amax.
     """
     slots = history.slots("fp8_saturation")[:MAX_ROWS]
     if not slots:
         return False
     from matplotlib.colors import Normalize
 
+    # The map.
     steps, ratios = history.matrix("fp8_saturation", slots, MAX_COLUMNS)
     edges = _edges(steps)
     height = float(np.clip(0.095 * len(slots) + 1.8, 3.6, 17.0))
@@ -268,6 +269,8 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
         norm=Normalize(-OCTAVES, OCTAVES),
         rasterized=True,
     )
+
+    # What its rows are, and which layers were in BF16 when.
     _label_layers(axes, slots)
     _mark_roles(axes, slots)
     demoted = _mark_demotions(axes, history, slots, float(edges[-1]))
@@ -281,6 +284,8 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
         fontsize=10,
         pad=8,
     )
+
+    # Legend and colour scale.
     figure.legend(
         handles=_legend(demoted), loc="outside lower center", ncols=4, frameon=False, fontsize=9
     )
@@ -313,6 +318,7 @@ def _finite(points: Points) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float
 
 
 def _branch(axes: Axes, abandoned: Points | None, train: Points) -> None:
+    """The losses that a rollback discarded, and a line where the run went on."""
     if abandoned is None or not len(_finite(abandoned)[0]):
         return
     steps, values = _finite(abandoned)
@@ -322,7 +328,7 @@ def _branch(axes: Axes, abandoned: Points | None, train: Points) -> None:
 
 
 def _limits(axes: Axes, train: Points, unigram: float | None) -> None:
-    """Cap the loss axis a little over the start or the unigram line, so that a spike does not flatten the curve."""
+    """End the loss axis a little over the start or the unigram line, so that a spike does not flatten the curve."""
     _, values = _finite(train)
     if not len(values):
         return
@@ -355,16 +361,12 @@ def _label_layers(axes: Axes, slots: list[str]) -> None:
     if len(spans) > MAX_LABELS:
         spans = _spans(re.sub(r"^(.*?\b\d+)\b.*$", r"\1", layer) for layer in layers)
     named = spans[:: math.ceil(len(spans) / MAX_LABELS)]
-    axes.set_yticks(
-        [(first + after) / 2 for _, first, after in named],
-        [label(name) for name, _, _ in named],
-        fontsize=7,
-    )
+    middles = [(first + after) / 2 for _, first, after in named]
+    axes.set_yticks(middles, [label(name) for name, _, _ in named], fontsize=7)
     axes.tick_params(axis="y", length=0, pad=9)
     if len(spans) <= MAX_LABELS:
-        axes.hlines(
-            [first for _, first, _ in spans[1:]], *axes.get_xlim(), color="white", linewidth=1.2
-        )
+        borders = [first for _, first, _ in spans[1:]]
+        axes.hlines(borders, *axes.get_xlim(), color="white", linewidth=1.2)
 
 
 def _mark_roles(axes: Axes, slots: list[str]) -> None:
@@ -381,28 +383,30 @@ def _mark_roles(axes: Axes, slots: list[str]) -> None:
 
 
 def _mark_demotions(axes: Axes, history: RunHistory, slots: list[str], end: float) -> bool:
+    """Hatched boxes over the steps in which a layer was in BF16; whether there are any."""
     from matplotlib.patches import Rectangle
 
-    rows = {
-        bare(layer): (first, after)
-        for layer, first, after in _spans(split_slot(slot)[0] for slot in slots)
-    }
+    rows: dict[str, tuple[int, int]] = {}
+    for layer, first, after in _spans(split_slot(slot)[0] for slot in slots):
+        rows[bare(layer)] = (first, after)
+
     marked = False
     for layer, since, until in history.demotions():
-        if layer in rows:
-            first, after = rows[layer]
-            width = (end if until is None else until) - since
-            box = Rectangle(
-                (since, first),
-                width,
-                after - first,
-                fill=False,
-                edgecolor=INK,
-                hatch="////",
-                linewidth=1.2,
-            )
-            axes.add_patch(box)
-            marked = True
+        if layer not in rows:
+            continue
+        first, after = rows[layer]
+        width = (end if until is None else until) - since
+        box = Rectangle(
+            (since, first),
+            width,
+            after - first,
+            fill=False,
+            edgecolor=INK,
+            hatch="////",
+            linewidth=1.2,
+        )
+        axes.add_patch(box)
+        marked = True
     return marked
 
 

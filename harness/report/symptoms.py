@@ -1,7 +1,7 @@
 """Find the codes and symptoms that a question in free words means, such as `my loss is nan`. Torch-free.
 
-Every entry has words: its names, its title and the phrases of `said` in codes.toml. A word of the question counts more,
-the fewer entries have it (as in TF-IDF). A word that is only spelt alike counts less.
+Every entry has words: its names, its title and the phrases of `said` in codes.toml. A word of the question counts more
+if fewer entries have it (as in TF-IDF), and less if it is only spelt like one of theirs.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
 
     words: name of an entry -> phrases by which people ask for it.
     """
+    # Weight of each word of the question.
     asked = list(dict.fromkeys(_stems(question)))
     entries = {name: set(_stems(" ".join(phrases))) for name, phrases in words.items()}
-    frequency = Counter(word for known in entries.values() for word in known)
+    frequency = Counter(word for stems in entries.values() for word in stems)
     likeness = {word: _alike(word, frequency) for word in asked}
     weights = {word: _weight(frequency, likeness[word], len(entries)) for word in asked}
     total = sum(weights.values())
 
+    # Score of each entry: the weights of the words that it has.
     scores: dict[str, float] = {}
-    for name, known in entries.items():
-        score = sum(
-            weights[word]
-            * max((like for each, like in likeness[word].items() if each in known), default=0.0)
-            for word in asked
-        )
+    for name, stems in entries.items():
+        shares: list[float] = []
+        for word in asked:
+            likes = [like for each, like in likeness[word].items() if each in stems]
+            shares.append(weights[word] * max(likes, default=0.0))
         # Words of one phrase count more than the same words from several phrases.
         whole = max((_share(asked, phrase) for phrase in words[name]), default=0.0)
-        scores[name] = score * (1 + whole)
+        scores[name] = sum(shares) * (1 + whole)
 
+    # Nothing is better than an answer to another question.
     best = max(scores.values(), default=0.0)
     if not total or best < _ENOUGH * total:
         return []
@@ -86,7 +88,7 @@ def _alike(word: str, known: Mapping[str, int]) -> dict[str, float]:
 
 
 def _weight(frequency: Mapping[str, int], alike: Mapping[str, float], entries: int) -> float:
-    """Weight of a word: larger, the fewer entries have it. A word that no entry has weighs 1."""
+    """Weight of a word: larger if fewer entries have it. A word that no entry has weighs 1."""
     count = max((frequency[each] for each in alike), default=0)
     return math.log(1 + entries / count) if count else 1.0
 

@@ -1,9 +1,9 @@
-"""`harness data prepare`: text into files of token ids, once and for many runs."""
+"""`harness data prepare`: tokenize text into files of token ids, once for many runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,60 +25,71 @@ def command(
     ],
     out: Annotated[
         Path,
-        typer.Option(
-            help="folder to make; the same command goes on with one that was not finished"
-        ),
+        typer.Option(help="folder to write; the same command continues an unfinished one"),
     ],
     tokenizer: Annotated[
         str | None,
         typer.Option(help="tokenizer.json, or a Hugging Face folder with one [default: bytes]"),
     ] = None,
-    text_key: Annotated[str, typer.Option(help="key or column that has the text")] = "text",
+    text_key: Annotated[str, typer.Option(help="key or column with the text")] = "text",
     format: Annotated[
-        Literal["auto", Documents], typer.Option(help="what the source is; auto: looked at")
+        Literal["auto", Documents], typer.Option(help="format of the source; auto: detected")
     ] = "auto",
     bad: Annotated[
         Literal["auto", "skip", "fail"],
         typer.Option(
-            help="rows without text, files that are none: skip, fail; auto: skip only empty and binary ones"
+            help="rows and files without text: skip or fail; auto: skip empty and binary ones, fail on others"
         ),
     ] = "auto",
     val_fraction: Annotated[
         float,
-        typer.Option(
-            min=0.0, max=0.5, help="share held out where the source has no validation files"
-        ),
+        typer.Option(min=0.0, max=0.5, help="share held out if the source has no validation files"),
     ] = 0.01,
     processes: Annotated[
-        int, typer.Option(min=0, help="processes that tokenize; 0: one for each core")
+        int, typer.Option(min=0, help="number of tokenizing processes; 0: one for each core")
     ] = 0,
     configuration: Annotated[
-        str | None, typer.Option(help="of hf:NAME [default: its own default]")
+        str | None, typer.Option(help="configuration of hf:NAME [default: its own default]")
     ] = None,
     split: Annotated[
-        str | None, typer.Option(help="of hf:NAME, to train on [default: train, or the only one]")
+        str | None,
+        typer.Option(help="split of hf:NAME to train on [default: train, or the only one]"),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="of hf:NAME: branch, tag or commit [default: main]")
+        str | None, typer.Option(help="branch, tag or commit of hf:NAME [default: main]")
     ] = None,
     cache: Annotated[
-        str | None, typer.Option(help="folder where hf:NAME is kept [default: HF_HUB_CACHE]")
+        str | None, typer.Option(help="folder that keeps hf:NAME [default: HF_HUB_CACHE]")
     ] = None,
 ) -> int:
+    # What the source is. Every problem with it is found before anything is written.
     hub = None
     if source.startswith(PREFIX):
-        hub = fetch(
-            source,
-            HubConfig.model_construct(configuration=configuration, split=split, revision=revision),
-            cache,
+        part = HubConfig.model_construct(
+            configuration=configuration, split=split, revision=revision
         )
+        hub = fetch(source, part, cache)
     path = Path(hub.folder if hub else source).expanduser()
     if not path.exists():
         raise DataError(no_such(source, path))
-    kind = hub.kind if hub else look(path) if format == "auto" else format
+    if hub:
+        kind = hub.kind
+    elif format == "auto":
+        kind = look(path)
+    else:
+        kind = format
     if kind not in FORMATS:
         fix = f"use it as it is: data.path={source}"
         raise ConfigError(Problem(f"has token ids already ({kind})", source, fix=fix))
+
+    wanted = Preparation(str(path), kind, text_key, bad, tokenizer, val_fraction, hub)
+    made = _prepare(wanted, source, out, processes)
+    _summarize(made, out)
+    return int(ExitCode.DONE)
+
+
+def _prepare(wanted: Preparation, source: str, out: Path, processes: int) -> dict[str, Any]:
+    """Prepare, with a progress bar; returns dataset.json's content."""
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
@@ -89,25 +100,26 @@ def command(
         TimeRemainingColumn(),
     )
     with Bar(*columns) as bar:
-        shown = bar.add_task(f"{kind} {source}", total=None, now="")
+        task = bar.add_task(f"{wanted.kind} {source}", total=None, now="")
         begun = False
 
-        def tell(progress: Progress) -> None:
+        def show(progress: Progress) -> None:
             nonlocal begun
             if progress.kept and not begun:
                 bar.print(f"going on: {progress.kept} of {progress.tasks} shards are done already")
             begun = True
             now = f"{progress.done / 1e6:,.0f} of {progress.total / 1e6:,.0f} MB"
-            bar.update(
-                shown, total=progress.total, completed=min(progress.done, progress.total), now=now
-            )
+            done = min(progress.done, progress.total)
+            bar.update(task, total=progress.total, completed=done, now=now)
 
-        wanted = Preparation(str(path), kind, text_key, bad, tokenizer, val_fraction, hub)
-        made = prepare_dataset(wanted, out, processes, tell)
-    tokens = {
-        split: sum(each["tokens"] for each in made["shards"] if each["split"] == split)
-        for split in _SPLITS
-    }
+        return prepare_dataset(wanted, out, processes, show)
+
+
+def _summarize(made: dict[str, Any], out: Path) -> None:
+    """Print what was written, what was left out, and the command that trains on it."""
+    tokens = dict.fromkeys(_SPLITS, 0)
+    for shard in made["shards"]:
+        tokens[shard["split"]] += shard["tokens"]
     ids = made["vocabulary"]["ids"]
     files = len(made["shards"])
     print(
@@ -121,7 +133,6 @@ def command(
     if len(made["skipped"]) > _NAMED:
         print(f"left out: {len(made['skipped']) - _NAMED} more, in {out / 'dataset.json'}")
     print(f"train on it: harness train data.path={out}")
-    return int(ExitCode.DONE)
 
 
 _SPLITS = ("train", "val")

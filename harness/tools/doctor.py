@@ -59,23 +59,26 @@ def _machine(console: Console, facts: MachineFacts) -> None:
 
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     rows = [("python", facts.python), ("torch", _torch_text(facts))]
-    rows += [
-        (
-            f"gpu {index}",
-            f"{device.name}, sm_{device.capability[0]}{device.capability[1]}, {size_text(device.memory_bytes)}",
-        )
-        for index, device in enumerate(facts.devices)
-    ] or [("gpu", _no_gpu_text(facts))]
+
+    for index, device in enumerate(facts.devices):
+        major, minor = device.capability
+        text = f"{device.name}, sm_{major}{minor}, {size_text(device.memory_bytes)}"
+        rows.append((f"gpu {index}", text))
+    if not facts.devices:
+        rows.append(("gpu", _no_gpu_text(facts)))
+
     bf16 = ", ".join(facts.cpu_bf16_isa) or "no bf16 instructions: bf16 is slow here"
     rows.append(("cpu", f"{facts.cpu_cores} cores, {bf16}"))
     disk = size_text(facts.disk_free_bytes) + " free here"
     if facts.disk_free_bytes < _LOW_DISK_GIB * GIB:
         disk += ": little, keep room for three checkpoints (12 bytes per parameter each)"
     rows += [("memory", size_text(facts.memory_bytes)), ("disk", disk)]
+
     for name, library in facts.libraries.items():
-        rows.append(
-            (name, f"{library.version or ''} ok".strip() if library.ok else f"no: {library.reason}")
-        )
+        text = f"no: {library.reason}"
+        if library.ok:
+            text = f"{library.version or ''} ok".strip()
+        rows.append((name, text))
     missing = _deepspeed_needs(facts)
     launcher = "can start" if not missing else f"cannot start: {'; '.join(missing)}"
     return [*rows, ("deepspeed launcher", launcher)]
@@ -84,9 +87,8 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
 def _torch_text(facts: MachineFacts) -> str:
     if facts.torch_version is None:
         return f"none: {facts.torch_error or 'not installed'}"
-    return f"{facts.torch_version}, " + (
-        f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "a CPU build"
-    )
+    build = f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "a CPU build"
+    return f"{facts.torch_version}, {build}"
 
 
 def _no_gpu_text(facts: MachineFacts) -> str:
@@ -95,7 +97,7 @@ def _no_gpu_text(facts: MachineFacts) -> str:
     smi = facts.nvidia_smi
     if smi.gpus:
         return f"{', '.join(smi.gpus)} (driver {smi.driver}), but torch does not see it"
-    return "none" + (f" (nvidia-smi: {smi.error})" if smi.error else "")
+    return f"none (nvidia-smi: {smi.error})" if smi.error else "none"
 
 
 def _deepspeed_needs(facts: MachineFacts) -> list[str]:
@@ -128,13 +130,8 @@ def _recipes(console: Console, facts: MachineFacts) -> bool:
         for index, verdict in enumerate(verdicts):
             mark = "[green]taken[/]" if verdict.taken else "-"
             last = index == len(verdicts) - 1
-            table.add_row(
-                name if index == 0 else "",
-                verdict.rung,
-                mark,
-                escape(verdict.reason),
-                end_section=last,
-            )
+            heading = "" if index else name
+            table.add_row(heading, verdict.rung, mark, escape(verdict.reason), end_section=last)
     console.print()
     console.print(table)
     return anything
@@ -144,9 +141,7 @@ def _next_command(facts: MachineFacts, tier: Tier) -> str:
     command = "launch/train.py --recipe fp8_hybrid"
     if not _deepspeed_needs(facts):
         return f"deepspeed {command}"
-    cards = len(facts.devices) if tier is not Tier.CPU else 1
-    return (
-        f"torchrun --standalone --nproc_per_node {cards} -- {command}"
-        if cards > 1
-        else f"python {command}"
-    )
+    cards = 1 if tier is Tier.CPU else len(facts.devices)
+    if cards > 1:
+        return f"torchrun --standalone --nproc_per_node {cards} -- {command}"
+    return f"python {command}"

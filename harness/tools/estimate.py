@@ -1,4 +1,4 @@
-"""`harness estimate`: what a config and a recipe would take on a card that is not there."""
+"""`harness estimate`: predict memory and time of a config and a recipe on a card that this machine does not have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from harness.estimate.prediction import Prediction
 
 _SHOWN_WAITS = 5
-# Over this share of the card, fragmentation of the allocator's memory may be what is too much.
+# Over this share of the card's memory, the allocator's fragmentation may be too much.
 _TIGHT = 0.92
 
 
@@ -42,6 +42,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
+    # Report the problems of config, recipe, card and calibration together.
     problems: list[Problem] = []
     asked = measured = None
     try:
@@ -50,14 +51,13 @@ def command(
         problems += error.problems
     try:
         found = find_card(card)
-        measured = (
-            found,
-            read_calibration(calibration, found) if calibration else uncalibrated(found),
-        )
+        peaks = read_calibration(calibration, found) if calibration else uncalibrated(found)
+        measured = (found, peaks)
     except ConfigError as error:
         problems += error.problems
     if asked is None or measured is None:
         raise ConfigError(problems)
+
     from harness.estimate import device
 
     device.load()  # before anything imports torch
@@ -75,7 +75,7 @@ def estimate(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Predict and print; 0 whether it fits or not. Raises as `predict` does."""
+    """Predict and print; returns 0 whether it fits or not. Raises as `predict` does."""
     from harness.estimate.prediction import predict
 
     # What the model prints as it is built and run is not part of the answer.
@@ -92,11 +92,9 @@ def _say(made: Prediction, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    basis = (
-        "calibrated with measurements from such a card"
-        if made.calibration.calibrated
-        else "uncalibrated"
-    )
+    basis = "uncalibrated"
+    if made.calibration.calibrated:
+        basis = "calibrated with measurements from such a card"
     console.print(
         f"[bold]{escape(made.card.name)}, recipe {escape(made.recipe)}[/]", highlight=False
     )
@@ -114,10 +112,8 @@ def _say(made: Prediction, console: Console) -> None:
 
 def _precision(made: Prediction) -> list[tuple[str, str]]:
     layers = made.trace.layers
-    fp8, linear = (
-        sum(layer.precision == "fp8" for layer in layers),
-        sum(bool(layer.shape) for layer in layers),
-    )
+    fp8 = sum(layer.precision == "fp8" for layer in layers)
+    linear = sum(bool(layer.shape) for layer in layers)
     counts = f", {fp8} of {linear} Linear layers in FP8" if fp8 else ""
     rows = [("precision", f"{made.taken}{counts}; {made.trace.parameters / 1e6:,.0f}M parameters")]
     for verdict in made.rungs:
@@ -158,19 +154,18 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
     rows = [("step", text)]
     if timing.sampled > 1.01 * timing.usual:
         rows.append(("", f"one that samples FP8 statistics {timing.sampled * 1e3:,.1f} ms"))
-    rows.append(
-        (
-            "",
-            f"{made.flops / 1e12:,.3g} TFLOP of matrix products"
-            + (" on each rank" * (made.ranks > 1)),
-        )
-    )
-    device = ", ".join(
-        f"{name} {seconds * 1e3:,.1f}"
-        for name, seconds in timing.by_purpose.items()
-        if seconds > 5e-5
-    )
-    return [*rows, ("", f"{device} ms")]
+    products = f"{made.flops / 1e12:,.3g} TFLOP of matrix products"
+    if made.ranks > 1:
+        products += " on each rank"
+    rows.append(("", products))
+
+    # What would be shown as 0.0 ms is left out.
+    parts: list[str] = []
+    for name, seconds in timing.by_purpose.items():
+        if seconds > 5e-5:
+            parts.append(f"{name} {seconds * 1e3:,.1f}")
+    rows.append(("", f"{', '.join(parts)} ms"))
+    return rows
 
 
 def _host(made: Prediction) -> list[tuple[str, str]]:
@@ -179,19 +174,11 @@ def _host(made: Prediction) -> list[tuple[str, str]]:
         text += ", which take longer than the work: larger micro-batches or engine.compile=blocks would help"
     waits = Counter((wait.what, wait.where[0] if wait.where else "?") for wait in made.trace.waits)
     if not waits:
-        return [
-            ("host", f"{text}; the host never waits for the card within a step"),
-            *_copies(made),
-        ]
+        text += "; the host never waits for the card within a step"
     rows = [("host", text)]
     for (what, where), count in waits.most_common(_SHOWN_WAITS):
-        rows.append(
-            (
-                "",
-                f"waits for the card: {what} at {where}"
-                + (f" ({count} times)" if count > 1 else ""),
-            )
-        )
+        times = f" ({count} times)" if count > 1 else ""
+        rows.append(("", f"waits for the card: {what} at {where}{times}"))
     return [*rows, *_copies(made)]
 
 
@@ -199,10 +186,8 @@ def _copies(made: Prediction) -> list[tuple[str, str]]:
     from harness.estimate.prediction import pageable
 
     places = Counter(pageable(made.trace))
-    return [
-        ("", f"copies from pageable memory at {where}")
-        for where, _ in places.most_common(_SHOWN_WAITS)
-    ]
+    shown = places.most_common(_SHOWN_WAITS)
+    return [("", f"copies from pageable memory at {where}") for where, _ in shown]
 
 
 def _gib(size: int) -> str:

@@ -1,7 +1,7 @@
-"""`harness eval`: loss, perplexity and accuracy of a run's model, as the run computes and in fp32 beside it.
+"""`harness eval`: loss, perplexity and accuracy of a run's model, in the run's precision and in fp32 beside it.
 
-Both see the same samples, so that their difference, sample by sample, is what the run's precision costs: its mean, and
-a 95% confidence interval of it (1.96 standard errors of paired differences).
+Both see the same samples. So their difference, sample by sample, is what the run's precision costs: its mean, and a 95%
+confidence interval of the mean (1.96 standard errors of paired differences).
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ if TYPE_CHECKING:
     from harness.core.protocols import Batch
     from harness.tools.restored import Restored
 
-# Bytes of logits, in float32, that one forward may give.
+# Most bytes of float32 logits of one forward.
 _LOGITS = 1 << 30
+# Half the width of a 95% interval, in standard errors.
 _NORMAL = 1.96
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """sums: of the losses of each sample's targets, nats; counts: of these targets; hits: those that are the likeliest
-    token. A list each, by sample."""
+    """The score of a model; each list has one entry a sample.
+
+    sums: sum of the losses of its targets, in nats.
+    counts: number of its targets.
+    hits: number of its targets that are the likeliest token.
+    """
 
     sums: list[float]
     counts: list[int]
@@ -45,7 +50,7 @@ class Score:
         return sum(self.sums) / sum(self.counts)
 
     def as_json(self) -> dict[str, float | None]:
-        """loss (nats per token), perplexity, accuracy; None for what is not finite."""
+        """loss (nats per token), perplexity, accuracy; None in place of a value that is not finite."""
         perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
         found = {
             "loss": self.loss,
@@ -58,26 +63,30 @@ class Score:
 def command(
     run: RunFolder,
     data: Annotated[
-        Path | None, typer.Option(help="text that the run has not seen [default: its validation]")
+        Path | None,
+        typer.Option(help="text that the run has not seen [default: its validation data]"),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="at most [default: data.val_samples of the run]")
+        int | None,
+        typer.Option(
+            min=1, help="largest number of samples [default: data.val_samples of the run]"
+        ),
     ] = None,
     step: Annotated[
         int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
-    """Print what the model scores; nothing is written into the run.
+    """Print the model's score; nothing is written into the run.
 
-    Raises ConfigError if `run` is no run, or its model gives no logits, CheckpointError if no checkpoint verifies,
-    DataError for data that cannot be used.
+    Raises ConfigError if `run` is no run, or its model gives no logits. Raises CheckpointError if no checkpoint
+    verifies, and DataError for data that cannot be used.
     """
     from harness.tools.restored import restore
 
     restored = restore(run, step)
-    told = evaluate(restored, data, samples)
-    say(json.dumps(told) if as_json else "\n".join(_lines(told)))
+    found = evaluate(restored, data, samples)
+    say(json.dumps(found) if as_json else "\n".join(_lines(found)))
     return int(ExitCode.DONE)
 
 
@@ -87,7 +96,7 @@ def evaluate(
     """What `harness eval --json` prints."""
     name, batches = _batches(restored, data, samples)
     ours = score(restored, batches, fp32=False)
-    told: dict[str, Any] = {
+    found: dict[str, Any] = {
         "run": short(restored.folder),
         "step": restored.step,
         "data": name,
@@ -101,14 +110,14 @@ def evaluate(
     }
     if restored.plan.rung.precision != "fp32":
         plain = score(restored, batches, fp32=True)
-        told |= {"in_fp32": plain.as_json(), "difference": difference(ours, plain)}
-    return told
+        found |= {"in_fp32": plain.as_json(), "difference": difference(ours, plain)}
+    return found
 
 
 def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
-    """The model on `batches` of tokens. Samples without a target that counts are left out.
+    """The model's score on `batches` of tokens. Samples without a target that counts are left out.
 
-    Raises ConfigError where the data are no tokens, or the model gives no logits.
+    Raises ConfigError if the data are no tokens, or the model gives no logits.
     """
     import torch
     import torch.nn.functional as F
@@ -117,35 +126,26 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
 
     if any(not _of_tokens(batch) for batch in batches):
         why = "there is no perplexity, and no next token"
-        raise ConfigError(
-            Problem(
-                "the run's data are no tokens", "harness eval", why, "see val/loss in its journal"
-            )
-        )
+        fix = "see val/loss in its journal"
+        raise ConfigError(Problem("the run's data are no tokens", "harness eval", why, fix))
+
     made = Score([], [], [])
     with restored.computing(fp32):
         for batch in _portions(batches, restored.vocab_size):
             on = {name: each.to(restored.device) for name, each in batch.items()}
-            logits, targets = (
-                restored.logits(on["inputs"], on.get("segments")).float(),
-                on["targets"],
-            )
+            logits = restored.logits(on["inputs"], on.get("segments")).float()
+            targets = on["targets"]
             if logits.shape[:2] != targets.shape:
-                what = (
-                    f"the model gives logits {list(logits.shape)} for targets {list(targets.shape)}"
-                )
-                fix = "have forward(inputs) return logits [batch, time, vocab]"
-                raise ConfigError(
-                    Problem(what, f"model.target {restored.config.model.target!r}", fix=fix)
-                )
-            each = F.cross_entropy(
+                raise _other_shape(restored, list(logits.shape), list(targets.shape))
+
+            # Loss, number of targets and hits of each sample, in one copy to the host.
+            losses = F.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
             )
             counted = targets != IGNORED
             hits = (logits.argmax(-1) == targets) & counted
-            rows = torch.stack(
-                [each.view_as(targets).double().sum(1), counted.sum(1), hits.sum(1)]
-            ).tolist()
+            sums = losses.view_as(targets).double().sum(1)
+            rows = torch.stack([sums, counted.sum(1), hits.sum(1)]).tolist()
             for loss, count, hit in zip(*rows, strict=True):
                 if count:
                     made.sums.append(loss)
@@ -156,50 +156,54 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
     return made
 
 
+def _other_shape(restored: Restored, logits: list[int], targets: list[int]) -> ConfigError:
+    what = f"the model gives logits {logits} for targets {targets}"
+    where = f"model.target {restored.config.model.target!r}"
+    fix = "have forward(inputs) return logits [batch, time, vocab]"
+    return ConfigError(Problem(what, where, fix=fix))
+
+
 def _of_tokens(batch: Batch) -> bool:
+    """Whether a batch has token ids and their targets, [batch, time] each."""
     inputs, targets = batch.get("inputs"), batch.get("targets")
-    if (
-        inputs is None
-        or targets is None
-        or inputs.is_floating_point()
-        or targets.is_floating_point()
-    ):
+    if inputs is None or targets is None:
+        return False
+    if inputs.is_floating_point() or targets.is_floating_point():
         return False
     return inputs.ndim == 2 and inputs.shape == targets.shape
 
 
 def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
-    """What `ours` loses to `plain` on the same samples: nats per token, as a share of plain's loss, and half the width
-    of its 95% confidence interval; clear: 0 lies outside of it. None where it cannot be told.
+    """What `ours` loses to `plain` on the same samples.
 
-    A ratio estimate (losses over tokens): its variance is that of the residuals d[i] - mean * n[i] (Cochran, Sampling
-    Techniques, chapter 6), so that samples may have different numbers of targets.
+    nats: mean difference per token.
+    share: that, as a share of plain's loss.
+    half_width: half the width of the 95% confidence interval of nats.
+    clear: whether 0 is outside of the interval.
+
+    None in place of a value that cannot be computed.
+
+    nats is a ratio estimate, losses over tokens, because samples may have different numbers of targets. Its variance is
+    that of the residuals d[i] - nats * n[i] (Cochran, Sampling Techniques, chapter 6).
     """
     n, total = len(ours.counts), sum(ours.counts)
     apart = [a - b for a, b in zip(ours.sums, plain.sums, strict=True)]
     nats = sum(apart) / total
     half = None
     if n > 1:
-        residuals = (d - nats * count for d, count in zip(apart, ours.counts, strict=True))
-        half = _NORMAL * math.sqrt(n / (n - 1) * sum(each * each for each in residuals)) / total
+        residuals = [d - nats * count for d, count in zip(apart, ours.counts, strict=True)]
+        squares = sum(each * each for each in residuals)
+        half = _NORMAL * math.sqrt(n / (n - 1) * squares) / total
     if not math.isfinite(nats):
         return {"nats": None, "share": None, "half_width": None, "clear": None}
     share = nats / plain.loss if plain.loss else None
-    return {
-        "nats": nats,
-        "share": share,
-        "half_width": half,
-        "clear": None if half is None else abs(nats) > half,
-    }
+    clear = None if half is None else abs(nats) > half
+    return {"nats": nats, "share": share, "half_width": half, "clear": clear}
 
 
 def _batches(restored: Restored, data: Path | None, samples: int | None) -> tuple[str, list[Batch]]:
     """What the data are, and their batches: the run's validation, or samples of `data` spread evenly."""
-    import numpy as np
-
     from harness.build import build_data
-    from harness.data.dataset import DatasetBatches
-    from harness.tools.sample import of_bytes
 
     config, worker = restored.config, restored.worker
     wanted = config.data.val_samples if samples is None else samples
@@ -207,35 +211,49 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
         config = _with_data(config, {"val_samples": wanted})
         source = build_data(config, restored.folder, worker, read_only=True)
         return f"validation of {source.name}", list(source.validation(0, 1))
+    return _batches_of(restored, data, wanted)
+
+
+def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[Batch]]:
+    """`wanted` samples of text that the user gives, spread evenly over it; read with the run's tokenizer."""
+    import numpy as np
+
+    from harness.build import build_data
+    from harness.data.dataset import DatasetBatches
+    from harness.tools.sample import of_bytes
+
+    config, worker = restored.config, restored.worker
     own = restored.folder / "data" / "tokenizer.json"
-    changed: dict[str, Any] = {"path": str(data), "mixture": [], "format": "auto", "target": None}
-    changed["tokenizer"] = str(own) if own.is_file() else config.data.tokenizer
-    rows = config.train.micro_batch
-    # Every sample of it counts, whatever split a run would cut it into, and may be the only one.
+    tokenizer = str(own) if own.is_file() else config.data.tokenizer
+    changed: dict[str, Any] = {
+        "path": str(data),
+        "mixture": [],
+        "format": "auto",
+        "target": None,
+        "tokenizer": tokenizer,
+    }
+    # Every sample counts, whatever split a run would put it into, and there may be only one.
     one = {"train": config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
-        source = build_data(
-            _with_data(config, changed).model_copy(update=one), Path(scratch), worker
-        )
+        config = _with_data(config, changed).model_copy(update=one)
+        source = build_data(config, Path(scratch), worker)
         assert not isinstance(source, DatasetBatches)
-        if (
-            changed["tokenizer"] is None
-            and source.facts()["kind"] != "tokens"
-            and not of_bytes(restored)
-        ):
+        if tokenizer is None and source.facts()["kind"] != "tokens" and not of_bytes(restored):
             why = "nobody said what its token ids mean, and bytes would be taken for them"
             fix = "give data of the same ids, or train with data.tokenizer"
-            raise ConfigError(
-                Problem("the run was not trained on bytes", f"--data {data}", why, fix)
-            )
+            what = "the run was not trained on bytes"
+            raise ConfigError(Problem(what, f"--data {data}", why, fix))
+
+        # Samples are numbered through both splits, the training part first.
         total = source.n_samples + source.available
-        chosen = np.arange(min(wanted, total), dtype=np.int64) * total // min(wanted, total)
+        count = min(wanted, total)
+        chosen = np.arange(count, dtype=np.int64) * total // count
         cut = int(np.searchsorted(chosen, source.n_samples))
+        rows = restored.config.train.micro_batch
         batches: list[Batch] = []
         for split, numbers in (("train", chosen[:cut]), ("val", chosen[cut:] - source.n_samples)):
-            batches += [
-                source.batch(split, numbers[at : at + rows]) for at in range(0, len(numbers), rows)
-            ]
+            parts = [numbers[at : at + rows] for at in range(0, len(numbers), rows)]
+            batches += [source.batch(split, part) for part in parts]
         return source.name, batches
 
 
@@ -244,7 +262,7 @@ def _with_data(config: RunConfig, changed: dict[str, Any]) -> RunConfig:
 
 
 def _portions(batches: Sequence[Batch], vocab_size: int | None) -> Iterator[Batch]:
-    """`batches` in parts of so few samples that their logits are `_LOGITS` bytes at most, or one sample."""
+    """`batches` in parts whose logits have at most `_LOGITS` bytes; a part has one sample at least."""
     for batch in batches:
         rows, time = batch["inputs"].shape
         size = max(1, _LOGITS // (4 * time * (vocab_size or 1)))
@@ -252,32 +270,45 @@ def _portions(batches: Sequence[Batch], vocab_size: int | None) -> Iterator[Batc
             yield {name: each[first : first + size] for name, each in batch.items()}
 
 
-def _lines(told: dict[str, Any]) -> Iterator[str]:
-    yield f"{told['run']} at step {told['step']}: {told['data']}, {told['samples']} samples, {told['tokens']:,} tokens"
-    if told["trained_in"].partition(",")[0] != told["precision"].partition(",")[0]:
-        yield f"the run trained in {told['trained_in']}; this machine computes it in {told['precision']}"
-    rows = [(told["precision"], told["in_precision"])]
-    rows += [("fp32", told["in_fp32"])] if told["in_fp32"] else []
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    """The answer as text: what was evaluated, a table, and the difference."""
+    yield (
+        f"{found['run']} at step {found['step']}: {found['data']}, {found['samples']} samples, "
+        f"{found['tokens']:,} tokens"
+    )
+    trained_in, precision = found["trained_in"], found["precision"]
+    if trained_in.partition(",")[0] != precision.partition(",")[0]:
+        yield f"the run trained in {trained_in}; this machine computes it in {precision}"
+
+    rows = [(precision, found["in_precision"])]
+    if found["in_fp32"]:
+        rows.append(("fp32", found["in_fp32"]))
     width = max(len(name) for name, _ in rows)
     yield f"{'':{width}}  {'loss (nats)':>11}  {'perplexity':>10}  {'accuracy':>8}"
-    for name, found in rows:
-        loss, perplexity = _figure(found["loss"], ".4f"), _figure(found["perplexity"], ".3f")
-        yield f"{name:{width}}  {loss:>11}  {perplexity:>10}  {_figure(found['accuracy'], '.2%'):>8}"
-    if told["difference"]:
-        yield _signal(told["difference"])
+    for name, figures in rows:
+        loss = _figure(figures["loss"], ".4f")
+        perplexity = _figure(figures["perplexity"], ".3f")
+        accuracy = _figure(figures["accuracy"], ".2%")
+        yield f"{name:{width}}  {loss:>11}  {perplexity:>10}  {accuracy:>8}"
+    if found["difference"]:
+        yield _signal(found["difference"])
 
 
 def _signal(found: dict[str, Any]) -> str:
+    """The difference in words."""
     if found["nats"] is None:
         return "difference: not finite"
-    told = f"difference: {found['nats']:+.5f} nats"
-    told += "" if found["share"] is None else f" ({found['share']:+.3%})"
+    text = f"difference: {found['nats']:+.5f} nats"
+    if found["share"] is not None:
+        text += f" ({found['share']:+.3%})"
     if found["half_width"] is None:
-        return f"{told}; of one sample, no interval can be told"
-    told += f", 95% interval +-{found['half_width']:.5f}"
+        return f"{text}; there is no interval, of one sample"
+    text += f", 95% interval +-{found['half_width']:.5f}"
     if not found["clear"]:
-        return f"{told}: no loss of precision to be seen in these samples"
-    return f"{told}: {'the precision costs' if found['nats'] > 0 else 'fp32 is worse by'} that much"
+        return f"{text}: these samples show no loss of precision"
+    if found["nats"] > 0:
+        return f"{text}: the precision costs that much"
+    return f"{text}: fp32 is worse by that much"
 
 
 def _figure(value: float | None, form: str) -> str:

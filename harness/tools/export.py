@@ -1,7 +1,7 @@
-"""`harness export`: a run's weights under names that others know, and a model card that tells their precision.
+"""`harness export`: a run's weights under names that other libraries know, with a model card about their precision.
 
-What each layer really ran in is read from the checkpoint itself (which layers had left FP8, which slots had ever seen
-an amax), not from the plan alone, so that it is right for every checkpoint of a run.
+The card says what each layer really ran in. That is read from the checkpoint (which layers had left FP8, which slots
+had ever had an amax) and not from the plan alone, so it is right for every checkpoint of a run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from harness.models.gpt import GPT
 
     Ready = tuple[str, str, Callable[[Path], None]]
-    """What the weights are, the Python that loads them, and what writes them into a folder."""
+    """(what the weights are, the Python that loads them, the function that writes them into a folder)."""
 
 HF = "hf:"
 BUILT_IN = ("harness.models.gpt:build", "harness.models.llama:build")
 _WEIGHTS = "model.safetensors"
-# Of a tokenizer's folder, what transformers reads.
+# The files of a tokenizer's folder that transformers reads.
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -52,10 +52,10 @@ _TOKENIZER = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-# Without a class transformers takes that of the model's kind, and Qwen2's and others split text in a way of their own.
+# Without this, transformers takes the class of the model's kind, and some (Qwen2's) split text in their own way.
 _AS_IT_IS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 _OTHER_RECIPE = "not known: the plan is of another recipe"
-"""Of a layer, at a checkpoint from before a resume that changed the recipe, whose plan replaced that of before."""
+"""A layer's precision at a checkpoint from before a resume that changed the recipe: the later plan replaced its own."""
 _NAMED = 32
 _FROM = 'from_pretrained("THIS FOLDER")'
 _LOADS = f"transformers.AutoModelForCausalLM.{_FROM}"
@@ -78,21 +78,20 @@ def command(
         int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
     ] = None,
 ) -> int:
-    """Write the weights of a checkpoint, verified by its manifest, and a model card; the exit code.
+    """Write the weights of a checkpoint, verified by its manifest, and a model card; returns the exit code.
 
-    Raises ConfigError if `run` is no run, its model has no such format, or `out` is taken; CheckpointError if the
-    checkpoint is missing or damaged, or the folder cannot be written.
+    Raises ConfigError if `run` is no run, its model has no such format, or `out` is taken. Raises CheckpointError if
+    the checkpoint is missing or damaged, or the folder cannot be written.
     """
+    # Every problem with the request is found before anything is read.
     folder = require_run(run)
     config = _read_config(folder)
     target = config.model.target
     problems = _taken(out)
     if format is Format.hf and target not in BUILT_IN and not target.startswith(HF):
+        what = f"model.target {target!r} has no Hugging Face format"
+        why = "transformers has no class for it"
         fix = "use --format safetensors: the names of its own state_dict"
-        what, why = (
-            f"model.target {target!r} has no Hugging Face format",
-            "transformers has no class for it",
-        )
         problems.append(Problem(what, "--format hf", why, fix))
     if problems:
         raise ConfigError(problems)
@@ -103,6 +102,7 @@ def command(
     from harness.checkpoint.store import Store
     from harness.tools.restored import choose
 
+    # The weights, in the format asked for.
     store = Store(folder / "checkpoints", readonly=True)
     at = choose(store, step)
     tensors, meta = store.load(at, parts=("model", "fp8"))
@@ -114,20 +114,19 @@ def command(
     else:
         ready = _hugging_face(config, state, of_model)
     what, loads, write = ready
-    tokenizer, told = _tokenizer(folder, config)
-    stamp = _stamp(store, at, tensors.get("fp8", {}), meta)
     what = f"{what}, after step {at}"
-    card = model_card(
-        RunHistory.read(folder),
-        stamp,
-        config,
-        Contents(f"{what[0].upper()}{what[1:]}.", loads, told),
-    )
+
+    # Their tokenizer and card.
+    tokenizer, tokenizer_text = _tokenizer(folder, config)
+    stamp = _stamp(store, at, tensors.get("fp8", {}), meta)
+    contents = Contents(f"{what[0].upper()}{what[1:]}.", loads, tokenizer_text)
+    card = model_card(RunHistory.read(folder), stamp, config, contents)
     try:
         _write(out, write, card, tokenizer)
     except (OSError, SafetensorError) as error:
         raise failed("the export was not written", out, error) from error
-    say(f"{short(folder)}: {what}, in {short(out)}; tokenizer: {told.replace('`', '')}")
+    plain = tokenizer_text.replace("`", "")
+    say(f"{short(folder)}: {what}, in {short(out)}; tokenizer: {plain}")
     return int(ExitCode.DONE)
 
 
@@ -135,9 +134,8 @@ def _read_config(folder: Path) -> RunConfig:
     path = folder / "config.yaml"
     if not path.is_file():
         why = "a loop of your own trained it, and only that loop knows its model"
-        raise ConfigError(
-            Problem("the run has no config.yaml", str(folder), why, "save the model from that loop")
-        )
+        fix = "save the model from that loop"
+        raise ConfigError(Problem("the run has no config.yaml", str(folder), why, fix))
     return validate(RunConfig, read_yaml(path), str(path))
 
 
@@ -145,23 +143,20 @@ def _taken(out: Path) -> list[Problem]:
     """Why `out` cannot become the exported folder; empty if it can."""
     if not os.path.lexists(out):
         return []
+    where = f"--out {out}"
     if not out.is_dir() or out.is_symlink():
-        return [Problem("is there already, and no folder", f"--out {out}", fix="give a new folder")]
+        return [Problem("is there already, and no folder", where, fix="give a new folder")]
     if any(out.iterdir()):
-        return [
-            Problem(
-                "is there already, and not empty",
-                f"--out {out}",
-                fix="give a new folder, or empty it",
-            )
-        ]
+        fix = "give a new folder, or empty it"
+        return [Problem("is there already, and not empty", where, fix=fix)]
     return []
 
 
 def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
-    """The files of the tokenizer that made the run's data, and what is to be said of it.
+    """The files of the tokenizer that made the run's data, and a text about it.
 
-    None where the data are bytes, or ids of which nobody said whose, or where it is gone: another would read other ids.
+    No files if the data are bytes, if nobody said which tokenizer made the ids, or if it is gone: another tokenizer
+    would read other ids.
     """
     corpus = read_mapping(folder / "data" / "corpus.json", MAX_LARGE)
     wanted = corpus.get("tokenizer")
@@ -171,16 +166,19 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
         return [], "not known: the data were token ids, and nobody said whose"
     if not isinstance(wanted, str) or not wanted:
         return [], "none: a token is a byte"
+
+    # Where it was given: its folder has files that transformers reads beside it.
     named = f"`{_TOKENIZER[0]}` of {corpus.get('ids', '?')} ids, SHA-256 `{wanted}`"
     for place in (config.data.tokenizer, config.data.path, config.model.target.removeprefix(HF)):
         path = Path(place or "").expanduser()
         beside = path if path.is_dir() else path.parent
         file = path if path.name.endswith(".json") else path / _TOKENIZER[0]
         if file.is_file() and file_sha256(file) == wanted:
-            return [
-                file,
-                *(beside / name for name in _TOKENIZER[1:] if (beside / name).is_file()),
-            ], f"{named}, as it was given in `{file}`"
+            others = [beside / name for name in _TOKENIZER[1:]]
+            files = [file, *(each for each in others if each.is_file())]
+            return files, f"{named}, as it was given in `{file}`"
+
+    # The run's own copy.
     kept = folder / "data" / _TOKENIZER[0]
     if kept.is_file() and file_sha256(kept) == wanted:
         return [kept], f"{named}, the run's own copy: the file was changed or moved since"
@@ -188,41 +186,38 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
 
 
 def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
-    """Every key of the model's state_dict, but for frozen weights; tied ones are under each of their names."""
-    whole = state | {
-        alias: state[name].clone() for alias, name in meta["tied"].items() if name in state
-    }
-    frozen = (
-        f", without the {meta['frozen']['count']} frozen ones of its folder"
-        if "frozen" in meta
-        else ""
-    )
+    """Every key of the model's state_dict but frozen weights; a tied weight is under each of its names."""
+    whole = dict(state)
+    for alias, name in meta["tied"].items():
+        if name in state:
+            whole[alias] = state[name].clone()
+    what = f"{_count(state)} under the names of {target}"
+    if "frozen" in meta:
+        what += f", without the {meta['frozen']['count']} frozen ones of its folder"
 
     def write(out: Path) -> None:
         _save(whole, out)
         shutil.copyfile(folder / "config.yaml", out / "config.yaml")
 
-    return (
-        f"{_count(state)} under the names of {target}{frozen}",
-        f'model.load_state_dict(safetensors.torch.load_file("{_WEIGHTS}"))',
-        write,
-    )
+    loads = f'model.load_state_dict(safetensors.torch.load_file("{_WEIGHTS}"))'
+    return what, loads, write
 
 
 def _llama(folder: Path, config: RunConfig, state: TensorDict) -> Ready:
-    """The built-in GPT as a Llama or a Qwen3; nothing of transformers is needed."""
+    """The built-in GPT as a Llama or a Qwen3; does not need transformers."""
     from harness.models.llama import ARCHITECTURES, config_of, to_llama
 
     model = _skeleton(config)
     own = {name: tensor.shape for name, tensor in model.named_parameters()}
     if {name: tensor.shape for name, tensor in state.items()} != own:
         what = "the weights are not those of the model that config.yaml describes"
-        raise CheckpointError(
-            Problem(what, "model.args", fix="put config.yaml back as the run wrote it")
-        )
+        fix = "restore config.yaml as the run wrote it"
+        raise CheckpointError(Problem(what, "model.args", fix=fix))
+
     settings = model.settings
+    weights = to_llama(state, settings)
+    described = config_of(settings, config.data.context)
     end = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("separator")
-    described, weights = config_of(settings, config.data.context), to_llama(state, settings)
     described["eos_token_id"] = end if isinstance(end, int) else None
 
     def write(out: Path) -> None:
@@ -233,7 +228,7 @@ def _llama(folder: Path, config: RunConfig, state: TensorDict) -> Ready:
 
 
 def _skeleton(config: RunConfig) -> GPT:
-    """The run's model without weights, which takes no memory. Raises ConfigError."""
+    """The run's model on the meta device, where it takes no memory. Raises ConfigError."""
     import torch
 
     from harness.models import gpt, llama
@@ -244,23 +239,22 @@ def _skeleton(config: RunConfig) -> GPT:
 
 
 def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
-    """A model of transformers, which writes itself as it does; of LoRA the adapters alone."""
+    """A model of transformers, written by its own save_pretrained; with LoRA, the adapters alone."""
     from harness.engines.torch_engine import ModelPart
     from harness.models import build_model
 
     model: Any = build_model(config.model)
     ModelPart(model).load_state_dict(state, meta)
     if hasattr(model.config, "use_cache"):
-        model.config.use_cache = True  # off in training alone
+        model.config.use_cache = True  # it is off only while training
     base = config.model.target.removeprefix(HF)
     if hasattr(model, "peft_config"):
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        what, loads = (
-            f"adapters of {_count(trained)} for {Path(base).name}",
-            f"peft.AutoPeftModelForCausalLM.{_FROM}",
-        )
+        what = f"adapters of {_count(trained)} for {Path(base).name}"
+        loads = f"peft.AutoPeftModelForCausalLM.{_FROM}"
     else:
-        what, loads = f"a {type(model).__name__} of {_count(state)}", _LOADS
+        what = f"a {type(model).__name__} of {_count(state)}"
+        loads = _LOADS
     return what, loads, lambda out: model.save_pretrained(out)
 
 
@@ -279,15 +273,12 @@ def _stamp(store: Store, step: int, fp8: TensorDict, meta: Mapping[str, Any]) ->
 def _save(tensors: TensorDict, out: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        out / _WEIGHTS,
-        {"format": "pt"},
-    )
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, out / _WEIGHTS, {"format": "pt"})
 
 
 def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[Path]) -> None:
-    """All of the folder or nothing. Raises OSError."""
+    """Write the whole folder or nothing: it is made beside `out` and renamed. Raises OSError."""
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     made = parent / f".{out.name}-{os.getpid()}"
@@ -295,7 +286,8 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
     try:
         write(made)
         for number, path in enumerate(tokenizer):
-            shutil.copyfile(path, made / (path.name if number else _TOKENIZER[0]))
+            name = path.name if number else _TOKENIZER[0]
+            shutil.copyfile(path, made / name)
         if tokenizer and not (made / _TOKENIZER[1]).exists():
             (made / _TOKENIZER[1]).write_text(_AS_IT_IS, encoding="utf-8")
         card_file = made / "README.md"
@@ -310,9 +302,12 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What the checkpoint of `step` says of itself. versions: of its manifest. fp8: its FP8 part's meta. seen: for each
-    of that part's slots, whether it had seen an amax; empty where none are kept. recipe: the SHA-256 of the recipe's
-    contents that it was trained under.
+    """What a checkpoint says of itself.
+
+    versions: of the libraries, from its manifest.
+    fp8: meta of its FP8 part.
+    seen: for each slot of that part, whether it had an amax over 0; empty if none are kept.
+    recipe: SHA-256 of the contents of the recipe that it was trained under.
     """
 
     step: int
@@ -322,24 +317,41 @@ class Stamp:
     recipe: str
 
     def ran(self, plan: Mapping[str, Any]) -> dict[str, str]:
-        """Module -> what it ran in, of every layer of `plan`; "unused" if it was to run in FP8 and never did."""
-        demoted, fell_to = {bare(name) for name in self.fp8["demoted"]}, self.fp8["lowered"]
-        if self.recipe != plan["recipe_sha256"]:  # the plan is that of a later resume
+        """Module -> the precision that it ran in, for every layer of `plan`.
+
+        "unused": it was planned for FP8, and none of its slots had an amax.
+        """
+        if self.recipe != plan["recipe_sha256"]:  # the plan is a later resume's
             return {layer["module"]: _OTHER_RECIPE for layer in plan["layers"]}
-        slots = list(zip(self.fp8["slots"], self.seen, strict=True)) if self.seen else []
-        silent = {bare(split_slot(slot)[0]) for slot, _ in slots} - {
-            bare(split_slot(slot)[0]) for slot, saw in slots if saw
-        }
-        return {
-            layer["module"]: as_it_ran(layer["precision"], fell_to, name in demoted, name in silent)
-            for layer in plan["layers"]
-            for name in [bare(layer["module"])]
-        }
+
+        demoted = {bare(name) for name in self.fp8["demoted"]}
+        fell_to = self.fp8["lowered"]
+
+        # Layers with slots of which none had an amax.
+        silent: set[str] = set()
+        heard: set[str] = set()
+        if self.seen:
+            for slot, saw in zip(self.fp8["slots"], self.seen, strict=True):
+                (heard if saw else silent).add(bare(split_slot(slot)[0]))
+        silent -= heard
+
+        found: dict[str, str] = {}
+        for layer in plan["layers"]:
+            name = bare(layer["module"])
+            found[layer["module"]] = as_it_ran(
+                layer["precision"], fell_to, name in demoted, name in silent
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Of an exported folder. weights: what they are. loads: the Python that loads them. tokenizer: which one."""
+    """An exported folder in words.
+
+    weights: what they are.
+    loads: the Python that loads them.
+    tokenizer: which one.
+    """
 
     weights: str
     loads: str
@@ -348,15 +360,12 @@ class Contents:
 
 def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: Contents) -> str:
     """README.md, in Markdown."""
-    tags = ["hopper-harness", *([" ".join(history.plan["recipe"].split())] if history.plan else [])]
-    lines = [
-        "---",
-        "tags:",
-        *(f"- {tag}" for tag in tags),
-        "---",
-        f"# {shown(history.run_dir.name)}",
-        "",
-    ]
+    tags = ["hopper-harness"]
+    if history.plan:
+        tags.append(" ".join(history.plan["recipe"].split()))
+    lines = ["---", "tags:"]
+    lines += [f"- {tag}" for tag in tags]
+    lines += ["---", f"# {shown(history.run_dir.name)}", ""]
     lines += [contents.weights, "", "```python", contents.loads, "```", "", "## Training", ""]
     facts = [*_training(history, stamp, config), ("tokenizer", contents.tokenizer)]
     lines += [*_table(("what", ""), facts), "", "## Precision passport", ""]
@@ -368,48 +377,47 @@ def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: C
 
 
 def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(what, text) of how the model was trained, up to the checkpoint's step."""
     step, train, data = stamp.step, config.train, history.run["data"]
     applied = history.points("train/step_applied")
     skipped = (applied.figures[applied.steps <= step] == 0).sum()
     yield "steps", f"{step} of {train.steps}, {skipped} updates skipped"
+
     for key, title in (("train/loss", "training loss"), ("val/loss", "validation loss")):
         points = history.points(key)
         last = int((points.steps <= step).sum()) - 1
-        if last < 0:
-            yield title, "not measured"
-        else:
-            yield (
-                title,
-                f"{points.figures[last]:.6f} nats per token, after step {points.steps[last]}",
-            )
+        text = "not measured"
+        if last >= 0:
+            text = f"{points.figures[last]:.6f} nats per token, after step {points.steps[last]}"
+        yield title, text
+
     back = [each for each in history.rollbacks if each.to_step <= step]
     windows = sum(len(each.passed_over) for each in back)
     yield "rollbacks", f"{len(back)}, {windows} windows of the data passed over" if back else "none"
-    yield (
-        "data",
-        f"`{_last(data.get('source', 'not recorded'))}`, SHA-256 `{data.get('sha256', 'not recorded')}`",
-    )
+
+    source, sha256 = _last(data.get("source", "not recorded")), data.get("sha256", "not recorded")
+    yield "data", f"`{source}`, SHA-256 `{sha256}`"
     yield "batch", f"{train.global_batch} samples of {config.data.context} tokens a step"
     yield "seed", str(train.seed)
-    args = {
-        key: _last(value) if isinstance(value, str) else value
-        for key, value in config.model.args.items()
-    }
+
+    args: dict[str, Any] = {}
+    for key, value in config.model.args.items():
+        args[key] = _last(value) if isinstance(value, str) else value
     kind, _, of = config.model.target.partition(":")
     yield "model", f"`{kind}:{_last(of)}`, args `{args}`"
+
     yield "commit", history.run["tags"].get("git.commit", "not recorded")
-    yield (
-        "versions",
-        ", ".join(f"{name} {version}" for name, version in sorted(stamp.versions.items())),
-    )
+    versions = [f"{name} {version}" for name, version in sorted(stamp.versions.items())]
+    yield "versions", ", ".join(versions)
 
 
 def _last(path: object) -> str:
-    """A card is for others, whom the folders of this machine do not concern."""
+    """The last part of a path: a card is for others, who do not have this machine's folders."""
     return Path(str(path)).name
 
 
 def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
+    """The section on precision: what was asked for, what each layer ran in, and which layers moved."""
     plan, step = history.plan, stamp.step
     ran = stamp.ran(plan)
     counts = sorted(Counter(ran.values()).items())
@@ -424,18 +432,14 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     ]
     yield from _table(("what", ""), rows)
     yield ""
-    layers = (
-        (
-            f"`{layer['module']}`",
-            layer["precision"],
-            ran[layer["module"]],
-            layer["backend"],
-            layer["reason"],
-        )
-        for layer in plan["layers"]
-    )
+
+    layers: list[Sequence[str]] = []
+    for layer in plan["layers"]:
+        name, planned = layer["module"], layer["precision"]
+        layers.append((f"`{name}`", planned, ran[name], layer["backend"], layer["reason"]))
     yield from _table(("layer", "planned", f"ran in, at step {step}", "backend", "why"), layers)
     yield ""
+
     moves = [event for event in history.switches if event["step"] <= step]
     unsaid = _demoted_before(history, stamp)
     if moves or unsaid:
@@ -447,39 +451,44 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     if unsaid:
         yield f"- in BF16 at this step, by the checkpoint; the journal does not say since when: {some(unsaid, _NAMED)}"
     for event in moves:
-        told = [f"to BF16: {', '.join(event['demote'])}"] if event.get("demote") else []
-        told += [f"back in FP8: {', '.join(event['promote'])}"] if event.get("promote") else []
-        told += [f"the whole run to {event['lowered']}"] if event.get("lowered") else []
-        yield f"- before step {event['step']}: {'; '.join(told)}"
+        parts: list[str] = []
+        if event.get("demote"):
+            parts.append(f"to BF16: {', '.join(event['demote'])}")
+        if event.get("promote"):
+            parts.append(f"back in FP8: {', '.join(event['promote'])}")
+        if event.get("lowered"):
+            parts.append(f"the whole run to {event['lowered']}")
+        yield f"- before step {event['step']}: {'; '.join(parts)}"
 
 
 def _recipes(history: RunHistory, step: int) -> Iterator[str]:
-    """Each recipe with its steps, if there was more than one up to `step`, or the run began from another's."""
+    """Each recipe with its steps, if there were several up to `step`, or the run began from another's checkpoint."""
     began = read_mapping(history.run_dir / "started_from.json").get("path")
     if isinstance(began, str):
         source = Path(began)
-        yield shown(
-            f"steps up to {source.name.rpartition('-')[2]}: another run, {source.parent.parent.name}"
-        )
+        last = source.name.rpartition("-")[2]
+        yield shown(f"steps up to {last}: another run, {source.parent.parent.name}")
     found = history.stretches(step)
     others = {each.sha256 for each in found} - {"", history.plan["recipe_sha256"]}
     if len(found) < 2 and not others and not isinstance(began, str):
         return
     for place, each in enumerate(found):
-        last = min(found[place + 1].after, step) if place + 1 < len(found) else step
+        is_last = place + 1 == len(found)
+        last = step if is_last else min(found[place + 1].after, step)
         name = _last(each.recipe) if each.recipe else "a recipe that the journal does not name"
         yield f"steps {each.after + 1} to {last}: {name}, SHA-256 `{each.sha256 or 'not recorded'}`"
 
 
 def _demoted_before(history: RunHistory, stamp: Stamp) -> list[str]:
-    """Layers that the checkpoint has in BF16 and no event of this journal moved: another run, or lost rows, did."""
-    told = {
-        bare(layer)
-        for event in history.switches
-        for layer in event["demote"]
-        if event["step"] <= stamp.step
-    }
-    return sorted({layer for layer in stamp.fp8["demoted"] if bare(layer) not in told})
+    """Layers that the checkpoint has in BF16 and no event of this journal moved.
+
+    The move was in another run, from whose checkpoint this one began, or its row is lost.
+    """
+    moved: set[str] = set()
+    for event in history.switches:
+        if event["step"] <= stamp.step:
+            moved |= set(map(bare, event["demote"]))
+    return sorted({layer for layer in stamp.fp8["demoted"] if bare(layer) not in moved})
 
 
 def _not_taken(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -491,17 +500,12 @@ def _not_taken(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _elsewhere(history: RunHistory) -> list[str]:
-    """The rungs of the run's earlier starts, if they were others: it may have been stopped and gone on elsewhere."""
-    tags = (
-        row.get("tags", {})
-        for row in read_rows(history.run_dir / JOURNAL, metrics=False)
-        if row["kind"] == "run"
-    )
-    starts = [
-        shown(f"{each['precision.resolved']} on {each.get('tier', '?')}")
-        for each in tags
-        if "precision.resolved" in each
-    ]
+    """The rungs of the run's earlier starts, if they were others: it may have been stopped and resumed elsewhere."""
+    starts: list[str] = []
+    for row in read_rows(history.run_dir / JOURNAL, metrics=False):
+        tags = row.get("tags", {})
+        if row["kind"] == "run" and "precision.resolved" in tags:
+            starts.append(shown(f"{tags['precision.resolved']} on {tags.get('tier', '?')}"))
     return sorted({*starts[:-1]} - {*starts[-1:]})
 
 
@@ -512,5 +516,6 @@ def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
 
 
 def _row(cells: Sequence[str]) -> str:
-    # A name may hold a bar, which would begin another cell.
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    # A bar in a name would begin another cell.
+    plain = [cell.replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return f"| {' | '.join(plain)} |"

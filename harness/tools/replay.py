@@ -1,4 +1,4 @@
-"""`harness replay`: run one step of a run again, under observation, and say where it went bad and why."""
+"""`harness replay`: run one step of a run again, observe it, and find where it broke and why."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def command(
     run: RunFolder,
     step: Annotated[int, typer.Option(min=1, help="the step to run again")],
     anomaly: Annotated[
-        bool, typer.Option("--anomaly", help="add autograd's own search for NaN")
+        bool, typer.Option("--anomaly", help="also use autograd's anomaly detection")
     ] = False,
 ) -> int:
     return replay(run, step, anomaly)
 
 
 def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] = say) -> int:
-    """Answer in the terminal and in `<run>/flight/step-<step>/replay.json`; returns 0.
+    """Print the answer, and write it into `<run>/flight/step-<step>/replay.json`; returns 0.
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
@@ -50,13 +50,14 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
 
     branches = Branches(run_dir)
     branches.attempt_of(step)
-    # One process plays all ranks, whatever engine the run was told to take.
+    # One process plays all ranks, whatever engine the run had.
     config = load_config(str(branches.folder / "config.yaml"), ["engine.name=auto"])
     check_recipe(branches.folder, config.recipe)
     _refuse_foreign_scale(branches, step)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
         build = partial(rebuild, branches.folder, Path(scratch), join_worker(config, "python"))
         answer = Investigation(branches, step, config, build, say).answer(anomaly)
+
     for line in lines(answer):
         say(line)
     report = record_folder(branches.folder, step) / REPORT
@@ -67,17 +68,15 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
 
 
 def _refuse_foreign_scale(branches: Branches, step: int) -> None:
-    """An fp16 engine with a loss scale of its own keeps it and its weights in a way that no other engine continues."""
+    """Refuse fp16 under an engine with a loss scale of its own: no other engine can go on from its state."""
     from harness.build import ENGINES
     from harness.run_folder import read_plan
 
     _, engine = branches.ranks_of(step)
     own = engine in ENGINES and ENGINES[engine].owns_loss_scale
     if own and str(read_plan(branches.folder).get("resolved", "")).endswith(":fp16"):
-        what, fix = (
-            "DeepSpeed's fp16 cannot be replayed",
-            "start the run with torchrun, or with a bf16 or FP8 recipe",
-        )
+        what = "DeepSpeed's fp16 cannot be replayed"
+        fix = "start the run with torchrun, or with a bf16 or FP8 recipe"
         raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
 
 
@@ -90,7 +89,7 @@ def rebuild(
     ledger: RunLedger,
     ranks: int,
 ) -> Rerun:
-    """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
+    """The run of `folder` in its initial state. It writes into a new folder in `scratch`, and not into the run."""
     from harness.build import (
         build_data,
         build_plan,
@@ -108,6 +107,8 @@ def rebuild(
     scratch = Path(tempfile.mkdtemp(dir=scratch))
     recipe = load_recipe(recipe_name)
     plan, model = build_plan(config, recipe, worker, read_plan(folder))
+
+    # The data are the run's own copy, not what is at data.path today.
     record = "corpus.json" if config.data.target is None else "target.json"
     if not (folder / "data" / record).is_file():
         fix = "restore the data folder from another copy of this run"
@@ -115,14 +116,15 @@ def rebuild(
             Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix)
         )
     data = build_data(config, folder, worker)
+
+    # No screen, no saves and no snapshots, and so no memory for copies of the state.
     quiet = Console(config.train.steps, stream=io.StringIO())
     telemetry = open_telemetry(config, scratch, worker, quiet, ledger.attempt)
-    # Nothing is saved, so no memory for copies of the state is wanted.
-    spare = {
+    without_copies = {
         "checkpoint": config.checkpoint.model_copy(update={"background": False}),
         "guard": config.guard.model_copy(update={"snapshot_every": 0}),
     }
-    config = config.model_copy(update=spare)
+    config = config.model_copy(update=without_copies)
     store = open_store(scratch, worker)
     task, _ = build_task(config, plan, model, data)
     run = build_run(

@@ -1,4 +1,4 @@
-"""A run's model as a checkpoint left it, for commands that use it and leave the run as it is."""
+"""A run's model, restored from a checkpoint, for commands that use it and change nothing in the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Restored:
-    """model: in evaluation, its weights and FP8 state those of `step`. planned: the rung that the run itself took."""
+    """A restored model and what it runs with.
+
+    folder: the run's.
+    plan: the plan on this machine.
+    planned: the rung that the run itself took.
+    model: in evaluation mode, with the weights and FP8 state of `step`.
+    """
 
     folder: Path
     config: RunConfig
@@ -45,22 +51,26 @@ class Restored:
 
     @property
     def name(self) -> str:
-        """What the model computes in here, as the run does: its rung, and what became of it."""
-        fell = self.precision.fell_back_to
-        demoted = len(self.precision.demoted)
-        told = f"{self.plan.resolved}, fell to {fell}" if fell else self.plan.resolved
-        return f"{told}, {demoted} layers in BF16" if demoted and not fell else told
+        """The precision that the model computes in here: its rung, and what left it."""
+        if self.precision.fell_back_to:
+            return f"{self.plan.resolved}, downgraded to {self.precision.fell_back_to}"
+        if self.precision.demoted:
+            return f"{self.plan.resolved}, {len(self.precision.demoted)} layers in BF16"
+        return self.plan.resolved
 
     @property
     def vocab_size(self) -> int | None:
-        """As the model says it; None if it does not."""
+        """Number of token ids, if the model says it; else None."""
         from harness.models import Task
 
         return Task(self.model, self.config.model.target).vocab_size
 
     @contextmanager
     def computing(self, fp32: bool) -> Iterator[None]:
-        """Forwards in here leave no trace. fp32: in float32 throughout, without TF32; else as in the run."""
+        """Forwards in this context leave no trace in the FP8 state.
+
+        fp32: compute in float32 throughout, without TF32; else as in the run.
+        """
         import torch
 
         before = torch.get_float32_matmul_precision()
@@ -76,7 +86,7 @@ class Restored:
                 torch.set_float32_matmul_precision(before)
 
     def logits(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
-        """[batch, time, vocab] of token ids, int64 [batch, time] on the device; inside of `computing`.
+        """Logits [batch, time, vocab] of token ids, int64 [batch, time] on the device. Call it inside `computing`.
 
         Raises ConfigError if the model gives none.
         """
@@ -87,7 +97,8 @@ class Restored:
             return called.outputs(self.model, inputs, segments).logits
         more = {} if segments is None else {"segments": segments}
         found = self._called(inputs, **more)
-        if found.shape[1] == 1 < inputs.shape[1]:  # nanoGPT gives all of them beside a loss alone
+        # nanoGPT gives the last position alone, unless it has targets to compute a loss.
+        if found.shape[1] == 1 < inputs.shape[1]:
             found = self._called(inputs, inputs, **more)
         if found.shape[1] != inputs.shape[1]:
             raise self._no_logits(
@@ -102,24 +113,23 @@ class Restored:
             found = self.model(*inputs, **more)
         except TypeError as error:
             raise self._no_logits(f"its forward does not take the inputs alone: {error}") from error
+        # Common forms of an output: a tuple that begins with the logits, or an object that has them.
         found = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
         if not isinstance(found, torch.Tensor) or found.ndim != 3 or len(found) != len(inputs[0]):
             raise self._no_logits("forward(inputs) returns something else")
         return found
 
     def _no_logits(self, why: str) -> ConfigError:
-        what, fix = (
-            "the model gives no logits [batch, time, vocab]",
-            "have forward(inputs) return them",
-        )
+        what = "the model gives no logits [batch, time, vocab]"
+        fix = "have forward(inputs) return them"
         return ConfigError(Problem(what, f"model.target {self.config.model.target!r}", why, fix))
 
 
 def restore(run: Path, step: int | None = None) -> Restored:
-    """The model of `run` as its checkpoint of `step` left it, by default the newest that verifies.
+    """The model of `run` from its checkpoint of `step`; by default the newest that verifies.
 
-    Every byte of the checkpoint is read against its hash first. Raises ConfigError if `run` is no run that the harness
-    can build again, CheckpointError if there is no such checkpoint, or it does not fit.
+    Every byte of the checkpoint is compared with its hash first. Raises ConfigError if `run` is no run that the harness
+    can build again. Raises CheckpointError if there is no such checkpoint, or it does not fit.
     """
     folder, config = _read(run)
     from harness.build import build_plan, join_worker
@@ -130,15 +140,17 @@ def restore(run: Path, step: int | None = None) -> Restored:
     from harness.precision.recipe import load_recipe
     from harness.run_folder import read_plan
 
+    # Which checkpoint, and whether it can be used with today's recipe.
     store = Store(folder / "checkpoints", readonly=True)
     found = choose(store, step)
     check_recipe(folder, config.recipe)
     recipe, planned = load_recipe(config.recipe), read_plan(folder)
+
+    # Build the model, then load weights and FP8 state.
     worker = join_worker(config, "python")
     plan, model = build_plan(config, recipe, worker, planned)
-    precision = build_backend(
-        plan, recipe, model, worker.device, build_loss_scale(plan, recipe, worker.device)
-    )
+    loss_scale = build_loss_scale(plan, recipe, worker.device)
+    precision = build_backend(plan, recipe, model, worker.device, loss_scale)
     tensors, meta = store.load(found, parts=("model", "fp8"))
     try:
         ModelPart(model).load_state_dict(tensors["model"], meta["parts"]["model"])
@@ -171,33 +183,32 @@ def _read(run: Path) -> tuple[Path, RunConfig]:
         raise ConfigError(
             Problem("the run has no config.yaml", str(folder), why, "use the model in that loop")
         )
-    # One process stands for all ranks, whatever engine the run was told to take, and what is eager needs no compiler.
-    return folder, load_config(
-        str(folder / "config.yaml"), ["engine.name=auto", "engine.compile=none"]
-    )
+    # One process stands for all ranks, whatever engine the run had. Eager mode needs no compiler.
+    alone = ["engine.name=auto", "engine.compile=none"]
+    return folder, load_config(str(folder / "config.yaml"), alone)
 
 
 def choose(store: Store, step: int | None) -> int:
-    """The checkpoint of `step`, or the newest that verifies. Newer ones that do not are named on stderr.
+    """The checkpoint of `step`, or the newest that verifies. Prints on stderr which newer ones do not.
 
     Raises CheckpointError if there is none.
     """
     if step is None:
-        if (newest := store.newest_valid()) is None:
+        newest = store.newest_valid()
+        if newest is None:
             fix = "train longer, or save earlier with checkpoint.every"
             raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
         if store.damaged:
             damaged = some(sorted(store.damaged), _SHOWN)
-            say(
-                f"passed over, for they do not verify: steps {damaged}; this is step {newest}",
-                sys.stderr,
-            )
+            text = f"skipped checkpoints that do not verify: steps {damaged}; this is step {newest}"
+            say(text, sys.stderr)
         return newest
-    if step not in (steps := store.steps()):
+
+    steps = store.steps()
+    if step not in steps:
         fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
-        raise CheckpointError(
-            Problem(f"there is no checkpoint of step {step}", str(store.root), fix=fix)
-        )
+        what = f"there is no checkpoint of step {step}"
+        raise CheckpointError(Problem(what, str(store.root), fix=fix))
     return step
 
 
@@ -208,10 +219,6 @@ def check_recipe(folder: Path, recipe: str) -> None:
 
     sha256 = load_recipe(recipe).sha256()
     if sha256 != read_plan(folder).get("recipe_sha256", sha256):
-        raise ConfigError(
-            Problem(
-                "the recipe's contents changed since the run",
-                f"recipe {recipe}",
-                fix="put the recipe back as it was when the run was started, and call this from the same folder",
-            )
-        )
+        what = "the recipe's contents changed since the run"
+        fix = "restore the recipe as it was when the run was started, and call this from the same folder"
+        raise ConfigError(Problem(what, f"recipe {recipe}", fix=fix))

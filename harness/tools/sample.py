@@ -1,4 +1,4 @@
-"""`harness sample`: text that a run's model writes on from a prompt."""
+"""`harness sample`: generate text from a prompt with a run's model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from harness.tools.restored import Restored
 
 
-# Rows of an FP8 GEMM come in multiples of this; more places at the end change nothing in a causal model.
+# An FP8 GEMM takes a multiple of this many rows. Padding at the end changes nothing in a causal model.
 _MULTIPLE = 16
 
 
@@ -35,7 +35,7 @@ class Choice(StrEnum):
 def command(
     run: RunFolder,
     text: Annotated[str, typer.Argument(help="the prompt")],
-    tokens: Annotated[int, typer.Option(min=1, help="tokens to write at most")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="largest number of tokens to generate")] = 200,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0: always the likeliest token")
     ] = 0.8,
@@ -43,24 +43,25 @@ def command(
         int, typer.Option(min=0, help="choose among this many likeliest tokens; 0: all")
     ] = 50,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="the same seed writes the same text")
+        int, typer.Option(min=0, max=2**63 - 1, help="the same seed gives the same text")
     ] = 0,
     step: Annotated[
         int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
     ] = None,
     precision: Annotated[
-        Choice, typer.Option(help="run: as the run computes; fp32: without any of that")
+        Choice, typer.Option(help="run: the run's precision; fp32: float32 throughout")
     ] = Choice.run,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            help="tokenizer.json, or a folder with one [default: the run's; bytes without one]"
+            help="tokenizer.json, or a folder with one [default: the run's own; bytes if it has none]"
         ),
     ] = None,
 ) -> int:
-    """Print the prompt and what comes after it; nothing is written into the run.
+    """Print the prompt and the generated text; nothing is written into the run.
 
-    Raises ConfigError if `run` is no run, or its model gives no logits, CheckpointError if no checkpoint verifies.
+    Raises ConfigError if `run` is no run, or its model gives no logits. Raises CheckpointError if no checkpoint
+    verifies.
     """
     from harness.tools.restored import restore
 
@@ -68,74 +69,74 @@ def command(
     codec, end = codec_of(restored, tokenizer)
     ids = codec.encode([text])[0].tolist()
     if not ids:
-        raise ConfigError(
-            Problem("the prompt has no token", "TEXT", fix="give a word to begin with")
-        )
-    written = write_on(
-        restored, ids, tokens, temperature, top_k, seed, precision is Choice.fp32, end
-    )
-    name = "fp32" if precision is Choice.fp32 else restored.name
-    drawn = (
-        f"temperature {temperature:g}, top-k {top_k}, seed {seed}"
-        if temperature
-        else "the likeliest tokens"
-    )
+        fix = "give a word to begin with"
+        raise ConfigError(Problem("the prompt has no token", "TEXT", fix=fix))
+    fp32 = precision is Choice.fp32
+    written = generate(restored, ids, tokens, temperature, top_k, seed, fp32, end)
+
+    name = "fp32" if fp32 else restored.name
+    drawn = "the likeliest tokens"
+    if temperature:
+        drawn = f"temperature {temperature:g}, top-k {top_k}, seed {seed}"
     say(f"{short(restored.folder)} at step {restored.step}, {name}, {drawn}", sys.stderr)
     say(codec.decode([*ids, *written]))
     return int(ExitCode.DONE)
 
 
 def codec_of(restored: Restored, tokenizer: Path | None) -> tuple[Encoder, int | None]:
-    """What makes tokens of text and back, as the run's data were made, and the id that ends a document, if any.
+    """The encoder that made the run's data, and the id that ends a document, if there is one.
 
-    Raises ConfigError where `tokenizer` is another than the data's, or is needed and not given.
+    Raises ConfigError if `tokenizer` is another one than the data's, or if it is needed and not given.
     """
     from harness.core.files import MAX_LARGE, read_mapping
     from harness.data.tokenizer import Bytes, Tokenizer
 
     data = restored.folder / "data"
     own, info = data / "tokenizer.json", read_mapping(data / "corpus.json", MAX_LARGE)
+
+    # Without a tokenizer the token ids must be bytes.
     if tokenizer is None and not own.is_file():
         if of_bytes(restored):
             return Bytes(), None
-        if restored.config.data.target is not None:
-            what, why = (
-                "the run's data are no text",
-                f"data.target {restored.config.data.target} gives samples of its own",
-            )
+        target = restored.config.data.target
+        if target is not None:
+            what = "the run's data are no text"
+            why = f"data.target {target} gives samples of its own"
             fix = "if these are token ids: --tokenizer PATH, the one that made them"
             raise ConfigError(Problem(what, str(restored.folder), why, fix))
+        what = "the prompt cannot be turned into tokens"
         why = "the run trained on token ids, and nobody said what they mean"
-        raise ConfigError(
-            Problem(
-                "the prompt cannot be turned into tokens", str(data), why, "give --tokenizer PATH"
-            )
-        )
+        raise ConfigError(Problem(what, str(data), why, "give --tokenizer PATH"))
+
+    # Another tokenizer would give other ids.
     made = Tokenizer(own if tokenizer is None else tokenizer)
-    known = info.get("tokenizer")
-    if known and made.vocabulary.tokenizer != known:
-        what, fix = (
-            "is not the tokenizer that the run's data were made with",
-            "leave it out, or give that one",
-        )
+    expected = info.get("tokenizer")
+    if expected and made.vocabulary.tokenizer != expected:
+        what = "is not the tokenizer that the run's data were made with"
+        fix = "leave it out, or give that one"
         raise ConfigError(Problem(what, f"--tokenizer {tokenizer}", fix=fix))
     return made, made.vocabulary.separator
 
 
 def of_bytes(restored: Restored) -> bool:
-    """Whether the run's token ids are known to be bytes: those of text, wherever it lay, that no tokenizer read. A file
-    of ids may be anybody's."""
+    """Whether the run's token ids are known to be bytes: those of text that no tokenizer read.
+
+    A file of ids may come from any tokenizer.
+    """
     from harness.core.files import MAX_LARGE, read_mapping
 
     data, config = restored.folder / "data", restored.config.data
+    if config.target is not None:
+        return False
     folders = [data / str(number) for number in range(len(config.mixture))] or [data]
-    sources = [read_mapping(folder / "corpus.json", MAX_LARGE) for folder in folders]
-    return config.target is None and not any(
-        each.get("tokenizer") or each.get("kind") == "tokens" for each in sources
-    )
+    for folder in folders:
+        source = read_mapping(folder / "corpus.json", MAX_LARGE)
+        if source.get("tokenizer") or source.get("kind") == "tokens":
+            return False
+    return True
 
 
-def write_on(
+def generate(
     restored: Restored,
     ids: list[int],
     count: int,
@@ -145,18 +146,18 @@ def write_on(
     fp32: bool = False,
     end: int | None = None,
 ) -> list[int]:
-    """`count` tokens after `ids`, fewer if `end` comes, which is left out. The model sees the last data.context tokens.
+    """`count` tokens after `ids`; fewer if the token `end` comes, which is left out.
 
-    Raises ConfigError for ids outside of the vocabulary, MisuseError if a logit is not finite.
+    The model sees the last data.context tokens. Raises ConfigError for ids outside of the vocabulary, and MisuseError
+    if a logit is not finite.
     """
     import torch
 
     vocab_size = restored.vocab_size
     if vocab_size is not None and max(ids) >= vocab_size:
         what = f"token {max(ids)} of the prompt is outside of the model's {vocab_size}"
-        raise ConfigError(
-            Problem(what, "TEXT", fix="give the tokenizer that the model was trained with")
-        )
+        fix = "give the tokenizer that the model was trained with"
+        raise ConfigError(Problem(what, "TEXT", fix=fix))
     context = restored.config.data.context
     generator = torch.Generator().manual_seed(seed)
     sequence = list(ids)
@@ -164,13 +165,10 @@ def write_on(
         for _ in range(count):
             logits = _after(restored, sequence[-context:], context).float().cpu()
             if not bool(torch.isfinite(logits).all()):
-                what, fix = (
-                    "the model's logits are not finite",
-                    "see harness explain, or take an earlier --step",
-                )
-                raise MisuseError(
-                    Problem(what, f"{restored.folder} at step {restored.step}", fix=fix)
-                )
+                what = "the model's logits are not finite"
+                where = f"{restored.folder} at step {restored.step}"
+                fix = "see harness explain, or take an earlier --step"
+                raise MisuseError(Problem(what, where, fix=fix))
             chosen = choose(logits, temperature, top_k, generator)
             if chosen == end:
                 break
@@ -179,9 +177,10 @@ def write_on(
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """A token by its logits, float32 [vocab]: softmax(logits / temperature) over the `top_k` largest, 0: over all.
+    """Draw a token by its logits, float32 [vocab], from softmax(logits / temperature).
 
-    temperature 0: the largest, the first of equals.
+    temperature: 0 takes the largest logit, the first of equals.
+    top_k: draw among this many largest; 0: among all.
     """
     import torch
 
@@ -194,7 +193,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
 
 
 def _after(restored: Restored, ids: list[int], context: int) -> Tensor:
-    """Logits [vocab] of the token that comes after `ids`, which are `context` at most."""
+    """Logits [vocab] of the token after `ids`, of which there are at most `context`."""
     import torch
 
     padding = min(-len(ids) % _MULTIPLE, context - len(ids))

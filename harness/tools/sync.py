@@ -1,4 +1,4 @@
-"""`harness sync`: what MLflow has not got of a run's journal."""
+"""`harness sync`: deliver to MLflow the part of a run's journal that it lacks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def command(
         bool,
         typer.Option(
             "--elsewhere",
-            help="deliver to where MLFLOW_TRACKING_URI says, not to the store of the run",
+            help="deliver to the store that MLFLOW_TRACKING_URI names, not to the run's own",
         ),
     ] = False,
 ) -> int:
     config = require_run(run) / "config.yaml"
     choice = choose_for_sync(config.parent, elsewhere)
-    # A loop of one's own has no config: the journal names its experiment.
-    experiment = (
-        load_config(str(config)).tracking.experiment if config.exists() else _experiment(run)
-    )
+    # A loop of the user's own has no config: its journal names the experiment.
+    experiment = _experiment(run)
+    if config.exists():
+        experiment = load_config(str(config)).tracking.experiment
     done = sync(run, experiment, PATIENCE, choice, say)
     if (aside := run / SET_ASIDE).exists():
         say(f"! lines of the journal that are no rows were set aside in {aside}")
@@ -55,7 +55,7 @@ def command(
 
 
 def _experiment(run: Path) -> str:
-    """The experiment that the run's last start named, else the default."""
+    """The experiment of the run's last start, by its journal; else the default."""
     experiment = TrackingConfig().experiment
     for row in read_rows(run / JOURNAL, metrics=False):
         if row["kind"] == "run":

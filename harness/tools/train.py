@@ -144,7 +144,7 @@ def train(request: Request) -> int:
         first_step = (initial.step or 0) + 1 if start.resuming else None
         telemetry = open_telemetry(job.config, folder, worker, console, ledger.attempt, first_step)
         with ExitStack() as journal_closed, telemetry:
-            check_ledger(worker, folder, ledger.attempt, telemetry.journal.standing_attempt)
+            check_ledger(worker, folder, ledger.attempt, telemetry.journal.existing_attempt)
             facts = {**job.data.facts(), "unit": job.task.unit}
             _announce(request, start, initial, job, worker, telemetry, facts)
 

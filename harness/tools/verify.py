@@ -1,4 +1,4 @@
-"""`harness verify`: every byte of a run's checkpoints against their manifests."""
+"""`harness verify`: compare every byte of a run's checkpoints with their manifests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from harness.tracking.journal import JOURNAL, require_run, runs_in
 
 
 def command(run: RunFolder) -> int:
-    """Print what each checkpoint is worth; the exit code is 1 if one is damaged or there is none. A folder of runs is
-    taken for all of them.
+    """Print the state of each checkpoint; the exit code is 1 if one is damaged or there is none.
 
-    Nothing is changed: the next start of the run moves damaged ones aside. Raises ConfigError if `run` is neither.
+    `run` may be a folder of runs: then all of them are verified. Nothing is changed; the next start of a run moves its
+    damaged checkpoints aside. Raises ConfigError if `run` is neither.
     """
-    if (run / JOURNAL).is_file() or not (runs := runs_in(run)):
+    runs = [] if (run / JOURNAL).is_file() else runs_in(run)
+    if not runs:
         return int(_verify(require_run(run)))
     failed = [folder for folder in runs if _verify(folder) is not ExitCode.DONE]
     say(f"{len(runs) - len(failed)} of {len(runs)} runs are whole")
@@ -36,15 +37,16 @@ def _verify(folder: Path) -> ExitCode:
         if not store.path(step).exists():
             continue  # a run that goes on has deleted it by now
         problems = store.verify(step)
-        damaged += bool(problems)
         if problems:
+            damaged += 1
             say(f"{store.path(step)}: {'; '.join(map(str, problems))}")
             continue
-        known = [f"{name} {value:.4f}" for name, value in sorted(store.metrics(step).items())]
-        titles = ["good"] * (step in good) + [
-            f"lowest {metric}" for metric, at in lowest.items() if at == step
-        ]
-        say(f"{store.path(step)}: ok{', '.join(['', *titles, *known])}")
+        words = ["ok"]
+        if step in good:
+            words.append("good")
+        words += [f"lowest {metric}" for metric, at in lowest.items() if at == step]
+        words += [f"{name} {value:.4f}" for name, value in sorted(store.metrics(step).items())]
+        say(f"{store.path(step)}: {', '.join(words)}")
     say(f"{folder}: {len(steps) - damaged} of {len(steps)} checkpoints verify")
     for aside in sorted(store.root.glob("quarantine-*")):
         say(f"{aside}: was found damaged and set aside")

@@ -1,6 +1,6 @@
-"""What a run says while it runs: a live line on a terminal, plain lines in a log file.
+"""The screen of a run: a live line on a terminal, plain lines in a log file.
 
-A validation in nats per byte is shown in bits per byte too (nats / ln 2).
+A validation loss in nats per byte is shown in bits per byte, too (nats / ln 2).
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from harness.core.plan_text import HEADINGS, plan_rows, rung_lines
 from harness.core.screen import Screen
 
 LINES_PER_RUN = 30
+"""Progress lines that a run writes into a log file, about."""
 REFRESH_SECONDS = 0.25
 SMOOTHING = 0.1
+"""Weight of the newest step in the average pace."""
 PLAIN_WIDTH = 120
+# The code at the beginning of an alert.
 _ALERT = re.compile(r"(?:step \d+: )?([a-z0-9]+\.[a-z_]+): ")
 
 
 class Console:
     """One run's output.
 
-    total_steps: None for a run whose length is not known, whose steps get no lines.
+    total_steps: length of the run; None if it is not known, and then steps get no lines.
+    unit: unit of the losses; "loss": not known.
+    counted: what the speed counts.
 
-    Nothing raises into training: a stream that went away (a closed pipe, a lost connection) is written to no more.
+    Nothing raises into training. A stream that went away (a closed pipe, a lost connection) is written to no more.
     """
 
     unit = "nats per byte"
-    """What losses are in; "loss": nothing in particular."""
     counted = "tokens"
-    """What the speed counts."""
 
     def __init__(self, total_steps: int | None, *, stream: IO[str] | None = None) -> None:
         self._total = total_steps or 0
@@ -51,7 +54,7 @@ class Console:
         self._pace: float | None = None
         self._validation = "-"
         self._refreshed = 0.0
-        self._told: set[str] = set()
+        self._explained: set[str] = set()
         self._rich = Screen(file=cast("IO[str]", self._stream), highlight=False, markup=False)
         self._progress: Progress | None = None
         if self._rich.is_terminal and total_steps:
@@ -62,31 +65,25 @@ class Console:
     def step(
         self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int
     ) -> None:
-        """Report one step. fp8_layers of fp8_total ran in FP8; rollbacks so far.
+        """Report one step.
 
-        skipped: updates of the steps that count, as in the summary.
+        fp8_layers, fp8_total: layers that ran in FP8, of those planned for it.
+        skipped: skipped updates among the steps that count, as in the summary.
+        rollbacks: number so far.
         """
         done = facts.step
         if not self._total:
             return
+
+        # The first step pays for compilation and cold caches. It says nothing about the rest.
         if not self._first:
             old = facts.seconds if self._pace is None else self._pace
             self._pace = old + SMOOTHING * (facts.seconds - old)
-        # The first step pays for compilation and cold caches: it says nothing about the rest.
         pace = facts.seconds if self._pace is None else self._pace
-        ideal = facts.ideal_seconds if pace > 0 else math.nan
-        figures = {
-            "loss": f"{facts.loss:.4f}",
-            "lr": f"{facts.lr:.1e}",
-            "norm": f"{facts.grad_norm:.2f}",
-            "rate": self._rate(facts.tokens, pace),
-            "memory": "" if math.isnan(facts.peak_memory) else f"  {facts.peak_memory:.1f} GiB",
-            "mfu": "" if math.isnan(ideal) else f"  MFU {ideal / pace:.0%}",
-            "fp8": f"{fp8_layers}/{fp8_total}",
-            "skipped": str(skipped),
-            "eta": clock((self._total - done) * pace),
-            "val": self._validation,
-        }
+        figures = self._figures(facts, pace)
+        figures["fp8"] = f"{fp8_layers}/{fp8_total}"
+        figures["skipped"] = str(skipped)
+
         due = self._first or done >= self._total
         self._first = False
         if self._progress is not None:
@@ -100,13 +97,32 @@ class Console:
                 f"skipped {skipped}{back}  eta {figures['eta']}"
             )
 
+    def _figures(self, facts: StepFacts, pace: float) -> dict[str, str]:
+        """A step's figures as text; pace: average seconds of a step."""
+        ideal = facts.ideal_seconds if pace > 0 else math.nan
+        memory = mfu = ""
+        if not math.isnan(facts.peak_memory):
+            memory = f"  {facts.peak_memory:.1f} GiB"
+        if not math.isnan(ideal):
+            mfu = f"  MFU {ideal / pace:.0%}"
+        return {
+            "loss": f"{facts.loss:.4f}",
+            "lr": f"{facts.lr:.1e}",
+            "norm": f"{facts.grad_norm:.2f}",
+            "rate": self._rate(facts.tokens, pace),
+            "memory": memory,
+            "mfu": mfu,
+            "eta": clock((self._total - facts.step) * pace),
+            "val": self._validation,
+        }
+
     def _rate(self, tokens: int, pace: float) -> str:
-        if pace > 0 and not tokens:  # a loop of one's own that told of none
+        if pace > 0 and not tokens:  # a loop of the user's own that does not count tokens
             return f"{1 / pace:.3g} steps/s"
         return rate(tokens / pace if pace > 0 else math.nan, self.counted)
 
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
-        """Report a validation after `step` steps: mean loss in `unit`, share of labels that were hit."""
+        """Report a validation after `step` steps. loss: mean, in `unit`. accuracy: share of labels predicted right."""
         hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
         if self.unit == "nats per byte":
             bits = loss / math.log(2)
@@ -120,25 +136,25 @@ class Console:
         self.say(f"validation after step {step}: loss {loss:.4f}{unit}{hits}")
 
     def event(self, text: str) -> None:
-        """Something happened that the user should see; always a line of its own.
+        """Print what the user should see, on a line of its own.
 
-        The first alert of each code says how to learn more of it.
+        The first alert of each code names the command that explains it.
         """
         alert = _ALERT.match(text)
-        if alert and alert[1] not in self._told:
-            self._told.add(alert[1])
+        if alert and alert[1] not in self._explained:
+            self._explained.add(alert[1])
             text = f"{text} [harness explain {alert[1]}]"
         self.say(Text(f"! {text}", style="yellow"))
 
     def say(self, content: RenderableType) -> None:
-        """Print text or anything rich can render, above the live line if there is one."""
+        """Print text, or anything that rich can render, above the live line if there is one."""
         if isinstance(content, str | Text) and self._progress is None:
             self._plain(str(content))
         else:
             self._rich.print(content, crop=False)
 
     def close(self) -> None:
-        """End the live line and leave it standing; safe to call twice."""
+        """End the live line, which stays on the screen; safe to call twice."""
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.stop()
@@ -156,9 +172,9 @@ class Console:
 
 
 class _Forgiving:
-    """A text stream that falls silent once nobody reads it. (rich itself ends the process at a closed pipe.)
+    """A text stream that writes nothing more once nobody reads it. (rich itself ends the process at a closed pipe.)
 
-    A log on a full disk misses lines only while it is full.
+    A log on a full disk misses lines only while the disk is full.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -170,9 +186,8 @@ class _Forgiving:
             try:
                 return self._stream.write(text)
             except UnicodeEncodeError as error:
-                return self._stream.write(
-                    text.encode(error.encoding, "replace").decode(error.encoding)
-                )
+                plain = text.encode(error.encoding, "replace").decode(error.encoding)
+                return self._stream.write(plain)
             except (OSError, ValueError) as error:
                 self._lost = not _is_full(error)
         return len(text)
@@ -193,7 +208,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def rate(per_second: float, counted: str = "tokens") -> str:
-    """`9.8k tok/s`, or `312 samples/s`."""
+    """A speed as text, such as `9.8k tok/s` or `312 samples/s`."""
     what = "tok" if counted == "tokens" else counted
     if not math.isfinite(per_second):
         return f"- {what}/s"
@@ -204,7 +219,7 @@ def rate(per_second: float, counted: str = "tokens") -> str:
 
 
 def _live(console: Screen, total: int) -> tuple[TaskID, Progress]:
-    # Refreshed by hand: rich's own thread would compete with the training threads for the interpreter.
+    """A live line. Refreshed by hand: rich's own thread would compete with the training threads for the interpreter."""
     progress = Progress(
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
         BarColumn(bar_width=None),
@@ -218,17 +233,15 @@ def _live(console: Screen, total: int) -> tuple[TaskID, Progress]:
         auto_refresh=False,
         expand=True,
     )
-    blank = dict.fromkeys(("loss", "val", "rate", "fp8", "skipped", "eta"), "-") | {
-        "mfu": "",
-        "memory": "",
-    }
+    blank = dict.fromkeys(("loss", "val", "rate", "fp8", "skipped", "eta"), "-")
+    blank |= {"mfu": "", "memory": ""}
     task = progress.add_task("", total=total, now=blank)
     progress.start()
     return task, progress
 
 
 def plan_table(plan: Mapping[str, Any]) -> RenderableType:
-    """plan.json's content for the terminal."""
+    """The content of plan.json as a table for the terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     *short, why = HEADINGS
     for heading in short:

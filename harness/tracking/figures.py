@@ -1,4 +1,4 @@
-"""A run's figures in columns: 8 bytes a figure, where a dict for each row would take ten times that. Torch-free."""
+"""A run's figures in columns, at 8 bytes a figure; a dict for each row would take ten times that. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 First = Callable[[int], float]
-"""Of an attempt: the first step that a later one did again."""
+"""Gives, for an attempt, the first step that a later attempt did again."""
+
+
+Process = tuple[int | None, int | None, str]
+"""total, ranks and engine, as in a MetricsRow."""
 
 
 class MetricsRow(NamedTuple):
-    """One metrics row. total: train.steps as the process had it that wrote the row; ranks, engine: what it was one of.
+    """One metrics row, and what its process was; a resume may change that.
 
-    A resume may change them. None, or empty: it did not say.
+    values: figure by name.
+    total: train.steps of the process; None if it did not say.
+    ranks: number of ranks; None if it did not say.
+    engine: empty if it did not say.
     """
 
     attempt: int
@@ -28,14 +35,20 @@ class MetricsRow(NamedTuple):
 
 
 class Points(Mapping[int, float]):
-    """{step: value} of one metric, by step. steps: ascending, each once. figures: their values."""
+    """{step: value} of one metric.
+
+    steps: ascending, each once.
+    figures: their values.
+    """
 
     def __init__(self, steps: npt.NDArray[np.int64], figures: npt.NDArray[np.float64]) -> None:
-        """In the order of the rows: the last of a step counts."""
+        """steps, figures: in the order of the rows. Of several rows of a step, the last counts."""
         order = np.argsort(steps, kind="stable")
         steps, figures = steps[order], figures[order]
-        last = np.append(steps[1:] != steps[:-1], True) if len(steps) else np.zeros(0, bool)
-        self.steps, self.figures = steps[last], figures[last]
+        is_last = np.ones(len(steps), bool)
+        is_last[:-1] = steps[1:] != steps[:-1]
+        self.steps = steps[is_last]
+        self.figures = figures[is_last]
 
     def __getitem__(self, step: int) -> float:
         place = int(np.searchsorted(self.steps, step))
@@ -51,20 +64,22 @@ class Points(Mapping[int, float]):
 
 
 class _Group:
-    """Rows with the same figures in the same order. number: of each row, among all. told: what else a row says, by its
-    place in `Figures._told`."""
+    """Rows with the same figures in the same order; one entry a row in each array.
+
+    number: the row's place among all rows of the journal.
+    processes: the row's process, by its place in `Figures._processes`.
+    columns: values of each figure.
+    """
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self.number, self.steps, self.attempts, self.told = (
-            array("q"),
-            array("q"),
-            array("q"),
-            array("q"),
-        )
+        self.number = array("q")
+        self.steps = array("q")
+        self.attempts = array("q")
+        self.processes = array("q")
         self.columns = {name: array("d") for name in names}
 
     def replaced(self, first: First) -> npt.NDArray[np.bool_]:
-        """Of each row: whether a later attempt did its step again."""
+        """For each row, whether a later attempt did its step again."""
         attempts, place = np.unique(np.array(self.attempts), return_inverse=True)
         limits = np.array([first(attempt) for attempt in attempts.tolist()])
         return np.array(self.steps) >= limits[place]
@@ -76,7 +91,8 @@ class Figures:
     def __init__(self) -> None:
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._with: dict[str, list[_Group]] = {}
-        self._told: dict[tuple[int | None, int | None, str], int] = {}
+        # (total, ranks, engine) of each process -> its place: rows share a handful of them.
+        self._processes: dict[Process, int] = {}
         self._count = 0
 
     def add(self, row: MetricsRow) -> None:
@@ -90,9 +106,8 @@ class Figures:
         group.number.append(self._count)
         group.steps.append(row.step)
         group.attempts.append(row.attempt)
-        group.told.append(
-            self._told.setdefault((row.total, row.ranks, row.engine), len(self._told))
-        )
+        process = (row.total, row.ranks, row.engine)
+        group.processes.append(self._processes.setdefault(process, len(self._processes)))
         for column, value in zip(group.columns.values(), row.values.values(), strict=True):
             column.append(value)
         self._count += 1
@@ -101,23 +116,25 @@ class Figures:
         return self._count
 
     def __iter__(self) -> Iterator[MetricsRow]:
-        """In the order of the journal; one row at a time is made again."""
-        told, groups = list(self._told), list(self._groups.values())
+        """Rows in the order of the journal; each is made anew when it is asked for."""
+        processes, groups = list(self._processes), list(self._groups.values())
+
+        # For each row of the journal, the group that has it, and its place there.
         owner, place = np.empty(self._count, np.int64), np.empty(self._count, np.int64)
         for index, group in enumerate(groups):
             numbers = np.array(group.number)
-            owner[numbers], place[numbers] = index, np.arange(len(numbers))
+            owner[numbers] = index
+            place[numbers] = np.arange(len(numbers))
         for index, at in zip(owner, place, strict=True):
-            yield _row(groups[index], int(at), told)
+            yield _row(groups[index], int(at), processes)
 
     def of_step(self, step: int) -> list[MetricsRow]:
         """The rows of `step`, in the order of the journal."""
-        told = list(self._told)
-        found = [
-            (group.number[at], _row(group, int(at), told))
-            for group in self._groups.values()
-            for at in np.flatnonzero(np.array(group.steps) == step)
-        ]
+        processes = list(self._processes)
+        found: list[tuple[int, MetricsRow]] = []
+        for group in self._groups.values():
+            places = np.flatnonzero(np.array(group.steps) == step).tolist()
+            found += [(group.number[at], _row(group, at, processes)) for at in places]
         return [row for _, row in sorted(found, key=lambda each: each[0])]
 
     def begins(self) -> dict[int, int]:
@@ -132,34 +149,32 @@ class Figures:
         return found
 
     def names(self) -> list[str]:
-        """Of all figures, in the order in which they came."""
+        """Names of all figures, in the order of appearance."""
         return list(self._with)
 
     def points(self, name: str, first: First, replaced: bool) -> Points:
-        """Of the steps that count, or with `replaced` of those that a later attempt did again."""
-        parts: list[
-            tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]
-        ] = []
+        """One figure at the steps that count, or with `replaced` at those that a later attempt did again."""
+        numbers, steps, values = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
         for group in self._with.get(name, ()):
             wanted = group.replaced(first) == replaced
-            columns = (group.number, group.steps, group.columns[name])
-            numbers, steps, values = (np.array(column)[wanted] for column in columns)
-            parts.append((numbers, steps, values))
-        if not parts:
-            return Points(np.zeros(0, np.int64), np.zeros(0))
-        numbers, steps, values = (np.concatenate(each) for each in zip(*parts, strict=True))
-        order = np.argsort(numbers)
-        return Points(steps[order], values[order])
+            numbers.append(np.array(group.number)[wanted])
+            steps.append(np.array(group.steps)[wanted])
+            values.append(np.array(group.columns[name])[wanted])
+        order = np.argsort(np.concatenate(numbers))
+        return Points(np.concatenate(steps)[order], np.concatenate(values)[order])
 
 
 class SeriesOf(Mapping[str, Points]):
     """Metric name -> its points, made when they are asked for."""
 
     def __init__(self, figures: Figures, first: First, replaced: bool) -> None:
-        self._figures, self._first, self._replaced = figures, first, replaced
+        self._figures = figures
+        self._first = first
+        self._replaced = replaced
 
     def __getitem__(self, name: str) -> Points:
-        if not (found := self._figures.points(name, self._first, self._replaced)):
+        found = self._figures.points(name, self._first, self._replaced)
+        if not found:
             raise KeyError(name)
         return found
 
@@ -170,6 +185,6 @@ class SeriesOf(Mapping[str, Points]):
         return sum(1 for _ in self)
 
 
-def _row(group: _Group, at: int, told: list[tuple[int | None, int | None, str]]) -> MetricsRow:
+def _row(group: _Group, at: int, processes: list[Process]) -> MetricsRow:
     values = {name: column[at] for name, column in group.columns.items()}
-    return MetricsRow(group.attempts[at], group.steps[at], values, *told[group.told[at]])
+    return MetricsRow(group.attempts[at], group.steps[at], values, *processes[group.processes[at]])

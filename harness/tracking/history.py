@@ -1,7 +1,11 @@
-"""What happened in a run, from its journal and its folder: the one reader behind every report and replay. Torch-free.
+"""What happened in a run, read from its folder: the one reader behind every report and replay. Torch-free.
 
-A rollback makes steps run again under the next attempt. Both attempts' rows stand in the journal; those that a later
-attempt replaced are told apart here.
+A rollback makes steps run again under the next attempt, and the journal keeps the rows of both. `RunHistory` tells them
+apart: a step of an attempt counts unless a later attempt began at or before it. `series` and `points` have the steps
+that count; `abandoned` has those that a rollback discarded.
+
+Somebody else may have written the folder. So text is made fit to be shown (`errors.shown`) and cut to a bounded length,
+and fields that readers rely on have their types, or are not there.
 """
 
 from __future__ import annotations
@@ -20,26 +24,27 @@ import numpy.typing as npt
 from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES, SLOT_ROWS
 from harness.core.files import MAX_LARGE, read_mapping
+from harness.tracking.existing import LOSS, first_step
 from harness.tracking.figures import Figures, MetricsRow, Points, SeriesOf
 from harness.tracking.journal import JOURNAL, read_rows, require_run
 from harness.tracking.slot_file import SlotSteps, rewritten
-from harness.tracking.standing import LOSS, first_step
 
 SWITCHED = "precision.switched"
 BYTES = "nats per byte"
 """The unit of losses that are shown in bits per byte, too."""
 TOKENS = "nats per token"
 OWN_LOOP = "own"
-"""Value of the tag `loop` where somebody else's loop trained, whose loss may be anything."""
+"""Value of the tag `loop` in a run of the user's own loop, whose loss may be anything."""
 _OF_A_LAYER, _OF_A_RUNG = ("module", "precision", "backend"), ("rung", "reason")
 _DIGITS = 6
 _BEGINS = ("run.resumed", "run.started_from", "guard.rollback")
-"""Events after which steps are done, perhaps again, under the recipe of the process that wrote them."""
+"""Events after which steps are executed, perhaps again, under the recipe of the process that wrote them."""
 MAX_TEXT = 4000
 """Characters of a text in a run folder that are shown."""
 MOST_LOST = 1 << 20
+"""Most missing steps that are listed."""
 _MAX_DEPTH = 16
-# Of an event: fields that readers rely on.
+# Fields of an event that readers rely on, by type.
 _TEXTS, _NUMBERS = ("text", "reason", "path", "lowered"), ("to_step", "window")
 _LISTS: Mapping[str, type] = {"demote": str, "promote": str, "passed_over": int}
 Series = Mapping[int, float]
@@ -47,7 +52,12 @@ Demotions = list[tuple[str, int, int | None]]
 
 
 class Returned(NamedTuple):
-    """One rollback: decided in `attempt`, back to `to_step`, passing over the windows in `passed_over`."""
+    """One rollback.
+
+    attempt: the attempt that it ended.
+    to_step: the step of the checkpoint that it went back to.
+    passed_over: windows that the next attempt skips.
+    """
 
     attempt: int
     to_step: int
@@ -55,8 +65,12 @@ class Returned(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Steps that were done under one recipe: those after `after`. recipe: as the config names it. sha256: of its
-    contents; empty where the journal does not say."""
+    """Steps that were executed under one recipe.
+
+    after: the step before the first of them.
+    recipe: as the config names it.
+    sha256: of the recipe's contents; empty if the journal does not say.
+    """
 
     after: int
     recipe: str
@@ -65,11 +79,14 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class RunHistory:
-    """rows, events: of the journal, in order. run: tags, params and data of its "run" rows. plan, outcome: the JSON
-    files, empty if there are none. begun: where each start, and each way back, began to do steps, in order.
+    """A run as its folder tells it.
 
-    Somebody else may have written all of it: text is fit to be shown (`errors.shown`) and of bounded length, and fields
-    that readers rely on are of their types, or not there.
+    rows: the journal's metrics rows, in order.
+    events: the journal's events, in order.
+    run: tags, params and data of its "run" rows; later rows replace earlier ones.
+    plan: plan.json; empty if there is none.
+    outcome: outcome.json; empty if there is none.
+    begun: where each start and each rollback began to execute steps, in order.
     """
 
     run_dir: Path
@@ -92,26 +109,20 @@ class RunHistory:
         started = False
         for row in read_rows(run_dir / JOURNAL):
             if row["kind"] == "metrics":
-                if (
-                    started
-                ):  # a start that says nothing of where it goes on begins with its first figures
+                # A start without an event on where it goes on begins with its first figures.
+                if started:
                     begun.append(_stretch(max(row["step"] - 1, 0), run))
                     started = False
-                ranks, engine = (
-                    str(run["tags"].get("ranks"))[:_DIGITS],
-                    str(run["tags"].get("engine", "")),
-                )
-                total = run["params"].get("train.steps")
-                total = total if type(total) is int else None
-                told = (total, int(ranks) if ranks.isdecimal() else None, engine)
-                rows.add(MetricsRow(row["attempt"], row["step"], row["metrics"], *told))
+                rows.add(_metrics_row(row, run))
             elif row["kind"] == "event":
-                events.append(event := _event(row))
+                event = _event(row)
+                events.append(event)
                 if event["code"] in _BEGINS and "step" in event:
                     begun.append(_stretch(event.get("to_step", event["step"]), run))
                     started = False
             elif row["kind"] == "run":
-                end, started = {}, True
+                end = {}
+                started = True
                 for part in run:
                     run[part] |= _fit(row.get(part, {}))
             elif row["kind"] == "end":
@@ -122,36 +133,38 @@ class RunHistory:
 
     @cached_property
     def lost(self) -> list[int]:
-        """Steps of the run that have no figures; none in a loop that is not ours, which tells of what it likes."""
-        known = self.series.get(LOSS)
-        if not known or self.of_own_loop:
+        """Steps of the run without figures; empty for a loop of the user's own, which logs the steps that it likes."""
+        points = self.series.get(LOSS)
+        if not points or self.of_own_loop:
             return []
-        there = known.steps
-        if (thrown := self.abandoned.get(LOSS)) is not None:
-            there = np.union1d(there, thrown.steps)
-        first, last = first_step(self.run_dir) or int(known.steps[0]), int(known.steps[-1])
-        if last - len(there) > MOST_LOST:  # nobody counts those of a step that somebody made up
+        there = points.steps
+        if (abandoned := self.abandoned.get(LOSS)) is not None:
+            there = np.union1d(there, abandoned.steps)
+        first = first_step(self.run_dir) or int(points.steps[0])
+        last = int(points.steps[-1])
+        # A made-up step number would make a list without end.
+        if last - len(there) > MOST_LOST:
             return []
         return np.setdiff1d(np.arange(first, last + 1), there, assume_unique=True).tolist()
 
     @property
     def of_own_loop(self) -> bool:
-        """Whether somebody else's loop trained: its loss may be anything, and no command of ours starts it."""
+        """Whether a loop of the user's own trained: its loss may be anything, and `harness train` cannot start it."""
         return self.run["tags"].get("loop") == OWN_LOOP
 
     @property
     def unit(self) -> str:
-        """What the losses are in; "loss" where nobody knows."""
+        """Unit of the losses; "loss" if it is not known."""
         return str(self.run["data"].get("unit", "loss" if self.of_own_loop else BYTES))
 
     @property
     def unigram(self) -> float | None:
-        """Bits per byte that the frequencies of the corpus's bytes alone give, where the losses compare with it."""
+        """Bits per byte of a model that knows only how often each byte occurs; None if losses have another unit."""
         return self._entropy("unigram_bits_per_byte") if self.unit == BYTES else None
 
     @property
     def unigram_nats(self) -> float | None:
-        """Nats per token that the frequencies of the corpus's tokens alone give, where the losses compare with it."""
+        """Nats per token of a model that knows only how often each token occurs; None if losses have another unit."""
         if self.unigram is not None:
             return self.unigram * math.log(2)
         return self._entropy("unigram_nats") if self.unit == TOKENS else None
@@ -165,7 +178,7 @@ class RunHistory:
         return rewritten(self.rows.begins())
 
     def replaced(self, attempt: int, step: int) -> bool:
-        """Whether a rollback threw this step away: a later attempt begins at or before it."""
+        """Whether a rollback discarded this step: a later attempt begins at or before it."""
         return step >= self._replaced_from(attempt)
 
     @cached_property
@@ -175,7 +188,7 @@ class RunHistory:
 
     @cached_property
     def abandoned(self) -> Mapping[str, Points]:
-        """The same for steps that a rollback threw away."""
+        """The same for steps that a rollback discarded."""
         return SeriesOf(self.rows, self._replaced_from, replaced=True)
 
     def points(self, name: str) -> Points:
@@ -183,9 +196,9 @@ class RunHistory:
         return self.rows.points(name, self._replaced_from, replaced=False)
 
     def stretches(self, step: int) -> list[Stretch]:
-        """The recipes under which the steps up to `step` were done, in order; a resume may have changed them.
+        """The recipes of the steps up to `step`, in order; a resume may have changed the recipe.
 
-        Steps that a rollback or a resume did again count as those of the last time.
+        A step that was executed again counts for the last time only.
         """
         found: list[Stretch] = []
         for each in self.begun:
@@ -197,20 +210,18 @@ class RunHistory:
     @property
     def switches(self) -> list[Mapping[str, Any]]:
         """Events that moved layers, of the steps that count."""
-        moves = (event for event in self.events if event["code"] == SWITCHED)
+        moves = [event for event in self.events if event["code"] == SWITCHED]
         return [event for event in moves if not self.replaced(event["attempt"], event["step"])]
 
     @property
     def rollbacks(self) -> list[Returned]:
-        """One for each attempt that ended in a rollback, in order; told twice, the last counts."""
-        told = {
-            event["attempt"]: Returned(
-                event["attempt"], event["to_step"], tuple(event.get("passed_over", ()))
-            )
-            for event in self.events
-            if event["code"] == "guard.rollback" and "to_step" in event
-        }
-        return [told[attempt] for attempt in sorted(told)]
+        """One for each attempt that ended in a rollback, in order. If an attempt has two events, the last counts."""
+        found: dict[int, Returned] = {}
+        for event in self.events:
+            if event["code"] == "guard.rollback" and "to_step" in event:
+                windows = tuple(event.get("passed_over", ()))
+                found[event["attempt"]] = Returned(event["attempt"], event["to_step"], windows)
+        return [found[attempt] for attempt in sorted(found)]
 
     def last(self, name: str) -> float | None:
         """The value of the highest step of a metric, None if it was never logged."""
@@ -219,31 +230,29 @@ class RunHistory:
 
     @cached_property
     def slot_steps(self) -> SlotSteps | None:
-        """Every step's FP8 figures; None where their file is lost or cannot be read: the journal has some of them."""
+        """Every step's FP8 figures. None if their file is lost or cannot be read; the journal has some of them."""
         return SlotSteps.of(self.run_dir)
 
     def slots(self, metric: str = "fp8_amax") -> list[str]:
-        """Slots with `<metric>/<slot>` figures, layer by layer in the plan's order, roles in the order of a step."""
+        """Slots with `<metric>/<slot>` figures: layers in the plan's order, roles in the order of a step."""
         prefix = f"{metric}/"
         if self.slot_steps is not None:
             names = list(self.slot_steps.names)
         else:
             names = [name.removeprefix(prefix) for name in self.series if name.startswith(prefix)]
-        order = {
-            bare(layer["module"]): place for place, layer in enumerate(self.plan.get("layers", ()))
-        }
+        layers = self.plan.get("layers", ())
+        order = {bare(layer["module"]): place for place, layer in enumerate(layers)}
         return sorted(names, key=lambda name: _slot_key(name, order))
 
     def expected_slots(self) -> set[str]:
-        """Bare names of the slots that the plan's FP8 layers must have, where their backend keeps amax state."""
+        """Bare names of the slots that the plan's FP8 layers must have, if their backend keeps amax state."""
         if not self.plan.get("keeps_amax"):
             return set()
-        return {
-            f"{bare(layer['module'])}.{role}"
-            for layer in self.plan.get("layers", ())
-            if layer["precision"] == "fp8"
-            for role in ROLES
-        }
+        slots: set[str] = set()
+        for layer in self.plan.get("layers", ()):
+            if layer["precision"] == "fp8":
+                slots |= {f"{bare(layer['module'])}.{role}" for role in ROLES}
+        return slots
 
     def demotions(self) -> Demotions:
         """(bare layer name, first step in BF16, first step back in FP8 or None), in order."""
@@ -259,21 +268,15 @@ class RunHistory:
         return spans
 
     def silent(self, slots: Iterable[str]) -> list[str]:
-        """Those of `slots` (bare names) whose amax never was over 0."""
-        if self.slot_steps is None:
-            prefix = "fp8_amax/"
-            named = {
-                bare(name.removeprefix(prefix)): name
-                for name in self.series
-                if name.startswith(prefix)
-            }
-            heard = {
-                slot
-                for slot, name in named.items()
-                if any(value > 0 for value in self.series[name].values())
-            }
-        else:
+        """Those of `slots` (bare names) whose amax was never over 0."""
+        if self.slot_steps is not None:
             heard = {bare(slot) for slot in self.slot_steps.heard()}
+        else:
+            heard: set[str] = set()
+            for name in self.series:
+                prefix, _, slot = name.partition("/")
+                if prefix == "fp8_amax" and any(value > 0 for value in self.series[name].values()):
+                    heard.add(bare(slot))
         return [slot for slot in slots if slot not in heard]
 
     def newest(
@@ -282,41 +285,60 @@ class RunHistory:
         """({`fp8_<figure>/<slot>`: its last measured value at its step}, {slot: its last `count` amaxes})."""
         if self.slot_steps is not None:
             return self.slot_steps.newest(slots, count)
-        names = [f"{metric.key}/{slot}" for metric in SLOT_ROWS.values() for slot in slots]
+        # The file is lost: the journal's rows have the slots that were picked.
         last: dict[str, Series] = {}
-        for name in names:
-            measured = {
-                step: value
-                for step, value in self.series.get(name, {}).items()
-                if not math.isnan(value)
-            }
-            last[name] = {max(measured): measured[max(measured)]} if measured else {}
-        amaxes = {slot: self.series.get(f"fp8_amax/{slot}", {}) for slot in slots}
-        return last, {
-            slot: [values[step] for step in sorted(values)[-count:]]
-            for slot, values in amaxes.items()
-        }
+        for metric in SLOT_ROWS.values():
+            for slot in slots:
+                name = f"{metric.key}/{slot}"
+                points = self.series.get(name, {})
+                measured = [step for step, value in points.items() if not math.isnan(value)]
+                newest = max(measured, default=None)
+                last[name] = {} if newest is None else {newest: points[newest]}
+        amaxes: dict[str, list[float]] = {}
+        for slot in slots:
+            points = self.series.get(f"fp8_amax/{slot}", {})
+            amaxes[slot] = [points[step] for step in sorted(points)[-count:]]
+        return last, amaxes
 
     def matrix(
         self, metric: str, slots: Sequence[str], columns: int | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """(steps [n], values [slots, n]) of `<metric>/<slot>`; NaN where a slot has no value at a step.
 
-        columns: neighbouring steps are joined by their largest value where there are more.
+        columns: if there are more steps, neighbours are joined by their largest value; None: never.
         """
         if self.slot_steps is not None:
             figure = {each.key: name for name, each in SLOT_ROWS.items()}[metric]
             return self.slot_steps.joined(figure, slots, columns)
+
+        # The file is lost: fill a matrix from the journal's series.
         series = [self.series.get(f"{metric}/{slot}", {}) for slot in slots]
         steps = sorted(set().union(*series))
         places = {step: place for place, step in enumerate(steps)}
         values = np.full((len(slots), len(steps)), np.nan)
         for row, points in enumerate(series):
             values[row, [places[step] for step in points]] = list(points.values())
+
+        # Join neighbours; padding makes the last group whole.
         each = 1 if columns is None else max(1, -(-len(steps) // columns))
         values = np.pad(values, ((0, 0), (0, -len(steps) % each)), constant_values=np.nan)
-        joined = np.fmax.reduce(values.reshape(len(slots), -1, each), axis=2) if steps else values
-        return np.array(steps[::each], dtype=np.int64), joined
+        if steps:
+            values = np.fmax.reduce(values.reshape(len(slots), -1, each), axis=2)
+        return np.array(steps[::each], dtype=np.int64), values
+
+
+def _metrics_row(row: Mapping[str, Any], run: Mapping[str, Mapping[str, Any]]) -> MetricsRow:
+    """A row with the ranks, engine and length that its process had, from the "run" row before it."""
+    ranks = str(run["tags"].get("ranks"))[:_DIGITS]
+    total = run["params"].get("train.steps")
+    return MetricsRow(
+        row["attempt"],
+        row["step"],
+        row["metrics"],
+        total if type(total) is int else None,
+        int(ranks) if ranks.isdecimal() else None,
+        str(run["tags"].get("engine", "")),
+    )
 
 
 def _stretch(after: int, run: Mapping[str, Mapping[str, Any]]) -> Stretch:
@@ -336,32 +358,32 @@ def split_slot(slot: str) -> tuple[str, str]:
 
 
 def _slot_key(slot: str, order: Mapping[str, int]) -> tuple[Any, ...]:
+    """Sorts slots by the plan's order of layers, then by name with numbers as numbers, then by role."""
     layer, role = split_slot(slot)
-    natural = [
-        (0, int(part), "") if part.isdecimal() and len(part) < MAX_TEXT else (1, 0, part)
-        for part in layer.split(".")
-    ]
-    return (
-        order.get(bare(layer), len(order)),
-        natural,
-        ROLES.index(role) if role in ROLES else len(ROLES),
-        role,
-    )
+    natural: list[tuple[int, int, str]] = []
+    for part in layer.split("."):
+        is_number = part.isdecimal() and len(part) < MAX_TEXT
+        natural.append((0, int(part), "") if is_number else (1, 0, part))
+    place = order.get(bare(layer), len(order))
+    role_place = ROLES.index(role) if role in ROLES else len(ROLES)
+    return place, natural, role_place, role
 
 
 def _fit(value: Any, depth: int = 0) -> Any:
-    """Text that can be shown, none of it longer than MAX_TEXT."""
+    """The value with text that can be shown, none of it longer than MAX_TEXT, and bounded nesting."""
     if isinstance(value, str):
         return shown(clipped(value, MAX_TEXT))
     if isinstance(value, dict | list) and depth == _MAX_DEPTH:
         return "..."
     if isinstance(value, dict):
         return {_fit(name): _fit(item, depth + 1) for name, item in value.items()}
-    return [_fit(item, depth + 1) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_fit(item, depth + 1) for item in value]
+    return value
 
 
 def _event(row: Mapping[str, Any]) -> dict[str, Any]:
-    """An event without the fields that are of another type than theirs; a move of layers has both of its lists."""
+    """An event without fields of a wrong type; an event that moves layers has both of its lists."""
     event = _fit(row)
     wrong = [name for name in _TEXTS if not isinstance(event.get(name, ""), str)]
     wrong += [name for name in _NUMBERS if type(event.get(name, 0)) is not int]
@@ -371,40 +393,37 @@ def _event(row: Mapping[str, Any]) -> dict[str, Any]:
             wrong.append(name)
     for name in wrong:
         del event[name]
-    return {"demote": [], "promote": []} | event if event["code"] == SWITCHED else event
+    if event["code"] == SWITCHED:
+        event = {"demote": [], "promote": []} | event
+    return event
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
-    """plan.json with the layers and rungs that are described as they should be; empty if it is no plan."""
+    """plan.json, with those layers and rungs that have what readers rely on; empty if it is no plan."""
     plan = _fit(read_mapping(path, MAX_LARGE))
     layers, rungs, notes = (plan.get(key, []) for key in ("layers", "rungs", "notes"))
     lists = all(isinstance(each, list) for each in (layers, rungs, notes))
     if not lists or "layers" not in plan or not _has_texts(plan, ("requested", "resolved")):
         return {}
-    texts = {key: str(plan.get(key, "?")) for key in ("recipe", "recipe_sha256", "tier")}
-    whole = {"kind": "", "reason": "", "shape": []}
-    described = [
-        whole | layer
-        for layer in layers
-        if isinstance(layer, dict) and _has_texts(layer, _OF_A_LAYER)
-    ]
-    return (
-        plan
-        | texts
-        | {
-            "layers": [
-                layer
-                for layer in described
-                if _has_texts(layer, ("kind", "reason")) and isinstance(layer["shape"], list)
-            ],
-            "rungs": [
-                {"taken": False} | rung
-                for rung in rungs
-                if isinstance(rung, dict) and _has_texts(rung, _OF_A_RUNG)
-            ],
-            "notes": [str(note) for note in notes],
-        }
-    )
+
+    for key in ("recipe", "recipe_sha256", "tier"):
+        plan[key] = str(plan.get(key, "?"))
+
+    plan["layers"] = []
+    for layer in layers:
+        if not isinstance(layer, dict) or not _has_texts(layer, _OF_A_LAYER):
+            continue
+        whole = {"kind": "", "reason": "", "shape": []} | layer
+        if _has_texts(whole, ("kind", "reason")) and isinstance(whole["shape"], list):
+            plan["layers"].append(whole)
+
+    plan["rungs"] = []
+    for rung in rungs:
+        if isinstance(rung, dict) and _has_texts(rung, _OF_A_RUNG):
+            plan["rungs"].append({"taken": False} | rung)
+
+    plan["notes"] = [str(note) for note in notes]
+    return plan
 
 
 def _has_texts(described: Mapping[str, Any], keys: Iterable[str]) -> bool:

@@ -1,7 +1,22 @@
-"""The journal: an append-only JSONL file that is the truth about a run.
+"""The journal: an append-only JSONL file, and the record of a run. Torch-free.
 
-One row is one line of strict JSON, written by one `os.write` on an O_APPEND descriptor, so that a kill -9 loses no
-finished row and tears at most the last. MLflow, the report and `harness inspect` are all derived from it.
+Why there is one record. A run's figures are wanted in many places: MLflow, the report, `harness inspect`, `explain`,
+`replay`. Each of these can be away or full or broken while the run trains, and none of them may stop it. So the trainer
+writes to one place that is always there, its own disk. Everything else is derived from that file later, and again
+whenever it is lost:
+
+    train_step -> Journal -> journal.jsonl -> shipper -> MLflow
+                                           -> RunHistory -> report.html, inspect, explain, replay
+                                           -> ExistingRows -> a resume that writes no row twice
+
+What makes a file fit to be the record:
+
+- One row is one line of strict JSON, written by one `os.write` on an O_APPEND descriptor. A kill -9 loses no finished
+  row, and tears at most the last one. The next start cuts the torn row off.
+- Rows are never changed. A rollback raises `attempt` and writes the steps again; readers decide which attempt counts.
+- A reader's progress is a byte offset (`Position`). The shipper can be killed and started again, anywhere.
+- A disk that fails costs rows and not the run: rows wait in memory, and a row that is lost is counted.
+- A reader trusts nothing in it. A line that is no row is skipped, and set aside before a later row is delivered.
 """
 
 from __future__ import annotations
@@ -13,7 +28,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,15 +36,16 @@ from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match, some
 from harness.core.files import read_json, write_json
-from harness.tracking.standing import StandingRows
+from harness.tracking.existing import ExistingRows
 
 
 class RowClock:
-    """Seconds since 1970 that never go back, because MLflow orders a history by them and not by step.
+    """Seconds since 1970 that never go back: MLflow orders a metric's history by time, not by step.
 
-    The machine's clock may be set, by NTP or by hand, in mid-run: rows then keep the time they would have had. The
-    time that a machine sleeps is counted. not_before: the last row of an earlier process; where the clock is behind
-    it, rows go on from there.
+    The machine's clock may be set, by NTP or by hand, in mid-run. Rows then keep the time that they would have had.
+    Time in which the machine sleeps counts.
+
+    not_before: time of the last row of an earlier process. If the machine's clock is behind it, rows go on from there.
     """
 
     def __init__(self, not_before: float = 0.0) -> None:
@@ -48,21 +64,26 @@ POSITION = "shipper.json"
 SET_ASIDE = "journal.damaged"
 CHUNK = 256 * 1024
 """Bytes of a journal that are delivered at once."""
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_SPELLED = (b'NaN"', b'Infinity"')
+MAX_ROW = 16 << 20
+"""Largest row in bytes. A step's FP8 statistics take 100 bytes each, 18 of them a layer."""
 TAIL = 64 * 1024
-_HEADS: Mapping[str, Mapping[str, type]] = {
+"""Bytes read at once when the last newline is looked for."""
+
+# Strict JSON has no NaN or infinity: they are written as these strings.
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE_ENDS = (b'NaN"', b'Infinity"')
+
+# Fields that readers rely on, by kind of row, with their types.
+_FIELDS: Mapping[str, Mapping[str, type]] = {
     "metrics": {"step": int, "attempt": int, "metrics": dict},
     "event": {"step": int, "attempt": int, "code": str},
     "end": {"status": str},
     "artifact": {"path": str},
     "checkpoint": {"step": int, "state": str},
 }
-_SAVED: Mapping[str, type] = {"path": str, "metrics": dict, "attempt": int}
+_FIELDS_IF_SAVED: Mapping[str, type] = {"path": str, "metrics": dict, "attempt": int}
 _MAPPINGS = ("tags", "params", "data", "where")
-MAX_ROW = 16 << 20
-"""Bytes of a row. A step's FP8 statistics take a hundred bytes each, 18 for a layer."""
-# Seconds since 1970, in the year 9999: what no date can be made of is no time.
+# The year 9999, in seconds since 1970. A later time cannot become a date.
 _LAST_TIME = 253_370_764_800
 # `kind` is every row's first key.
 _METRICS_LINE = b'{"kind": "metrics"'
@@ -72,26 +93,30 @@ _HEAD = re.compile(
 
 
 def encode(row: Mapping[str, Any]) -> bytes:
-    """One line, newline included. Numbers of numpy kind become Python's; anything else unknown becomes text."""
+    """One line, newline included. NumPy's numbers become Python's; any other unknown type becomes text."""
     try:
         text = json.dumps(row, allow_nan=False, default=_plain)
     except ValueError:
+        # Rare: a number that is not finite. Only then is the row walked through in Python.
         text = json.dumps(
-            _spelled(row), allow_nan=False, default=lambda value: _spelled(_plain(value))
+            _spell_out(row), allow_nan=False, default=lambda value: _spell_out(_plain(value))
         )
     return text.encode() + b"\n"
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The row in `line`, or None where it is no complete JSON object, or none that its readers can rely on; one over
-    MAX_ROW is not parsed.
+    """The row in `line`. None if it is no complete JSON object, or no row that readers can rely on.
+
+    A line over MAX_ROW is not parsed.
     """
     if len(line) > MAX_ROW:
         return None
     try:
         row = json.loads(line)
-        spelled = any(name in line for name in _SPELLED)
-        row = (_restored(row) if spelled else row) if isinstance(row, dict) else {}
+        if not isinstance(row, dict):
+            return None
+        if any(end in line for end in _NON_FINITE_ENDS):
+            row = _parse_non_finite(row)
     except (ValueError, RecursionError):
         return None
     return row if _is_row(row) else None
@@ -100,25 +125,32 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def read_rows(
     path: Path, end: int | None = None, metrics: bool = True, since: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a journal in order, up to byte `end`. metrics: else their rows, nearly all of a file, are left unread.
-    since: of metrics rows of earlier steps only kind, step, attempt and time are read, and given.
+    """Rows of a journal in order, up to byte `end`.
 
-    A torn last line, lines damaged by a dying disk and lines over MAX_ROW are passed over.
+    metrics: whether to read metrics rows, which are nearly all of a file.
+    since: of metrics rows before this step, give only kind, step, attempt and time.
+
+    A torn last line, lines that a dying disk damaged, and lines over MAX_ROW are skipped.
     """
     with path.open("rb") as lines:
-        while (end is None or lines.tell() < end) and (line := lines.readline(MAX_ROW)):
-            if not line.startswith(_METRICS_LINE):
+        while end is None or lines.tell() < end:
+            line = lines.readline(MAX_ROW)
+            if not line:
+                return
+            row = None
+            if line.startswith(_METRICS_LINE):
+                if not metrics:
+                    continue
+                # A resume reads a long journal for its last few steps: parsing all figures would take minutes.
+                row = _head(line, since) if since else None
+            if row is None:
                 row = decode(line)
-            elif not metrics:
-                continue
-            else:
-                row = (_head(line, since) if since else None) or decode(line)
             if row is not None:
                 yield row
 
 
 def _head(line: bytes, since: int) -> dict[str, Any] | None:
-    """The head of a metrics row of a step before `since`, as this writer puts it; None for any other line."""
+    """The head of a metrics row of a step before `since`, as `Journal` writes it; None for any other line."""
     found = _HEAD.match(line)
     if found is None or int(found[1]) >= since or not line.endswith(b"}\n"):
         return None
@@ -129,33 +161,39 @@ def _head(line: bytes, since: int) -> dict[str, Any] | None:
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    """Whether readers can rely on the row's head; what some other program wrote is passed over."""
+    """Whether readers can rely on the row: another program may have written it."""
     kind = row.get("kind")
-    if not isinstance(kind, str) or not all(
-        _is_count(row[name]) for name in ("step", "attempt") if name in row
-    ):
+    if not isinstance(kind, str):
         return False
-    head = _HEADS.get(kind, {})
+
+    # What any row may have: step, attempt and time.
+    for name in ("step", "attempt"):
+        if name in row and not _is_count(row[name]):
+            return False
+    seconds = row.get("time", 0.0)
+    if not isinstance(seconds, float | int) or not 0 <= seconds < _LAST_TIME:
+        return False
+
+    # What a row of this kind must have.
+    fields = _FIELDS.get(kind, {})
     if kind == "checkpoint" and row.get("state") == "saved":
-        head = {**head, **_SAVED}
-    metrics = row.get("metrics")
-    metrics = metrics if "metrics" in head and isinstance(metrics, dict) else {}
-    return (
-        isinstance(row.get("time", 0.0), float | int)
-        and 0 <= row.get("time", 0.0) < _LAST_TIME
-        and all(isinstance(row.get(name), of) for name, of in head.items())
-        and (
-            kind not in ("run", "tags")
-            or all(isinstance(row.get(name, {}), dict) for name in _MAPPINGS)
-        )
-        and (
-            set(map(type, metrics.values())) <= {float}
-            or all(
-                isinstance(value, float) or _is_count(value, -(1 << 63))
-                for value in metrics.values()
-            )
-        )
-    )
+        fields = {**fields, **_FIELDS_IF_SAVED}
+    for name, of in fields.items():
+        if not isinstance(row.get(name), of):
+            return False
+    if kind in ("run", "tags"):
+        for name in _MAPPINGS:
+            if not isinstance(row.get(name, {}), dict):
+                return False
+    return "metrics" not in fields or _are_figures(row["metrics"].values())
+
+
+def _are_figures(values: Collection[Any]) -> bool:
+    """Whether all values are numbers: floats, or integers of 64 bits."""
+    # Nearly every row has floats alone, and this is the fastest way to see it.
+    if set(map(type, values)) <= {float}:
+        return True
+    return all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in values)
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
@@ -165,7 +203,7 @@ def _is_count(value: Any, least: int = 0) -> bool:
 def rows_after(
     journal: Path, offset: int, end: int | None = None
 ) -> tuple[list[tuple[dict[str, Any], int]], int, list[bytes]]:
-    """Finished rows from byte `offset` on, about CHUNK bytes of them or those up to `end`, for delivery.
+    """Finished rows from byte `offset` on, for delivery: about CHUNK bytes of them, or those up to `end`.
 
     Returns (rows, each with the offset behind it; the offset behind all lines read; lines that are no rows).
     """
@@ -175,7 +213,7 @@ def rows_after(
         file.seek(offset)
         data = file.read(CHUNK if end is None else end - offset)
         if end is None and len(data) == CHUNK:
-            data += file.readline()
+            data += file.readline()  # a row that begins in this chunk is read to its end
     rows: list[tuple[dict[str, Any], int]] = []
     strange: list[bytes] = []
     for line in data.split(b"\n")[:-1]:
@@ -189,7 +227,7 @@ def rows_after(
 
 
 def set_aside(run_dir: Path, lines: Sequence[bytes]) -> int:
-    """Keep lines that are no rows in the file SET_ASIDE, each once however often they are given; how many it has."""
+    """Add lines that are no rows to the file SET_ASIDE, each only once; returns how many lines the file has."""
     path = run_dir / SET_ASIDE
     earlier = path.read_bytes().splitlines() if path.exists() else []
     there = set(earlier)
@@ -200,7 +238,7 @@ def set_aside(run_dir: Path, lines: Sequence[bytes]) -> int:
 
 
 def finished_size(path: Path) -> int:
-    """Bytes of a journal up to its last newline: what follows is a row that was never finished."""
+    """Bytes of a journal up to its last newline. What follows is a row that was never finished."""
     with path.open("rb") as file:
         at = file.seek(0, os.SEEK_END)
         while at > 0:
@@ -218,31 +256,40 @@ def _plain(value: Any) -> Any:
     return tolist() if callable(tolist) else str(value)
 
 
-def _spelled(value: Any) -> Any:
+def _spell_out(value: Any) -> Any:
+    """The value with strings in place of numbers that are not finite."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(name): _spelled(item) for name, item in value.items()}
+        return {str(name): _spell_out(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_spelled(item) for item in value]
+        return [_spell_out(item) for item in value]
     return value
 
 
-def _restored(value: Any) -> Any:
+def _parse_non_finite(value: Any) -> Any:
+    """The inverse of `_spell_out`."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {name: _restored(item) for name, item in value.items()}
+        return {name: _parse_non_finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_restored(item) for item in value]
+        return [_parse_non_finite(item) for item in value]
     return value
 
 
 @dataclass
 class Position:
-    """run_id: MLflow's, None until it exists. offset: journal bytes delivered. key: finds a run created just before a
-    kill, whose id was never written down. experiment_id: MLflow's, for links. store: the address of the store that has
-    so much, without secrets."""
+    """How far MLflow has the journal; kept in `shipper.json`.
+
+    run_id: MLflow's id of the run; None until it exists.
+    offset: bytes of the journal that are delivered.
+    key: a tag of the MLflow run. It finds a run that was created just before a kill, whose id was never written down.
+    experiment_id: MLflow's id of the experiment, for links.
+    store: address, without secrets, of the store that has these bytes.
+    """
 
     run_id: str | None = None
     offset: int = 0
@@ -264,11 +311,16 @@ class Position:
             )
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
+
+        # The file may be damaged: use it only if every field has its type.
         ids = (position.run_id, position.experiment_id, position.store)
-        texts = isinstance(position.key, str) and all(isinstance(each, str | None) for each in ids)
-        if not texts or type(position.offset) is not int or position.offset < 0:
+        are_texts = isinstance(position.key, str) and all(
+            isinstance(each, str | None) for each in ids
+        )
+        if not are_texts or type(position.offset) is not int or position.offset < 0:
             return cls()
-        # After a power cut the journal may be shorter than what was delivered of it. To send a row again is harmless.
+
+        # After a power cut the journal may be shorter than what was delivered of it. Sending a row again is harmless.
         if not _ends_a_row(run_dir / JOURNAL, position.offset):
             position.offset = 0
         return position
@@ -279,9 +331,9 @@ class Position:
 
 
 def run_page(run_dir: Path) -> str:
-    """Where the run is in MLflow's pages, behind the server's address; empty while it is nowhere.
+    """Path of the run's page on an MLflow server, to append to its address; empty before the first delivery.
 
-    The page opens for training and not for GenAI, which a browser does that was never told otherwise.
+    workflowType opens the page for training. Without it, a browser opens MLflow's page for GenAI.
     """
     position = Position.load(run_dir)
     if position.run_id is None or position.experiment_id is None:
@@ -304,14 +356,15 @@ def tracking_uri(environment: Mapping[str, str] = os.environ, folder: Path | Non
 
 
 def misplaced(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
-    """Why the SQLite file of `tracking_uri` would not be where it says, empty if it will be.
+    """Why the SQLite file of `tracking_uri` would not be at the path that it names; empty if it would be.
 
-    In such an address a ? begins settings and a % a character's number, whatever the library's version makes of them.
+    In such an address a ? begins settings, and a % begins the number of a character. Versions of the library differ in
+    how they read them.
     """
+    if environment.get("MLFLOW_TRACKING_URI"):
+        return ""
     here = str((folder or Path.cwd()).resolve())
-    found = (
-        [] if environment.get("MLFLOW_TRACKING_URI") else [each for each in "?%" if each in here]
-    )
+    found = [each for each in "?%" if each in here]
     if not found:
         return ""
     return f"its path has a {' and a '.join(found)}, which means something else in the address of a database"
@@ -351,11 +404,14 @@ def require_run(run_dir: Path) -> Path:
 class Journal:
     """Writer of one run's `journal.jsonl`; implements `core.protocols.Tracker`.
 
-    attempt: raised by a rollback, part of every row. resume_step: first step that is executed again; rows that
-    already stand for it and later are not written twice (see `StandingRows`). Errors of the disk are never raised into
-    training: rows wait in memory, `patience` bytes of them at most, and are written in order once that works again,
-    followed by an event `journal.late`, or `journal.dropped` where some had no place. Times of rows never go back, even
-    if the machine's clock does.
+    attempt: part of every row; a rollback raises it.
+    resume_step: first step that is executed again. Rows that the journal has already for it and for later steps are not
+        written twice (see `ExistingRows`).
+    existing_attempt: highest attempt in the journal of a resume.
+    patience: bytes of rows that may wait in memory.
+
+    Errors of the disk are never raised into training. Rows wait in memory and are written in order once the disk works
+    again, followed by an event `journal.late`, or `journal.dropped` if some rows had no room in memory.
     """
 
     patience = 64 << 20
@@ -365,8 +421,12 @@ class Journal:
         self.attempt = attempt
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._lost = self._late = self._told = 0
+        # Rows lost, those of them that an event has reported, and rows that were written late since the last event.
+        self._lost = 0
+        self._reported = 0
+        self._late = 0
         self._failed_syncs = 0
+        # Size of the file before a row of which only a part was written.
         self._torn: int | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -382,11 +442,11 @@ class Journal:
                     fix="check that the run folder is writable",
                 )
             ) from error
-        self._standing = StandingRows()
+        self._existing = ExistingRows()
         if resume_step is not None:
-            self._standing = StandingRows.index(read_rows(path, since=resume_step - 1), resume_step)
-        self.standing_attempt = self._standing.attempt
-        self._now = RowClock(self._standing.latest)
+            self._existing = ExistingRows.index(read_rows(path, since=resume_step - 1), resume_step)
+        self.existing_attempt = self._existing.attempt
+        self._now = RowClock(self._existing.latest)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of `metrics` for `step`; values keep full precision, NaN and infinities included."""
@@ -398,19 +458,21 @@ class Journal:
             "time": self._now(),
             "metrics": values,
         }
-        seen = self._standing.metrics(self.attempt, int(step), values)
-        if seen.same:
+        compared = self._existing.metrics(self.attempt, int(step), values)
+        if compared.same:
             return
-        if seen.mismatch is None:
+        if compared.mismatch is None:
             self._write(row)
             return
+
+        # The resume did not give the same bits. The row says so; one event reports the first of them.
         self._write(row | {"replay": "differs"})
-        if seen.report:
-            self.event(step, "resume.mismatch", **seen.mismatch)
+        if compared.report:
+            self.event(step, "resume.mismatch", **compared.mismatch)
 
     def event(self, step: int, code: str, **fields: Any) -> None:
         """One row for something that happened at `step`. `code` is a stable name such as `precision.demote`."""
-        if self._standing.event(self.attempt, int(step), code):
+        if self._existing.event(self.attempt, int(step), code):
             return
         head = {
             "kind": "event",
@@ -422,26 +484,27 @@ class Journal:
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
     def tell(self, step: int, code: str, text: str, **fields: Any) -> None:
-        """An event; a journal has no screen."""
+        """One event with a text. A screen would print it; a journal has none."""
         self.event(step, code, text=text, **fields)
 
     def note(self, kind: str, **fields: Any) -> None:
-        """One row of another kind.
+        """One row of another kind:
 
-        "run": tags, params, data; at each start and resume. "artifact": path, relative to the run folder.
-        "checkpoint": step, state ("saved" | "good" | "rolled back" | "deleted") and, if saved, path and metrics.
-        "end": status; the last row of a process.
+        run: tags, params, data; at each start and resume.
+        artifact: path, relative to the run folder.
+        checkpoint: step, state (saved | good | rolled back | deleted); if saved, path and metrics too.
+        end: status; the last row of a process.
         """
         head = {"kind": kind, "attempt": self.attempt, "time": self._now()}
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
     @property
     def dropped(self) -> int:
-        """Rows that the disk has refused: those that had no place in memory, and those that still wait there."""
+        """Rows that are not on disk: those that had no room in memory, and those that still wait there."""
         return self._lost + len(self._waiting)
 
     def flush(self) -> None:
-        """Everything logged so far is on disk (fsync). A disk that fails is not raised but reported like a lost row."""
+        """Bring everything logged so far to the disk (fsync). A disk that fails is reported like a lost row."""
         self._catch_up()
         try:
             os.fsync(self._fd)
@@ -469,51 +532,63 @@ class Journal:
     def _write(self, row: Mapping[str, Any]) -> None:
         line = encode(row)
         self._catch_up()
-        if self._waiting or not self._append(line):
-            if self._waiting_bytes + len(line) > self.patience:
-                self._lost += 1
-                return
-            self._waiting.append(line)
-            self._waiting_bytes += len(line)
-            self._late += 1
-        elif self._late or self._lost > self._told or self._failed_syncs:
-            lost = self._lost - self._told
-            trouble = {
-                "code": "journal.dropped" if lost or self._failed_syncs else "journal.late",
-                "rows": lost,
-                "total": self._lost,
-                "late": self._late,
-                "failed_syncs": self._failed_syncs,
-            }
-            head = {
-                "kind": "event",
-                "step": row.get("step", 0),
-                "attempt": self.attempt,
-                "time": self._now(),
-            }
-            if self._append(encode(head | trouble)):
-                self._told, self._late, self._failed_syncs = self._lost, 0, 0
+
+        # Rows keep their order: this one waits while an earlier one does.
+        written = not self._waiting and self._append(line)
+        if not written:
+            self._keep(line)
+        elif self._late or self._lost > self._reported or self._failed_syncs:
+            self._report_trouble(row.get("step", 0))
+
+    def _keep(self, line: bytes) -> None:
+        """Keep a row in memory until the disk works again; lost if there is no room."""
+        if self._waiting_bytes + len(line) > self.patience:
+            self._lost += 1
+            return
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        self._late += 1
+
+    def _report_trouble(self, step: int) -> None:
+        """The disk works again: one event on what it cost. If that fails too, the next row tries again."""
+        lost = self._lost - self._reported
+        event = {
+            "kind": "event",
+            "step": step,
+            "attempt": self.attempt,
+            "time": self._now(),
+            "code": "journal.dropped" if lost or self._failed_syncs else "journal.late",
+            "rows": lost,
+            "total": self._lost,
+            "late": self._late,
+            "failed_syncs": self._failed_syncs,
+        }
+        if self._append(encode(event)):
+            self._reported = self._lost
+            self._late = 0
+            self._failed_syncs = 0
 
     def _catch_up(self) -> None:
-        """Write what waits, in order, as far as the disk takes it."""
+        """Write the rows that wait, in order, as far as the disk takes them."""
         while self._waiting and self._append(self._waiting[0]):
             self._waiting_bytes -= len(self._waiting.popleft())
 
     def _append(self, line: bytes) -> bool:
+        """Write one row; False if the disk does not take all of it."""
         try:
-            self._take_back()
+            self._cut_torn_row()
             end = os.fstat(self._fd).st_size
             if os.write(self._fd, line) == len(line):
                 return True
-            # A disk that fills up in mid-row. If it does not even let go of the torn half, the next row tries first.
+            # The disk became full in mid-row. If the part cannot be cut off now, the next row tries that first.
             self._torn = end
-            self._take_back()
+            self._cut_torn_row()
         except OSError:
             pass
         return False
 
-    def _take_back(self) -> None:
-        """Cut off what stands of a row that did not get down whole, so that the next one starts on its own line."""
+    def _cut_torn_row(self) -> None:
+        """Cut off the part of a row that was written, so that the next row starts on a line of its own."""
         if self._torn is not None:
             os.ftruncate(self._fd, self._torn)
             self._torn = None

@@ -1,7 +1,13 @@
-"""From the journal to an MLflow run: metrics, tags, params and artifacts, and the view of charts that shows them.
+"""Carry a run's journal into an MLflow run: metrics, tags, params and artifacts, and a view of charts that shows them.
 
-A metric keeps its name (as far as MLflow's rules allow), its step and the journal's own timestamp. By these MLflow's
-SQL store recognises a row that is sent again, and drops it: delivery is at least once, the result exactly once.
+Delivery must survive kills and outages without losing a row or showing one twice. It takes three steps:
+
+1. Read the next rows behind `Position.offset`.
+2. Send them. A metric keeps its name (as far as MLflow's rules allow), its step, and the journal's own timestamp.
+3. Move the offset behind them, on disk.
+
+A kill between 2 and 3 sends rows again. MLflow's SQL store recognises a metric by name, step, time and value, and drops
+the second. So delivery is at least once, and the result is exactly once.
 
 Only the shipper's process imports this module, and with it mlflow.
 """
@@ -33,25 +39,28 @@ MAX_NAME = 250
 MAX_TAG = 8000
 MAX_PARAM = 6000
 LAST_EVENTS = 20
+MAX_EVENT = 400
 KEY_TAG = "harness.key"
+# MLflow's status for the journal's; any other is FAILED.
 STATUS = {"done": "FINISHED", "stopped": "KILLED"}
+# Errors of an upload that another try would not cure.
 NEVER_WORKS = (FileNotFoundError, PermissionError, NotADirectoryError)
 
 KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
-# Sections of charts in order, each with its figures.
+# Sections of the view in order, each with the figures that have a chart.
 _SECTIONS: Mapping[str, Sequence[str]] = {
     "train": ("loss", "grad_norm", "lr", "tokens_per_second"),
     "val": ("loss",),
     "guard": ("demoted_layers", "skipped", "rollbacks"),
     **{f"fp8/{role}": ("saturation_max", "amax_max", "sqnr_db_min") for role in ROLES},
 }
-# Sections that are closed at first: the series of single slots, `fp8_amax/<slot>` and so on.
+# Sections that are closed at first: series of single slots, such as `fp8_amax/<slot>`.
 _FOLDED = tuple(metric.key for metric in SLOT_ROWS.values())
 
 
 def arrange_charts(client: MlflowClient, experiment_id: str) -> None:
-    """Make the experiment one of training, unless somebody chose a kind, with a saved view that has loss first.
+    """Give the experiment the kind "training", unless it has a kind, and a saved view that has loss first.
 
     MLflow's own pages sort sections by name, which puts FP8 before loss.
     """
@@ -64,7 +73,7 @@ def arrange_charts(client: MlflowClient, experiment_id: str) -> None:
 
 
 def _view() -> dict[str, Any]:
-    """The view as MLflow's page keeps it. An amax spans powers of two: its chart has a log axis."""
+    """The view as MLflow's page saves it. An amax spans powers of two, so its charts have a log axis."""
     sections = [_section(name, display=True) for name in _SECTIONS]
     sections += [_section(name, display=False) for name in _FOLDED]
     charts: list[dict[str, Any]] = []
@@ -106,12 +115,14 @@ def metric_name(name: str) -> str:
 
 
 class Sink:
-    """One run's journal, carried to its run in an MLflow store, which is found by id, else by key, else created.
+    """Carries one run's journal to its run in an MLflow store.
+
+    The MLflow run is found by its id, else by its key; else it is created.
 
     position: how far the store has the journal; kept up to date, in memory and on disk.
-    retry: repeats single requests that fail for the moment. Where that does not help, what mlflow raises is raised: the
-    caller goes on with a new Sink.
-    store: the address of the store without secrets. What another store has of the journal is sent again.
+    retry: repeats single requests that fail for the moment. If that does not help, mlflow's error is raised, and the
+        caller goes on with a new Sink.
+    store: address of the store without secrets. If another store has the journal so far, all of it is sent again.
     """
 
     def __init__(
@@ -128,6 +139,8 @@ class Sink:
         self._retry = retry
         self._run_dir = run_dir
         self._position = position
+
+        # Another store, or a run that is new there, has nothing of the journal yet.
         if position.store != store:
             position.store, position.offset = store, 0
         position.save(run_dir)
@@ -142,28 +155,30 @@ class Sink:
             position.experiment_id = run.info.experiment_id
             position.save(run_dir)
         self._models = CheckpointModels(self._client, run, retry)
+
+        # Tags about attempts and events are made of all rows, so count those that an earlier process sent.
         self._attempt = 0
         self._counts: Counter[str] = Counter()
         self._last: deque[str] = deque(maxlen=LAST_EVENTS)
         self._description = Description(self._client, self._run_id, run.info.experiment_id, run_dir)
-        self._news = False
+        self._tags_are_due = False
         if position.offset:
             for row in read_rows(run_dir / JOURNAL, position.offset, metrics=False):
                 self._count(row)
                 self._description.take(row)
-            # The process that sent these events may have ended before it sent the tags.
-            self._news = True
+            # That process may have ended before it sent the tags.
+            self._tags_are_due = True
 
     def carry(self) -> str | None:
         """Send the next rows of the journal, about `journal.CHUNK` bytes, and move the position behind them.
 
-        Returns the kind of the last row, empty if none of the lines was a row; None if there is nothing new.
+        Returns the kind of the last row; empty if no line was a row; None if there is nothing new.
         """
         rows, offset, strange = rows_after(self._run_dir / JOURNAL, self._position.offset)
         if offset == self._position.offset:
             return None
         for sent in self.deliver([row for row, _ in rows]):
-            # Lines that are no rows are set aside first: whoever goes on behind them never sees them.
+            # The position must not pass a line that is no row before that line is set aside.
             if sent < len(rows) and not strange:
                 self._move_to(rows[sent - 1][1])
         if strange:
@@ -183,15 +198,17 @@ class Sink:
     def deliver(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[int]:
         """Send `rows` in order, and yield after each batch how many of them the store has.
 
-        A metrics row becomes one Metric for each of its figures; rows of other kinds go by `_note`, events by tags. If
-        this raises, make a new Sink and send the rest.
+        A metrics row becomes one Metric for each of its figures. Events go into tags, rows of other kinds through
+        `_note`. If this raises, make a new Sink and send the rest.
         """
         metrics: list[Metric] = []
         for number, row in enumerate(rows):
             self._description.take(row)
             self._count(row)
             if row["kind"] == "event":
-                continue
+                continue  # the tags at the end of this batch have it
+
+            # Metrics of several rows share a request, as many as fit.
             if row["kind"] == "metrics":
                 stamp = _milliseconds(row)
                 added = [
@@ -204,6 +221,8 @@ class Sink:
                     yield number
                 metrics += added
                 continue
+
+            # Rows of other kinds keep their place among the metrics.
             self._send(metrics)
             metrics = []
             self._note(row)
@@ -217,23 +236,25 @@ class Sink:
         yield len(rows)
 
     def rest(self) -> None:
-        """Nothing waits to be sent: bring the description up to date."""
+        """Nothing waits to be sent: write the run's description."""
         self._retry(self._description.write)
 
     def resumed(self) -> None:
-        """A trainer runs, whatever status an earlier shipper set last."""
+        """A trainer runs: set the status RUNNING, whatever an earlier shipper set."""
         if self._status != "RUNNING":
             self._retry(self._client.update_run, self._run_id, status="RUNNING")
 
     def watch_machine(self, seconds: float) -> MachineWatch:
-        """Begin to send how busy this machine is."""
+        """Begin to send load and memory of this machine."""
         return MachineWatch(self._uri, self._run_id, seconds)
 
     def lost(self) -> None:
-        """The trainer went without an "end" row: killed. A resume sets the run RUNNING again."""
+        """The trainer ended without an "end" row: it was killed. A resume sets the run RUNNING again."""
         self._retry(self._client.set_terminated, self._run_id, "KILLED")
 
     def _find(self, experiment: str) -> Run:
+        """The run in the store; created if it is not there. May be repeated: it looks before it creates."""
+        # By the id of an earlier delivery.
         position = self._position
         if position.run_id:
             try:
@@ -243,6 +264,8 @@ class Sink:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
+
+        # By its key, in the experiment: a kill may have come between the creation and the note of the id.
         found = self._client.get_experiment_by_name(experiment)
         if found is None:
             number = self._client.create_experiment(experiment)
@@ -255,6 +278,7 @@ class Sink:
         )
         if created:
             return created[0]
+
         # The journal's time here too: else a run that is delivered late would start after its end.
         first = next(read_rows(self._run_dir / JOURNAL), None)
         return self._client.create_run(
@@ -270,6 +294,7 @@ class Sink:
             self._retry(self._client.log_batch, self._run_id, metrics=batch, synchronous=True)
 
     def _note(self, row: Mapping[str, Any]) -> None:
+        """Send a row that is neither metrics nor an event."""
         if row["kind"] == "run":
             self._retry(self._client.update_run, self._run_id, status="RUNNING")
             self._tag(row.get("tags", {}))
@@ -298,16 +323,18 @@ class Sink:
 
     def _set_params(self, params: Mapping[str, Any]) -> None:
         earlier = self._retry(self._client.get_run, self._run_id).data.params
-        entries = [
-            Param(metric_name(name), str(value)[:MAX_PARAM]) for name, value in params.items()
-        ]
-        # Params cannot be changed: a resume with other values leaves the first ones; the tags have the new ones.
-        entries = [entry for entry in entries if entry.key not in earlier]
+        entries: list[Param] = []
+        for name, value in params.items():
+            entry = Param(metric_name(name), str(value)[:MAX_PARAM])
+            # MLflow's params cannot be changed: a resume with other values keeps the first ones.
+            if entry.key not in earlier:
+                entries.append(entry)
         for first in range(0, len(entries), MAX_ENTRIES):
             batch = entries[first : first + MAX_ENTRIES]
             self._retry(self._client.log_batch, self._run_id, params=batch, synchronous=True)
 
     def _upload(self, relative: str) -> None:
+        """Send a file of the run folder as an artifact; one that cannot be sent is logged and skipped."""
         root = self._run_dir.resolve()
         path = (root / relative).resolve()
         if not path.is_relative_to(root) or not path.is_file():
@@ -322,11 +349,12 @@ class Sink:
                 None if folder == "." else folder,
             )
         except NEVER_WORKS as error:
-            # An artifact root of another machine; to wait for it would hold back everything behind it.
+            # The store's artifact folder is on another machine. Waiting for it would hold back everything behind it.
             say(f"artifact {relative}: {error}, skipped")
 
     def _tag_events(self) -> None:
-        if not self._news:
+        """Send the tags that are made of events, if they changed."""
+        if not self._tags_are_due:
             return
         self._tag(
             {
@@ -335,27 +363,24 @@ class Sink:
                 "events.last": "\n".join(reversed(self._last)),
             }
         )
-        self._news = False
+        self._tags_are_due = False
 
     def _count(self, row: Mapping[str, Any]) -> None:
         """Take a row's event and attempt into the tags."""
         if row.get("attempt", 0) > self._attempt:
-            self._attempt, self._news = row["attempt"], True
+            self._attempt = row["attempt"]
+            self._tags_are_due = True
         if row["kind"] == "event":
-            self._news = True
+            self._tags_are_due = True
             self._counts[row["code"]] += 1
             self._last.append(_event_line(row))
 
 
 def _event_line(row: Mapping[str, Any]) -> str:
-    details = {
-        name: value
-        for name, value in row.items()
-        if name not in {"kind", "step", "attempt", "time", "code"}
-    }
-    return f"step {row['step']} {row['code']} {json.dumps(details, default=str) if details else ''}".strip()[
-        :400
-    ]
+    head = {"kind", "step", "attempt", "time", "code"}
+    fields = {name: value for name, value in row.items() if name not in head}
+    details = json.dumps(fields, default=str) if fields else ""
+    return f"step {row['step']} {row['code']} {details}".strip()[:MAX_EVENT]
 
 
 def _milliseconds(row: Mapping[str, Any]) -> int:

@@ -7,24 +7,26 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 
 class MachineWatch:
-    """Load and memory of this machine and its GPUs into the run, by MLflow's own collector: `system/...`.
+    """Sends load and memory of this machine and its GPUs, by MLflow's own collector.
 
-    Raises ImportError without psutil (GPUs: nvidia-ml-py), and what mlflow raises.
+    seconds: time between two samples.
+
+    Raises ImportError without psutil (for GPUs: nvidia-ml-py), and what mlflow raises.
     """
 
     def __init__(self, uri: str, run_id: str, seconds: float) -> None:
         self._monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
-        # A number of seconds, whatever its annotation says; the environment's wins, as everywhere in MLflow.
+        # Seconds, though its annotation says int. The environment's value wins, as everywhere in MLflow.
         if not MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get():
             self._monitor.sampling_interval = seconds
         self._monitor.start()
 
     @property
     def alive(self) -> bool:
-        """Whether it goes on; it gives up for good when it cannot reach the server."""
+        """Whether it still sends. It gives up for good when it cannot reach the server."""
         thread = self._monitor._process
         return thread is not None and thread.is_alive()
 
     def finish(self) -> None:
-        """End it; what was measured is delivered."""
+        """End it; delivers what was measured."""
         self._monitor.finish()

@@ -1,7 +1,7 @@
 """The description and the data on a run's page in MLflow.
 
-The description links to the experiment's view of charts, says what ran where and why, and lists the newest events as
-they happen. A description that somebody else wrote, or changed, is left alone.
+The description links to the experiment's view of charts. It says what ran where and why, and lists the newest events as
+they happen. A description that a person wrote or changed is left as it is.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ _HEAD = ("kind", "step", "attempt", "time", "code")
 
 
 def data_input(data: Mapping[str, Any]) -> DatasetInput:
-    """What a run trains on, as MLflow knows data: name, digest, source, and everything else as its profile."""
+    """A run's data in MLflow's form: name, digest, source, and everything else as the profile."""
     source = str(data.get("source", ""))
-    told = json.dumps(data, sort_keys=True, default=str)
-    digest = str(data.get("sha256") or hashlib.sha256(told.encode()).hexdigest())[:36]
     name = (Path(source).name or "data")[:500]
-    profile = {
-        key: value for key, value in data.items() if key != "source" and len(str(value)) < 1000
-    }
+
+    # Without a hash of the data themselves, a hash of what is known of them.
+    described = json.dumps(data, sort_keys=True, default=str)
+    digest = str(data.get("sha256") or hashlib.sha256(described.encode()).hexdigest())[:36]
+
+    short = {key: value for key, value in data.items() if len(str(value)) < 1000}
+    profile = {key: value for key, value in short.items() if key != "source"}
     dataset = Dataset(
         name, digest, "local", json.dumps({"uri": source}), profile=json.dumps(profile, default=str)
     )
@@ -49,19 +51,17 @@ class Description:
     def __init__(
         self, client: MlflowClient, run_id: str, experiment_id: str, run_dir: Path
     ) -> None:
-        self._client, self._run_id, self._experiment_id, self._run_dir = (
-            client,
-            run_id,
-            experiment_id,
-            run_dir,
-        )
+        self._client = client
+        self._run_id = run_id
+        self._experiment_id = experiment_id
+        self._run_dir = run_dir
         self._about: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}, "where": {}}
         self._events: deque[Mapping[str, Any]] = deque(maxlen=_EVENTS)
         self._counts: Counter[str] = Counter()
         self._stale = False
 
     def take(self, row: Mapping[str, Any]) -> None:
-        """One row of the journal, in order."""
+        """Take the next row of the journal."""
         if row["kind"] == "run":
             for part in self._about:
                 self._about[part] |= row.get(part) or {}
@@ -73,14 +73,17 @@ class Description:
         self._stale = True
 
     def write(self) -> None:
-        """Bring it up to date, if anything was taken since. Raises what mlflow raises."""
+        """Bring the description up to date, if a row was taken since. Raises what mlflow raises."""
         if not self._stale or not self._about["tags"]:
             return
-        standing = self._client.get_run(self._run_id).data.tags
-        there, ours = standing.get(MLFLOW_RUN_NOTE, ""), standing.get(_NOTE_HASH)
+
+        # The hash is of the text that we wrote last: another text is a person's, and stays.
+        existing = self._client.get_run(self._run_id).data.tags
+        there, ours = existing.get(MLFLOW_RUN_NOTE, ""), existing.get(_NOTE_HASH)
         if there and _hash(there) != ours:
             self._stale = False
             return
+
         text = self._text()
         if text != there:
             # In one request: a hash without its text would make the text look like somebody else's.
@@ -89,40 +92,30 @@ class Description:
         self._stale = False
 
     def _text(self) -> str:
-        tags, where = self._about["tags"], self._about["where"]
+        """The description in Markdown: a headline, a table of what ran, and the newest events as far as they fit."""
+        tags = self._about["tags"]
+        requested = tags.get("precision.requested", "?")
         resolved, tier = tags.get("precision.resolved", "?"), tags.get("tier", "?")
-        view = f"#/experiments/{self._experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-        rows = [
-            ("why", self._reasons()),
-            ("effective precision", tags.get("precision.effective", "told at the end")),
-            ("data", _listed(self._about["data"])),
-            (
-                "where",
-                _listed(
-                    where
-                    | {key: tags[key] for key in ("ranks", "engine", "git.commit") if key in tags}
-                ),
-            ),
-            ("outcome", self._outcome()),
-            (
-                "events",
-                ", ".join(f"{code} x {count}" for code, count in sorted(self._counts.items()))
-                or "none",
-            ),
-        ]
+        experiment = f"#/experiments/{self._experiment_id}"
+        view = f"{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART&viewStateShareKey={VIEW}"
         lines = [
-            f"**{tags.get('precision.requested', '?')}** on {tier}: ran as **{resolved}**. "
-            f"[Charts in order: train, val, guard, FP8]({view}&viewStateShareKey={VIEW})",
+            f"**{requested}** on {tier}: ran as **{resolved}**. [Charts in order: train, val, guard, FP8]({view})",
             "",
             "| | |",
             "|---|---|",
-            *(f"| {label} | {_cell(text)} |" for label, text in rows if text),
-            f"| checkpoints | [as models](#/experiments/{self._experiment_id}/models) of this experiment: "
+        ]
+        for label, text in self._rows(tags):
+            if text:
+                lines.append(f"| {label} | {_cell(text)} |")
+        lines += [
+            f"| checkpoints | [as models]({experiment}/models) of this experiment: "
             f"`source_run_id = '{self._run_id}'` |",
             "",
             "amax and scale span powers of two: switch their charts to a log axis "
             "(the chart's menu, Configure, Y-axis).",
         ]
+
+        # Newest events first, as many as MLflow takes.
         if self._events:
             lines += ["", "| step | newest events | |", "|---|---|---|"]
         for event in reversed(self._events):
@@ -132,7 +125,24 @@ class Description:
             lines.append(line)
         return "\n".join(lines)[:MAX_NOTE]
 
+    def _rows(self, tags: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """(label, text) of the description's table; a row without text is left out."""
+        where = dict(self._about["where"])
+        for key in ("ranks", "engine", "git.commit"):
+            if key in tags:
+                where[key] = tags[key]
+        counts = [f"{code} x {count}" for code, count in sorted(self._counts.items())]
+        return [
+            ("why", self._reasons()),
+            ("effective precision", tags.get("precision.effective", "recorded at the end")),
+            ("data", _listed(self._about["data"])),
+            ("where", _listed(where)),
+            ("outcome", self._outcome()),
+            ("events", ", ".join(counts) or "none"),
+        ]
+
     def _reasons(self) -> str:
+        """Why each rung of the recipe's ladder was taken or not; the one that was taken first."""
         rungs = read_mapping(self._run_dir / "plan.json", MAX_LARGE).get("rungs")
         taken, passed = [], []
         for rung in rungs if isinstance(rungs, list) else ():
@@ -158,12 +168,16 @@ def _details(event: Mapping[str, Any]) -> str:
 
 
 def _listed(facts: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value}" for name, value in facts.items() if value not in (None, "", [], {})
-    )
+    """`name value, name value`; empty values are left out."""
+    listed: list[str] = []
+    for name, value in facts.items():
+        if value not in (None, "", [], {}):
+            listed.append(f"{name} {value}")
+    return ", ".join(listed)
 
 
 def _cell(text: object) -> str:
+    """Text for a cell of a Markdown table: on one line, without a bar or a tag, of bounded length."""
     return " ".join(str(text).replace("|", "\\|").replace("<", "&lt;").split())[:600]
 
 

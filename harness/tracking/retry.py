@@ -1,8 +1,8 @@
-"""How one request to a tracking server is repeated until it succeeds.
+"""Repeat one request to a tracking server until it succeeds.
 
-Each request is repeated by itself, so a server that refuses a share of them costs only those. A request whose answer
-was lost may have been carried out. So every call that is repeated here must change nothing when it is done twice; a
-call that creates something looks for it first.
+Each request is repeated by itself, so a server that refuses a share of them costs only that share. A request whose
+answer was lost may have been carried out. So every call that is repeated here must change nothing if it is done twice.
+A call that creates something looks for it first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from urllib3.response import BaseHTTPResponse
 
 SHORTEST, LONGEST = 0.2, 10.0
 LONGEST_ASKED = 60.0
-# Besides every 5xx: the server took too long, it is too early, there were too many requests.
+# Statuses that may pass, besides every 5xx: request timeout, too early, too many requests.
 _PASSING = frozenset({408, 425, 429})
 
 P = ParamSpec("P")
@@ -31,11 +31,22 @@ T = TypeVar("T")
 
 
 class _Last(threading.local):
-    """Of the last request of this thread. status: None without an answer. retry_after: as the server said it."""
+    """The last request of this thread.
+
+    status: HTTP status of the answer; None without an answer.
+    retry_after: the header Retry-After, as the server sent it.
+    asked: whether a request was sent at all.
+    """
 
     status: int | None = None
     retry_after: str | None = None
     asked = False
+
+    def forget(self, asked: bool) -> None:
+        """Before a request."""
+        self.status = None
+        self.retry_after = None
+        self.asked = asked
 
 
 _last = _Last()
@@ -43,16 +54,17 @@ _last = _Last()
 
 class _Connection(HTTPConnection):
     def connect(self) -> None:
-        _last.status, _last.retry_after, _last.asked = None, None, True
+        _last.forget(asked=True)
         super().connect()
 
     def request(self, *given: object, **named: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _last.status, _last.retry_after, _last.asked = None, None, True
+        _last.forget(asked=True)
         super().request(*given, **named)  # pyright: ignore[reportArgumentType]
 
     def getresponse(self) -> BaseHTTPResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
         response = super().getresponse()
-        _last.status, _last.retry_after = response.status, response.headers.get("Retry-After")
+        _last.status = response.status
+        _last.retry_after = response.headers.get("Retry-After")
         return response
 
 
@@ -61,14 +73,16 @@ class _SecureConnection(_Connection, HTTPSConnection):  # pyright: ignore[report
 
 
 def listen_to_answers() -> None:
-    """Have urllib3's connections of this process keep status and Retry-After: MLflow's exceptions carry neither."""
+    """Have urllib3 keep the status and Retry-After of each answer: MLflow's exceptions have neither."""
     HTTPConnectionPool.ConnectionCls = _Connection  # pyright: ignore[reportAttributeAccessIssue]
     HTTPSConnectionPool.ConnectionCls = _SecureConnection  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def asked_pause(retry_after: str | None, now: datetime) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or as an HTTP date; at most LONGEST_ASKED. None without a
-    header that says so."""
+    """Seconds that a Retry-After header asks for, as a number or as an HTTP date; at most LONGEST_ASKED.
+
+    None if there is no header, or none that can be read.
+    """
     text = (retry_after or "").strip()
     if not text:
         return None
@@ -84,21 +98,27 @@ def asked_pause(retry_after: str | None, now: datetime) -> float | None:
 
 
 def pause(failures: int, asked: float | None, share: float) -> float:
-    """Seconds before the next try after `failures` in a row. share: drawn from 0 to 1, so that many runs that lost one
-    server do not come back all at once."""
+    """Seconds before the next try, after `failures` in a row.
+
+    asked: seconds that the server asked for.
+    share: drawn from 0 to 1, so that many runs that lost one server do not come back all at once.
+    """
     usual = min(SHORTEST * 2.0 ** min(failures - 1, 20), LONGEST) * (0.5 + 0.5 * share)
     return usual if asked is None else asked + SHORTEST * share
 
 
 def passing(status: int | None, asked: bool) -> bool:
-    """Whether the same request may succeed later. asked: whether one was sent at all, which a database never is."""
+    """Whether the same request may succeed later.
+
+    asked: whether a request was sent at all; an SQL store sends none.
+    """
     if status is None:
         return asked
     return status in _PASSING or status >= 500
 
 
 def cut_off(error: BaseException | None) -> bool:
-    """Whether the connection broke, perhaps in the middle of an answer that had begun well."""
+    """Whether the connection broke, perhaps in the middle of an answer."""
     while error is not None:
         if isinstance(error, ProtocolError | ConnectionError):
             return True
@@ -108,7 +128,9 @@ def cut_off(error: BaseException | None) -> bool:
 
 @dataclass
 class Retry:
-    """seconds: without one success, after which the error is raised; None: never.
+    """Calls that are repeated.
+
+    seconds: time without one success after which the error is raised; None: never.
     said: takes each failure, and how many there were in a row.
     """
 
@@ -117,24 +139,22 @@ class Retry:
     _success: float = field(default_factory=time.monotonic)
 
     def __call__(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """What `call` returns. Raises what it raises where another try would not help."""
+        """What `call` returns. Raises its error if another try would not help."""
         failures = 0
         while True:
-            _last.status, _last.retry_after, _last.asked = None, None, False
+            _last.forget(asked=False)
             try:
                 made = call(*given, **named)
             except Exception as error:
                 if not (passing(_last.status, _last.asked) or cut_off(error)):
                     raise
                 failures += 1
-                wait = pause(
-                    failures, asked_pause(_last.retry_after, datetime.now(UTC)), random.random()
-                )
-                if (
-                    self.seconds is not None
-                    and time.monotonic() + wait > self._success + self.seconds
-                ):
-                    raise
+                asked = asked_pause(_last.retry_after, datetime.now(UTC))
+                wait = pause(failures, asked, random.random())
+                if self.seconds is not None:
+                    deadline = self._success + self.seconds
+                    if time.monotonic() + wait > deadline:
+                        raise
                 self.said(error, failures)
                 time.sleep(wait)
             else:

@@ -1,9 +1,12 @@
 """The process that delivers the journal to MLflow, so that no training step ever waits for a server.
 
-The trainer calls `start` once and `drain` at its end; `sync` delivers later what could not be delivered in time. What
-is sent, and how far, is `mlflow.Sink`'s; here is the process around it. It calls `Sink.carry` until the run has ended,
-makes a new Sink after an error, and survives the signals that end the trainer, but never by more than `GRACE` seconds.
-Where to deliver is in its environment: everybody on the machine can read command lines.
+The trainer calls `start` once, and `drain` at its end. `sync` delivers later what could not be delivered in time.
+
+`mlflow.Sink` decides what is sent, and how far. This file is the process around it. It calls `Sink.carry` until the run
+has ended, and makes a new Sink after an error. It ignores the signals that end the trainer, but ends at most `GRACE`
+seconds after the trainer.
+
+The address of the store is in the process's environment, because everybody on the machine can read command lines.
 """
 
 from __future__ import annotations
@@ -44,17 +47,18 @@ if TYPE_CHECKING:
     from harness.tracking.mlflow_machine import MachineWatch
 
 GRACE = 30.0
+"""Seconds that the process may go on after its trainer has ended."""
 POLL = 0.5
 LONGEST_BACKOFF = 10.0
 PROGRESS = 10.0
-"""Seconds between two lines about how far a `sync` is."""
+"""Seconds between two lines on the progress of a `sync`."""
 NICENESS = 10
-# Failures that are written down one by one; of later ones only those that are not over at the next try.
+# So many failures are logged one by one. Of later ones only those that the next try did not cure.
 SAID = 100
-# A client that tries again by itself creates a second run where only the answer was lost; we look for the first. And it
-# waits as long as a server asks it to, be it a day.
+# MLflow's client must not retry by itself. Where only the answer was lost, it would create a second run; `Sink` looks
+# for the first one. And it would wait as long as a server asks it to, be it a day.
 FIXED = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-# Seconds enough for a thousand metrics on a busy server: one that is given up goes on all the same, and slows the next.
+# Seconds enough for a thousand metrics on a busy server. A request that is given up goes on there, and slows the next.
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -70,7 +74,7 @@ class ShipperHandle:
     choice: Choice
 
     def drain(self, seconds: float) -> bool:
-        """Wait up to `seconds` until MLflow has all of the journal; False if it has not by then."""
+        """Wait up to `seconds` until MLflow has all of the journal; whether it has."""
         deadline = time.monotonic() + seconds
         while not delivered(self.run_dir):
             if self.process.poll() is not None or time.monotonic() >= deadline:
@@ -84,9 +88,10 @@ class ShipperHandle:
 def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> ShipperHandle:
     """Start the shipper of `run_dir`. Call it after the journal's "run" row is written.
 
-    Its output goes to `<run_dir>/shipper.log`. If another shipper still holds the run, it waits for its turn. Where it
-    delivers is kept in `store.json`, see `choose`.
-    system_seconds: between figures of this machine and its GPUs, which are sent too; 0: none.
+    Its output goes to `<run_dir>/shipper.log`. If another shipper still holds the run, it waits for its turn. `choose`
+    decides where it delivers; `store.json` keeps that.
+
+    system_seconds: seconds between figures of this machine and its GPUs, which are sent too; 0: none.
     """
     journal = run_dir / JOURNAL
     size = journal.stat().st_size if journal.exists() else 0
@@ -113,11 +118,12 @@ def sync(
     choice: Choice | None = None,
     said: Callable[[str], None] = lambda _: None,
 ) -> bool:
-    """Deliver all of the journal now and say whether MLflow has it; gives up `patience` seconds after the last success.
+    """Deliver all of the journal now; whether MLflow has it at the end. Raises ConfigError if `run_dir` is no run.
 
-    choice: where to; without it as `start`. said: takes the first error, as soon as it comes, and a line every PROGRESS
-    seconds in which more was delivered. All errors go to `<run_dir>/shipper.log`. Raises ConfigError if `run_dir` is no
-    run folder.
+    patience: seconds without success after which it gives up.
+    choice: where to deliver; by default as `start`.
+    said: takes the first error as soon as it comes, and a progress line every PROGRESS seconds. All errors go to
+        `<run_dir>/shipper.log`.
     """
     command = [*_command(require_run(run_dir), experiment), "--patience", str(patience)]
     choice = choice or choose(run_dir)
@@ -126,12 +132,11 @@ def sync(
     command += ["--first-error", str(sending)]
 
     def report_first_error() -> None:
-        # An empty line is the end of a process that met no error.
+        # The pipe ends without a line if the process met no error.
         with open(receiving, encoding="utf-8", errors="replace") as errors:
             if error := errors.readline().strip():
-                said(
-                    f"! {choice.store.uri}: {error}; trying again, until {patience:g} s have passed without success"
-                )
+                end = f"trying again, until {patience:g} s have passed without success"
+                said(f"! {choice.store.uri}: {error}; {end}")
 
     reader = threading.Thread(target=report_first_error, name="first-error", daemon=True)
     with _log(run_dir) as log:
@@ -158,20 +163,20 @@ def sync(
 
 
 def _wait(process: subprocess.Popen[bytes], run_dir: Path, said: Callable[[str], None]) -> int:
-    """The exit code of a delivery, once it ends. Says on the way how far it is, and how long it will take at its rate
-    so far.
-    """
-    first, began, last = None, 0.0, None
+    """Wait for a delivery; its exit code. Reports on the way how far it is, and the time left at its rate so far."""
+    first: int | None = None
+    last: int | None = None
+    began = 0.0
     while True:
         try:
             return process.wait(PROGRESS)
         except subprocess.TimeoutExpired:
             pass
-        offset, size, now = (
-            Position.load(run_dir).offset,
-            finished_size(run_dir / JOURNAL),
-            time.monotonic(),
-        )
+        offset = Position.load(run_dir).offset
+        size = finished_size(run_dir / JOURNAL)
+        now = time.monotonic()
+
+        # The rate is measured from the first look on. A smaller offset means another store, which begins anew.
         if first is None or offset < first:
             first, began = offset, now
         if offset == last:
@@ -179,8 +184,8 @@ def _wait(process: subprocess.Popen[bytes], run_dir: Path, said: Callable[[str],
         last = offset
         left = ""
         if offset > first:
-            minutes = (size - offset) / (offset - first) * (now - began) / 60
-            left = f", about {math.ceil(minutes)} min left"
+            seconds = (size - offset) / (offset - first) * (now - began)
+            left = f", about {math.ceil(seconds / 60)} min left"
         said(f"{portion(offset, size)}{left}")
 
 
@@ -191,7 +196,7 @@ def portion(offset: int, size: int) -> str:
 
 @contextmanager
 def _log(run_dir: Path) -> Iterator[BinaryIO]:
-    """The shipper's log, for its owner alone: what libraries write there is not all ours."""
+    """The shipper's log. Only its owner may read it: libraries write there, too."""
     with open(
         run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)
     ) as log:
@@ -217,9 +222,14 @@ def _command(run_dir: Path, experiment: str) -> list[str]:
 
 @dataclass
 class _Follower:
-    """The shipper's own side. pid: the trainer's, None under `sync`. born: journal size at start; an "end" row before
-    it belongs to an earlier process. system_seconds: between figures of the machine, 0 for none. first_error: file
-    descriptor that takes the first error, None where nobody reads it."""
+    """The shipper's own side.
+
+    pid: the trainer's; None under `sync`.
+    born: size of the journal at the start. An "end" row before it belongs to an earlier process.
+    patience: seconds without success after which `sync` gives up.
+    system_seconds: seconds between figures of the machine; 0: none.
+    first_error: file descriptor that takes the first error; None if nobody reads it.
+    """
 
     run_dir: Path
     experiment: str
@@ -246,7 +256,10 @@ class _Follower:
                     self._machine.finish()
 
     def trainer_gone(self) -> bool:
-        """The trainer is our parent: once it is gone, even as a zombie, we have another. (Pids are used again.)"""
+        """Whether the trainer has ended. It is our parent: once it is gone, even as a zombie, we have another one.
+
+        (Its pid alone would not tell: pids are used again.)
+        """
         return self.pid is not None and os.getppid() != self.pid
 
     def _lock(self) -> TextIO | None:
@@ -266,30 +279,37 @@ class _Follower:
         position = Position.load(self.run_dir)
         sink: Sink | None = None
         ended = False
-        backoff, success = POLL, time.monotonic()
+        backoff = POLL
+        success = time.monotonic()
         while True:
-            # Asked before reading: what a trainer wrote before it went is then surely read.
+            # Asked before reading, so that everything that the trainer wrote before it went is read.
             gone = self.trainer_gone()
             try:
                 if sink is None:
-                    sink, ended = self._connect(position), self._ended(position.offset)
+                    sink = self._connect(position)
+                    ended = self._ended(position.offset)
                     if self.pid is not None and not ended:
                         sink.resumed()
                 if not (gone or ended):
                     self._watch_machine(sink)
+
+                # Deliver. While there is more, nothing else is due.
                 last = sink.carry()
                 if last is not None:
                     ended = position.offset > self.born and last == "end"
-                    backoff, success = POLL, time.monotonic()
+                    backoff = POLL
+                    success = time.monotonic()
                     continue
+
                 sink.rest()
                 if gone and not ended:
                     sink.lost()
             except Exception as error:
-                # A new connection takes up at what is written down, so that nothing half done is counted twice.
-                sink, position = None, Position.load(self.run_dir)
+                # A new connection goes on at the position on disk, so that nothing half done is counted twice.
+                sink = None
+                position = Position.load(self.run_dir)
                 _say(_described(error))
-                self._tell_first(error)
+                self._report_first(error)
                 if self.pid is None and time.monotonic() - success > self.patience:
                     return 1
                 time.sleep(backoff)
@@ -300,7 +320,7 @@ class _Follower:
             time.sleep(POLL)
 
     def _watch_machine(self, sink: Sink) -> None:
-        """While the trainer trains; taken up again where an outage ended it."""
+        """Send figures of the machine while the trainer trains. Begins again if an outage ended that."""
         if not self.system_seconds or self.pid is None or time.monotonic() < self._look_again:
             return
         self._look_again = time.monotonic() + 3 * self.system_seconds
@@ -312,7 +332,7 @@ class _Follower:
                 _say(f"no figures of the machine: {error}")
 
     def _ended(self, offset: int) -> bool:
-        """Whether what was delivered ends with our trainer's end: another shipper may have come that far."""
+        """Whether what is delivered ends with our trainer's end; another shipper may have come that far."""
         if offset <= self.born:
             return False
         rows, *_ = rows_after(self.run_dir / JOURNAL, max(0, offset - CHUNK), offset)
@@ -328,13 +348,13 @@ class _Follower:
         return Sink(uri, self.run_dir, self.experiment, position, retry, Store.of(uri).uri)
 
     def _failed(self, error: Exception, times: int) -> None:
-        """A request that is tried again."""
+        """Log a request that is tried again."""
         self._failures += 1
         if times > 1 or self._failures <= SAID:
             _say(_described(error))
-        self._tell_first(error)
+        self._report_first(error)
 
-    def _tell_first(self, error: Exception) -> None:
+    def _report_first(self, error: Exception) -> None:
         if self.first_error is None:
             return
         with open(self.first_error, "w", encoding="utf-8") as reader:
@@ -347,7 +367,7 @@ def _described(error: BaseException) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """What a chain of exceptions began with, as `Connection refused`: libraries wrap it in text of their own."""
+    """What a chain of exceptions began with, such as `Connection refused`. Libraries wrap it in text of their own."""
     first = error
     while (earlier := first.__cause__ or first.__context__) is not None:
         first = earlier
@@ -370,14 +390,18 @@ def _say(text: str) -> None:
 
 
 class _Scrubbing(io.TextIOBase):
-    """A stream that takes no secret: warnings and tracebacks of libraries end in the log too. Whole lines at a time."""
+    """A stream without secrets: warnings and tracebacks of libraries go to the log, too.
+
+    It writes whole lines, so that a secret in two parts is seen.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._begun = stream, ""
+        self._stream = stream
+        self._begun = ""
         self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
-        """As of every stream."""
+        """Take text; it is written up to its last newline."""
         with self._lock:
             whole, newline, self._begun = (self._begun + text).rpartition("\n")
             if newline:
@@ -385,11 +409,11 @@ class _Scrubbing(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """What is not a whole line yet stays."""
+        """Flush the stream. A line without its end stays here."""
         self._stream.flush()
 
     def writable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
 

@@ -1,10 +1,17 @@
 """Every FP8 figure of every slot and step: a compact file beside the journal, and the Parquet table made of it.
 
-`fp8_telemetry.bin` is written while the run trains: one frame a step, by one `os.write` on an O_APPEND descriptor, so
-that a kill -9 loses no finished step. A frame is a header (magic, bytes of the payload, attempt, step) and a zlib
-payload with its checksum: the slots' names as JSON where they are new, else float32 [figures, slots] in the order of
-`core.facts.SLOT_ROWS`, byte planes apart, which compresses better. Steps that a rollback threw away and steps that a
-resume repeated stand in the file too; readers pass over them.
+MLflow's pages die at some thousand series, so the journal has only some slots of some steps (`slot_series`). This file
+has all of them, at a few bytes a figure. `fp8_telemetry.bin` is a sequence of frames, one a step, each written by one
+`os.write` on an O_APPEND descriptor, so that a kill -9 loses no finished step:
+
+    header    4 bytes magic | uint32 payload bytes | int32 attempt | int64 step       (little-endian)
+    payload   zlib, which has a checksum of its own
+      FP8n      the slots' names as a JSON list; written where they differ from those before
+      FP8s      float32 [figures, slots], figures in the order of `core.facts.SLOT_ROWS`
+
+The four bytes of a float32 are stored as four planes: all first bytes, all second bytes, and so on. Neighbouring
+figures share sign and exponent, so planes compress better. Steps that a rollback discarded or a resume repeated stay in
+the file; readers skip them.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ SLOT_FILE = "fp8_telemetry.bin"
 PARQUET = "fp8_telemetry.parquet"
 FIGURES = tuple(SLOT_ROWS)
 COLUMNS = ("step", "layer", "role", *FIGURES)
-"""Of the Parquet table. step: int64; layer, role: text; the figures: float32, null where not measured."""
+"""Columns of the Parquet table. step: int64; layer, role: text; figures: float32, null where not measured."""
 
 _HEADER = struct.Struct("<4sIiq")
 _NAMES, _STATS = b"FP8n", b"FP8s"
@@ -44,9 +51,10 @@ Floats = npt.NDArray[np.float32]
 
 
 class SlotFile:
-    """Writer. Opened at the first step with slots; trouble with the disk is counted in `lost` and never raised.
+    """Writer; creates the file at the first step that has slots. An error of the disk is counted and never raised.
 
-    lost: steps that did not get down so far. trouble: the last error, empty if there was none.
+    lost: steps so far that could not be written.
+    trouble: the last error; empty if there was none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,22 +66,23 @@ class SlotFile:
         self._names: tuple[str, ...] | None = None
 
     def add(self, attempt: int, step: int, slots: SlotStats) -> None:
-        """One step's figures."""
+        """Write one step's figures."""
         try:
             if self._fd < 0:
                 self._open()
             if slots.names is not self._names and slots.names != self._names:
                 self._append(_NAMES, attempt, step, json.dumps(slots.names).encode())
             self._names = slots.names
-            planes = slots.stacked().view(np.uint8).reshape(len(FIGURES), -1, 4).transpose(0, 2, 1)
+            numbers = slots.stacked().view(np.uint8).reshape(len(FIGURES), -1, 4)
+            planes = numbers.transpose(0, 2, 1)
             self._append(_STATS, attempt, step, planes.tobytes())
         except OSError as error:
             self.lost += 1
             self.trouble = str(error)
-            self._names = None
+            self._names = None  # the names may not be in the file: write them again
 
     def flush(self) -> None:
-        """Everything so far is on disk."""
+        """Bring everything so far to the disk."""
         if self._fd >= 0:
             try:
                 os.fsync(self._fd)
@@ -88,6 +97,7 @@ class SlotFile:
             self._fd = -1
 
     def _open(self) -> None:
+        """Open the file, and cut off a frame that an earlier process did not finish."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         self._fd = os.open(self.path, flags, 0o644)
         whole = 0
@@ -105,13 +115,13 @@ class SlotFile:
         self._end += len(frame)
 
     def _cut(self) -> None:
-        """Take away what stands of a frame that did not get down whole."""
+        """Cut off the part of a frame that was not written whole."""
         if os.fstat(self._fd).st_size != self._end:
             os.ftruncate(self._fd, self._end)
 
 
 class Frame(NamedTuple):
-    """Where a frame begins, how long its payload is, and whose it is."""
+    """The header of a frame. at: byte at which the frame begins. size: bytes of its payload."""
 
     magic: bytes
     at: int
@@ -121,27 +131,27 @@ class Frame(NamedTuple):
 
 
 def _frames(path: Path) -> Iterator[Frame]:
-    """Headers in order, up to the first that is torn or none."""
+    """Headers in order, up to the first frame that is torn or damaged."""
     end = path.stat().st_size
     with path.open("rb") as file:
         at = 0
         while at + _HEADER.size <= end:
             file.seek(at)
             magic, size, attempt, step = _HEADER.unpack(file.read(_HEADER.size))
-            if (
-                magic not in (_NAMES, _STATS)
-                or size > _MAX_PAYLOAD
-                or at + _HEADER.size + size > end
-            ):
+            known = magic in (_NAMES, _STATS)
+            whole = size <= _MAX_PAYLOAD and at + _HEADER.size + size <= end
+            if not (known and whole):
                 return
             yield Frame(magic, at, size, attempt, step)
             at += _HEADER.size + size
 
 
 class SlotSteps:
-    """Reader of the steps that count. names: every slot that ever was, in the order in which they came.
+    """Reader of the steps that count: neither discarded by a rollback nor repeated by a resume.
 
-    before: as (attempt, step): only what stands below it, as a run sees it that goes on from there.
+    names: every slot that ever was, in the order of appearance.
+    steps: numbers of the steps that count, ascending.
+    before: (attempt, step) of a run that goes on; it sees only what is before that.
     """
 
     def __init__(self, path: Path, before: tuple[int, int] | None = None) -> None:
@@ -156,24 +166,23 @@ class SlotSteps:
                 if frame.magic == _NAMES:
                     self._named.append(self._names_in(file, frame))
                 elif self._named:
-                    values = (frame.attempt, frame.step, frame.at, frame.size, len(self._named) - 1)
-                    for column, value in zip(
-                        (attempts, steps, at, sizes, which), values, strict=True
-                    ):
-                        column.append(value)
+                    attempts.append(frame.attempt)
+                    steps.append(frame.step)
+                    at.append(frame.at)
+                    sizes.append(frame.size)
+                    which.append(len(self._named) - 1)  # the names of this frame
                     begins[frame.attempt] = min(frame.step, begins.get(frame.attempt, frame.step))
-        kept = _kept(
-            np.array(attempts), np.array(steps), begins, None if before is None else before[1]
-        )
+
+        end = None if before is None else before[1]
+        kept = _kept(np.array(attempts), np.array(steps), begins, end)
         self.steps: npt.NDArray[np.int64] = np.array(steps)[kept]
-        """Steps that count, in order."""
-        self._at, self._sizes, self._which = (
-            np.array(column)[kept] for column in (at, sizes, which)
-        )
+        self._at = np.array(at)[kept]
+        self._sizes = np.array(sizes)[kept]
+        self._which = np.array(which)[kept]
         self.names = tuple(dict.fromkeys(name for names in self._named for name in names))
 
     def _names_in(self, file: Any, frame: Frame) -> tuple[str, ...]:
-        """A list of slots; one that came before is the same object. Raises ValueError for what is none."""
+        """A list of names; the same object as an equal list before it. Raises ValueError if it is no list of names."""
         file.seek(frame.at + _HEADER.size)
         packed = hashlib.sha256(file.read(frame.size)).digest()
         if packed not in self._lists:
@@ -185,7 +194,7 @@ class SlotSteps:
 
     @classmethod
     def of(cls, run_dir: Path) -> SlotSteps | None:
-        """Those of a run's folder; None where it has none that can be read."""
+        """The steps of a run's folder; None if it has none that can be read."""
         try:
             found = cls(run_dir / SLOT_FILE)
         except (OSError, ValueError):
@@ -195,9 +204,9 @@ class SlotSteps:
     def read(
         self, first: int = 0, back: bool = False
     ) -> Iterator[tuple[int, tuple[str, ...], Floats]]:
-        """(step, slots, float32 [figures, slots]) from step `first` on, or `back` from the last one.
+        """(step, slots, float32 [figures, slots]) from step `first` on; `back` reads from the last one.
 
-        A frame that is damaged is passed over.
+        A damaged frame is skipped.
         """
         places = range(int(np.searchsorted(self.steps, first)), len(self.steps))
         with self._path.open("rb") as file:
@@ -209,25 +218,24 @@ class SlotSteps:
                     continue
                 if names and len(payload) == size:
                     planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
-                    yield (
-                        step,
-                        names,
-                        np.ascontiguousarray(planes.transpose(0, 2, 1)).view(np.float32)[..., 0],
-                    )
+                    numbers = np.ascontiguousarray(planes.transpose(0, 2, 1))
+                    yield step, names, numbers.view(np.float32)[..., 0]
 
     def heard(self) -> list[str]:
-        """Slots whose amax ever was over 0."""
+        """Slots whose amax was ever over 0."""
         found: set[str] = set()
         for _, names, values in self.read():
             if len(found) == len(self.names):
                 break
-            found |= {names[place] for place in np.flatnonzero(values[0] > 0)}
+            amaxes = values[0]
+            found |= {names[place] for place in np.flatnonzero(amaxes > 0)}
         return [name for name in self.names if name in found]
 
     def newest(
         self, slots: Sequence[str], count: int
     ) -> tuple[dict[str, dict[int, float]], dict[str, list[float]]]:
         """({`fp8_<figure>/<slot>`: {step: its last measured value}}, {slot: its last `count` amaxes})."""
+        # From the last step back, until every slot has both: figures that are sampled may be many steps old.
         keys = [metric.key for metric in SLOT_ROWS.values()]
         last: dict[str, dict[int, float]] = {f"{key}/{slot}": {} for key in keys for slot in slots}
         amaxes: dict[str, list[float]] = {slot: [] for slot in slots}
@@ -246,19 +254,25 @@ class SlotSteps:
     def joined(
         self, figure: str, slots: Sequence[str], columns: int | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """(first step of each column [n], largest value in it [slots, n]), NaN where there is none."""
-        each = 1 if columns is None else max(1, -(-len(self.steps) // columns))
-        values = np.full((len(slots), -(-len(self.steps) // each)), np.nan)
+        """(first step of each column [n], largest value in it [slots, n]); NaN where there is none.
+
+        columns: neighbouring steps are joined where there are more; None: a column for each step.
+        """
+        count = len(self.steps)
+        each = 1 if columns is None else max(1, -(-count // columns))
+        values = np.full((len(slots), -(-count // each)), np.nan)
         rows = {name: row for row, name in enumerate(slots)}
         which = FIGURES.index(figure)
-        chosen, targets, of = np.zeros(0, np.int64), np.zeros(0, np.int64), None
+
+        # Places of the wanted slots in a frame, and their rows here; looked up anew where a frame's names change.
+        chosen, targets = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        looked_up: tuple[str, ...] | None = None
         for step, names, figures in self.read():
-            if names is not of:
-                of = names
-                chosen = np.array(
-                    [place for place, name in enumerate(names) if name in rows], np.int64
-                )
-                targets = np.array([rows[names[place]] for place in chosen], np.int64)
+            if names is not looked_up:
+                looked_up = names
+                places = [place for place, name in enumerate(names) if name in rows]
+                chosen = np.array(places, np.int64)
+                targets = np.array([rows[names[place]] for place in places], np.int64)
             column = values[:, int(np.searchsorted(self.steps, step)) // each]
             column[targets] = np.fmax(column[targets], figures[which, chosen])
         return self.steps[::each], values
@@ -270,31 +284,39 @@ def _kept(
     begins: Mapping[int, int],
     end: int | None,
 ) -> npt.NDArray[np.int64]:
-    """Places of the frames that count, by step: of each step before `end` the last that no rollback threw away."""
+    """Places of the frames that count, by step: of each step before `end` the last one that no rollback discarded."""
     replaced_from = rewritten(begins)
     limits = np.full(len(steps), np.inf if end is None else float(end))
     for attempt in np.unique(attempts):
         of_attempt = attempts == attempt
         limits[of_attempt] = np.minimum(limits[of_attempt], replaced_from(int(attempt)))
-    # By step, then attempt; frames of the same stay in the order of the file.
+
+    # Sort by step, then attempt; frames with the same of both stay in the order of the file.
     order = np.lexsort((attempts, steps))
     order = order[steps[order] < limits[order]]
-    last = np.append(np.diff(steps[order]) != 0, True) if len(order) else np.zeros(0, bool)
-    return order[last]
+    if not len(order):
+        return order
+    is_last = np.append(np.diff(steps[order]) != 0, True)
+    return order[is_last]
 
 
 def rewritten(begins: Mapping[int, int]) -> Callable[[int], float]:
-    """From the first step of each attempt: of an attempt the step from which on later ones did its steps again."""
+    """A function that gives, for an attempt, the first step that a later attempt did again; infinity if none did.
+
+    begins: the first step of each attempt.
+    """
     attempts = sorted(begins)
-    firsts = [
-        *reversed([*accumulate((begins[attempt] for attempt in reversed(attempts)), min)]),
-        math.inf,
-    ]
+    # firsts[i]: the smallest first step of attempts[i] and all later ones.
+    backwards = accumulate((begins[attempt] for attempt in reversed(attempts)), min)
+    firsts = [*reversed([*backwards]), math.inf]
     return lambda attempt: firsts[bisect_right(attempts, attempt)]
 
 
 def _payload(file: Any, at: int, packed: int, size: int) -> bytes | None:
-    """The payload of the frame at byte `at`, `packed` bytes there; None if it is damaged or larger than `size`."""
+    """The payload of the frame at byte `at`, which has `packed` bytes there.
+
+    None if it is damaged, or would be larger than `size`.
+    """
     file.seek(at + _HEADER.size)
     stream = zlib.decompressobj()
     try:
@@ -305,7 +327,7 @@ def _payload(file: Any, at: int, packed: int, size: int) -> bytes | None:
 
 
 def write_parquet(run_dir: Path) -> Path | None:
-    """`fp8_telemetry.parquet` of a run: a row for each step and slot. None where there is nothing to write.
+    """Write `fp8_telemetry.parquet`, a row for each step and slot. None if there is nothing to write.
 
     Raises ImportError without pyarrow, OSError for a disk that refuses.
     """
@@ -336,34 +358,37 @@ Block = list[tuple[int, Floats]]
 
 
 def _blocks(found: SlotSteps) -> Iterator[tuple[tuple[str, ...], Block]]:
-    """Steps with the same slots, about a million rows at once."""
+    """(slots, steps with these slots), about a million rows at once."""
     block: Block = []
-    of: tuple[str, ...] = ()
+    slots: tuple[str, ...] = ()
     for step, names, values in found.read():
-        if block and (names != of or len(block) * len(of) >= _ROWS_AT_ONCE):
-            yield of, block
+        is_full = len(block) * len(slots) >= _ROWS_AT_ONCE
+        if block and (names != slots or is_full):
+            yield slots, block
             block = []
-        of = names
+        slots = names
         block.append((step, values))
     if block:
-        yield of, block
+        yield slots, block
 
 
 def _table(arrow: Any, schema: Any, names: Sequence[str], block: Block) -> Any:
-    layers, roles = zip(
-        *((layer, role) for layer, _, role in (name.rpartition(".") for name in names)), strict=True
-    )
+    """One block as an Arrow table: step by step, and in a step slot by slot."""
+    steps = np.array([step for step, _ in block], np.int64)
     values = np.stack([figures for _, figures in block])
-    arrays: dict[str, Any] = {
-        "step": np.repeat(np.array([step for step, _ in block], np.int64), len(names))
-    }
-    for name, words in (("layer", layers), ("role", roles)):
-        known = tuple(dict.fromkeys(words))
-        places = {word: place for place, word in enumerate(known)}
+    arrays: dict[str, Any] = {"step": np.repeat(steps, len(names))}
+
+    # Layer and role repeat in every step: numbers into a list of words, instead of the words.
+    layers = [name.rpartition(".")[0] for name in names]
+    roles = [name.rpartition(".")[2] for name in names]
+    for column, words in (("layer", layers), ("role", roles)):
+        distinct = list(dict.fromkeys(words))
+        places = {word: place for place, word in enumerate(distinct)}
         indices = np.tile(np.array([places[word] for word in words], np.int32), len(block))
-        arrays[name] = arrow.DictionaryArray.from_arrays(indices, list(known))
+        arrays[column] = arrow.DictionaryArray.from_arrays(indices, distinct)
+
     for place, name in enumerate(FIGURES):
-        column = values[:, place, :].reshape(-1)
-        missing = None if name in _ALWAYS_MEASURED else np.isnan(column)
-        arrays[name] = arrow.array(column, mask=missing)
+        figures = values[:, place, :].reshape(-1)
+        missing = None if name in _ALWAYS_MEASURED else np.isnan(figures)
+        arrays[name] = arrow.array(figures, mask=missing)
     return arrow.table([arrays[name] for name in schema.names], schema=schema)

@@ -1,10 +1,14 @@
-"""Which FP8 figures become series, and their names.
+"""Decide which FP8 figures become series in the tracker, and name them.
 
-Each role has quantiles over its layers in any model. Single slots have series as a policy picks them: a tracker's page
-dies at some thousand series, and a model of 32 layers has that many. Up to `tracking.fp8_series` slots all have series
-of their own. In a larger model these have them: slots whose names match `tracking.fp8_slots`, slots of layers that left
-FP8, and slots that were beyond a limit of the recipe's fallback once; a slot that was picked stays. Nothing is lost:
-the file of `slot_file` has every slot of every step.
+A model of 32 layers has some thousand series of single slots, and a tracker's page dies of them. So there are two
+kinds:
+
+- Every model has quantiles over the layers of each role, `fp8/<role>/<figure>_<quantile>`.
+- Single slots have `fp8_<figure>/<slot>`. Up to `tracking.fp8_series` slots, all have them. In a larger model only
+  these have them: slots whose names match `tracking.fp8_slots`, slots of layers that left FP8, and slots that were once
+  beyond a limit of the recipe's fallback. A slot that was picked keeps its series.
+
+Nothing is lost: the file of `slot_file` has every slot of every step.
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ from harness.tracking.journal import JOURNAL, read_rows
 from harness.tracking.slot_file import FIGURES, SLOT_FILE, Floats, SlotFile, SlotSteps
 
 MAX_PICKED = 6
-"""The most slots that are picked for each of two reasons; patterns may add `tracking.fp8_series` more."""
+"""Most slots that are picked for each of the two reasons below. Patterns may add `tracking.fp8_series` more."""
 DEMOTED, NEAR = "its layer left FP8", "beyond a limit of the fallback"
 _NAMED = 8
 _SAMPLED = np.array([SLOT_ROWS[name].often == SAMPLED for name in FIGURES])[:, None]
+# Figures by which a slot is the worst of its role; True: the lowest is the worst.
 _WORST = (("saturation", False), ("underflow", False), ("sqnr_db", True))
 _RANKS = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 Event = dict[str, Any]
@@ -40,10 +45,13 @@ Event = dict[str, Any]
 class SlotLimits:
     """Thresholds beyond which a slot gets a series of its own.
 
-    saturation, underflow, even_db: one for each role, in the order of ROLES; NaN: not judged.
-    clipped: the largest share.
-    sqnr_db, even_db, centred_db: the least, dB.
+    saturation: largest, one for each role in the order of ROLES; NaN: not judged (also below).
+    clipped: largest share of values.
+    underflow: largest share of non-zero values, one for each role.
+    sqnr_db: least, in dB.
     warmup_steps: applied steps at the start that are not judged.
+    even_db: least per-element SQNR in dB, one for each role.
+    centred_db: least SQNR without each channel's mean, in dB.
     """
 
     saturation: tuple[float, ...]
@@ -56,10 +64,11 @@ class SlotLimits:
 
     def beyond(self, slots: SlotStats) -> list[int]:
         """Places of the slots beyond a limit in this step, the worst by saturation first."""
-        role = [ROLES.index(name.rpartition(".")[2]) for name in slots.names]
-        limits, underflow, even = (
-            np.array(each)[role] for each in (self.saturation, self.underflow, self.even_db)
-        )
+        roles = [ROLES.index(name.rpartition(".")[2]) for name in slots.names]
+        limits = np.array(self.saturation)[roles]
+        underflow = np.array(self.underflow)[roles]
+        even = np.array(self.even_db)[roles]
+        # NaN, a figure that was not measured, is beyond no limit.
         with np.errstate(invalid="ignore"):
             bad = (
                 (slots.saturation > limits)
@@ -77,7 +86,7 @@ class SlotLimits:
 def slot_figures(slots: SlotStats, chosen: Collection[str] | None = None) -> dict[str, float]:
     """`fp8_<figure>/<slot>`, such as `fp8_amax/blocks.03.mlp.down.input`, for every figure that was measured.
 
-    chosen: the slots to give; None: all.
+    chosen: the slots wanted; None: all.
     """
     found: dict[str, float] = {}
     for field_name, metric in SLOT_ROWS.items():
@@ -91,10 +100,12 @@ def slot_figures(slots: SlotStats, chosen: Collection[str] | None = None) -> dic
 def role_figures(names: Sequence[str], now: Floats, low: Floats, high: Floats) -> dict[str, float]:
     """`fp8/<role>/<figure>_<quantile>` over the layers.
 
-    now: float32 [figures, slots] of this step, in the order of SLOT_ROWS.
-    low, high: the least and largest of every step since the last such row; "min" and "max" are of them.
+    now: float32 [figures, slots] of this step, in the order of SLOT_ROWS; p10, p50 and p90 are of these.
+    low: least value of each since the last such row; min is of these.
+    high: largest value of each since then; max is of these.
 
-    A quantile is the value of a slot (the nearest rank), so that an infinite amax does not make the others unreadable.
+    A quantile is the value of one slot (the nearest rank). Interpolation would make an infinite amax of one slot spoil
+    the quantiles beside it.
     """
     found: dict[str, float] = {}
     for role in ROLES:
@@ -105,12 +116,10 @@ def role_figures(names: Sequence[str], now: Floats, low: Floats, high: Floats) -
             values: dict[str, float] = {}
             if measured[row]:
                 last = int(measured[row]) - 1
-                values = {
-                    name: float(ordered[row, round(rank * last)]) for name, rank in _RANKS.items()
-                }
-            lows, highs = (
-                column[~np.isnan(column)] for column in (low[row, columns], high[row, columns])
-            )
+                for name, rank in _RANKS.items():
+                    values[name] = float(ordered[row, round(rank * last)])
+            lows, highs = low[row, columns], high[row, columns]
+            lows, highs = lows[~np.isnan(lows)], highs[~np.isnan(highs)]
             if lows.size:
                 values["min"] = float(lows.min())
             if highs.size:
@@ -127,12 +136,12 @@ def _columns_of(role: str, names: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What telemetry writes down of a step's FP8 figures.
+    """What telemetry logs of a step's FP8 figures.
 
-    figures: for the step's row, by the names of their series.
-    events: about slots that were picked, and about slots that had no room.
-    worst: tags that changed, each with the worst slots of a role.
     step: the step that the figures are of.
+    figures: for the step's row, by the names of their series.
+    events: about slots that were picked, and slots that had no room.
+    worst: tags that changed, each with the worst slots of a role.
     """
 
     step: int
@@ -142,9 +151,10 @@ class Kept:
 
 
 class SlotSeries:
-    """The policy of one run, and its file of all figures.
+    """One run's choice of series, and its file of all figures.
 
-    folder: the run's; None keeps nothing. limits: None: no slot is picked for being beyond them.
+    folder: the run's; None keeps nothing.
+    limits: a slot beyond one is picked; None: no slot is.
     """
 
     def __init__(
@@ -154,10 +164,12 @@ class SlotSeries:
         self.file = None if folder is None else SlotFile(folder / SLOT_FILE)
         self._journal = None if folder is None else folder / JOURNAL
         self._names: tuple[str, ...] = ()
-        # Slots that have series: asked for by pattern, and picked, with the reason.
+        # Slots that have series: those that match a pattern, and those that were picked, with the reason.
         self._asked: dict[str, None] = {}
         self._picked: dict[str, str] = {}
+        # Reasons for which an event has named slots without room.
         self._full: set[str] = set()
+        # (attempt, step) that follows the last one; another one begins anew.
         self._next: tuple[int, int] | None = None
         # Since the last row: extremes, and each figure's last measured value.
         self._low: Floats = np.zeros((len(FIGURES), 0), np.float32)
@@ -188,11 +200,12 @@ class SlotSeries:
             return self._row(facts.step, slots, events)
         self._last = facts, attempt
 
-        # Between two rows only slots that were picked in this step: it must be seen what they were picked for.
-        return Kept(facts.step, slot_figures(slots, picked) if picked else {}, events)
+        # Between two rows only the slots that were picked in this step: their figures show what they were picked for.
+        figures = slot_figures(slots, picked) if picked else {}
+        return Kept(facts.step, figures, events)
 
     def rest(self, attempt: int) -> Kept | None:
-        """The figures of the last step at the end of a run; None if they are in its row already."""
+        """The figures of the last step, at the end of a run; None if that step's row has them."""
         if self._last is None or self._last[1] != attempt:
             return None
         facts, slots = self._last[0], self._last[0].slots
@@ -209,12 +222,14 @@ class SlotSeries:
         return Kept(step, figures, events, self._worst_now(step, low, high))
 
     def _note(self, now: Floats) -> None:
-        """One more step since the last row. Figures that are sampled in other steps than rows wait for the next row."""
-        self._low, self._high = np.fmin(self._low, now), np.fmax(self._high, now)
+        """Add one step to those since the last row. Figures sampled between two rows wait for the second one."""
+        self._low = np.fmin(self._low, now)
+        self._high = np.fmax(self._high, now)
         self._newest = np.where(np.isnan(now) & _SAMPLED, self._newest, now)
 
     @property
     def _all(self) -> bool:
+        """Whether all slots have series of their own."""
         return len(self._names) <= self.config.fp8_series
 
     def _forget(self) -> None:
@@ -223,17 +238,19 @@ class SlotSeries:
         self._last = None
 
     def _begin(self, attempt: int, step: int, names: tuple[str, ...]) -> Iterator[Event]:
-        """Choose the slots anew, and read the steps since the last row, if this step continues an earlier process."""
+        """Choose the slots anew; if this step continues an earlier process, read the steps since the last row."""
         first = self._next is None
         self._names = names
         self._forget()
-        asked = [
-            name for name in names if any(fnmatchcase(name, each) for each in self.config.fp8_slots)
-        ]
+
+        patterns = self.config.fp8_slots
+        asked = [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
         self._asked = dict.fromkeys(asked[: self.config.fp8_series])
         if first:
             yield from self._patterns(names, asked)
             self._picked = dict(self._picked_before(attempt, step))
+
+        # The next row covers all steps since the last one; an earlier process wrote those before this step.
         since = (step - 1) // self.config.fp8_every * self.config.fp8_every
         if self.file is None or since == step - 1:
             return
@@ -246,6 +263,7 @@ class SlotSeries:
                 self._note(values)
 
     def _patterns(self, names: Sequence[str], asked: Sequence[str]) -> Iterator[Event]:
+        """Events about patterns that match nothing, or too many slots."""
         for pattern in self.config.fp8_slots:
             if not any(fnmatchcase(name, pattern) for name in names):
                 text = f"tracking.fp8_slots: {pattern!r} matches no FP8 slot"
@@ -257,21 +275,23 @@ class SlotSeries:
             )
 
     def _picked_before(self, attempt: int, step: int) -> Iterator[tuple[str, str]]:
-        """Slots that the journal says were picked, and why: a resumed run has the series of one that never stopped."""
+        """(slot, why) of slots that were picked before, from the journal.
+
+        So a resumed run has the same series as one that never stopped.
+        """
         if self._all or self._journal is None:
             return
         try:
             for row in read_rows(self._journal, metrics=False):
-                if (
-                    row["kind"] != "event"
-                    or row["code"] != "fp8.picked"
-                    or not isinstance(row.get("slots"), list)
-                ):
+                if row["kind"] != "event" or row["code"] != "fp8.picked":
                     continue
-                if row["attempt"] < attempt or row["step"] < step:
-                    yield from (
-                        (name, str(row.get("why"))) for name in row["slots"] if name in self._names
-                    )
+                slots = row.get("slots")
+                is_before = row["attempt"] < attempt or row["step"] < step
+                if not isinstance(slots, list) or not is_before:
+                    continue
+                for name in slots:
+                    if name in self._names:
+                        yield name, str(row.get("why"))
         except OSError:
             return
 
@@ -294,6 +314,7 @@ class SlotSeries:
         return fresh
 
     def _wanted(self, facts: StepFacts, slots: SlotStats) -> Iterator[tuple[str, list[str]]]:
+        """(reason, slots) to pick in this step, the worst first."""
         if facts.demoted:
             demoted = set(facts.demoted)
             yield DEMOTED, [name for name in slots.names if name.rpartition(".")[0] in demoted]
@@ -302,7 +323,7 @@ class SlotSeries:
             yield NEAR, [slots.names[place] for place in limits.beyond(slots)]
 
     def _worst_now(self, step: int, low: Floats, high: Floats) -> dict[str, str]:
-        """Tags of the roles whose worst slots are others than in the last tag."""
+        """A tag for each role whose worst slots changed since its last tag."""
         changed: dict[str, str] = {}
         for role in ROLES:
             worst = dict(self._worst_of(role, _columns_of(role, self._names), low, high))

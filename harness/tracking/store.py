@@ -1,4 +1,4 @@
-"""Where in MLflow a run's figures go. A run remembers it in `store.json`, without passwords and tokens."""
+"""Which MLflow store a run's figures go to. The run keeps its address in `store.json`, without passwords and tokens."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ from harness.tracking.journal import Position, misplaced, tracking_uri
 
 STORE = "store.json"
 URI = "MLFLOW_TRACKING_URI"
-_USERNAME, _PASSWORD, _TOKEN = (
-    "MLFLOW_TRACKING_USERNAME",
-    "MLFLOW_TRACKING_PASSWORD",
-    "MLFLOW_TRACKING_TOKEN",
-)
+_USERNAME = "MLFLOW_TRACKING_USERNAME"
+_PASSWORD = "MLFLOW_TRACKING_PASSWORD"
+_TOKEN = "MLFLOW_TRACKING_TOKEN"
 _LONGEST = 4000
 
 
 @dataclass(frozen=True)
 class Store:
-    """uri: the address without secrets; a file has its whole path. needs: the variables that had secrets."""
+    """What a run keeps of a store.
+
+    uri: the address without secrets; a file has its whole path.
+    needs: environment variables that had secrets when the store was reached.
+    """
 
     uri: str
     needs: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, uri: str, environment: Mapping[str, str] = os.environ) -> Store:
-        """What a run may remember of `uri`."""
+        """What a run may keep of `uri`."""
         address = Address.of(_absolute(uri))
         web = address.bare.startswith(("http://", "https://"))
-        needs = [name for name in (_USERNAME, _PASSWORD, _TOKEN) if web and environment.get(name)]
+        needs: list[str] = []
+        if web:
+            needs = [name for name in (_USERNAME, _PASSWORD, _TOKEN) if environment.get(name)]
+
+        # Secrets in the address itself. MLflow takes a user and a password from variables as well.
         if web and ":" in address.userinfo and not address.settings:
             needs = [_USERNAME, _PASSWORD]
         elif address.secrets:
@@ -44,30 +50,29 @@ class Store:
 
     @classmethod
     def load(cls, run_dir: Path) -> Store | None:
-        """What the run remembers; None if nothing, or nothing that can be read."""
+        """What the run keeps; None if there is nothing, or nothing that can be read."""
         stored = read_mapping(run_dir / STORE)
         uri, needs = stored.get("uri"), stored.get("needs")
         if not isinstance(uri, str) or not 0 < len(uri) <= _LONGEST or not uri.isprintable():
             return None
-        known = {URI, _USERNAME, _PASSWORD, _TOKEN}
-        return cls(
-            Address.of(uri).bare,
-            tuple(sorted(known & set(map(str, needs)))) if isinstance(needs, list) else (),
-        )
+        named = set(map(str, needs)) if isinstance(needs, list) else set[str]()
+        secrets = {URI, _USERNAME, _PASSWORD, _TOKEN}
+        return cls(Address.of(uri).bare, tuple(sorted(secrets & named)))
 
     def save(self, run_dir: Path) -> None:
         """Write it, atomically."""
         write_json(run_dir / STORE, asdict(self))
 
     def missing(self, environment: Mapping[str, str] = os.environ) -> list[str]:
-        """Variables that are to be set before the store can be reached, if it is reached by what the run remembers."""
+        """Variables that must be set before the store can be reached by what the run keeps."""
+        # A token, or user and password, open a server, whichever of them was used before.
         if environment.get(_TOKEN) or (environment.get(_USERNAME) and environment.get(_PASSWORD)):
             return [name for name in self.needs if name == URI]
         return [name for name in self.needs if not environment.get(name)]
 
 
 def _absolute(uri: str) -> str:
-    """A relative path means one in the working folder of whoever said it."""
+    """The address with an absolute path in place of one that is relative to the working folder."""
     sqlite = re.fullmatch(r"(sqlite(?:\+\w+)?:///)([^/:?][^:?]*)(\?.*)?", uri)
     if sqlite is not None:
         scheme, path, settings = sqlite.groups()
@@ -81,8 +86,12 @@ def _absolute(uri: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """uri: with the secrets that the environment has, for MLflow alone. was: where figures went until now, if that was
-    elsewhere, else empty."""
+    """Where to deliver.
+
+    uri: the address with the secrets of the environment; for MLflow alone.
+    store: the same, without secrets.
+    was: address that figures went to until now; empty if it is the same.
+    """
 
     uri: str
     store: Store
@@ -90,8 +99,10 @@ class Choice:
 
     @property
     def unsent(self) -> str:
-        """Why MLflow's client cannot deliver with such an address; empty if it can. It writes its own path behind a
-        setting, and sends a token before the host not at all."""
+        """Why MLflow's client cannot deliver to such an address; empty if it can.
+
+        It appends its own path behind a setting (?...), and does not send a token that stands before the host.
+        """
         address = Address.of(self.uri)
         if not address.bare.startswith(("http://", "https://")):
             return ""
@@ -104,13 +115,11 @@ class Choice:
         return ""
 
     @property
-    def told(self) -> str:
-        """Where figures go, in a line without secrets."""
+    def announcement(self) -> str:
+        """Where figures go, in a line without secrets; printed when a run starts."""
         line = f"figures go to MLflow at {self.store.uri}"
         if self.was:
-            line += (
-                f" from now on, and the run's earlier ones too; until now they went to {self.was}"
-            )
+            line += f" from now on, the run's earlier ones too; until now they went to {self.was}"
         if self.unsent:
             line += f"; {self.unsent}"
         missing = self.store.missing() if self.uri == self.store.uri else []
@@ -120,54 +129,76 @@ class Choice:
 
 
 def choose(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Choice:
-    """Where a run that starts or resumes delivers: to MLFLOW_TRACKING_URI if it is set, else where it did before, else
-    to mlflow.db in the working folder."""
-    known, given = Store.load(run_dir), environment.get(URI)
-    if known is not None and not given:
-        return Choice(known.uri, known)
+    """Where a run that starts or resumes delivers.
+
+    To MLFLOW_TRACKING_URI if it is set; else where it delivered before; else to mlflow.db in the working folder.
+    """
+    kept, given = Store.load(run_dir), environment.get(URI)
+    if kept is not None and not given:
+        return Choice(kept.uri, kept)
     uri = _absolute(tracking_uri(environment))
     store = Store.of(uri, environment)
-    moved = known is not None and known.uri != store.uri
-    return Choice(uri, store, known.uri if moved and known is not None else "")
+    was = ""
+    if kept is not None and kept.uri != store.uri:
+        was = kept.uri
+    return Choice(uri, store, was)
 
 
 def choose_for_sync(
     run_dir: Path, elsewhere: bool, environment: Mapping[str, str] = os.environ
 ) -> Choice:
-    """Where `harness sync` delivers: to the store of the run. Raises ConfigError if the environment names another one
-    and `elsewhere` does not allow it, if credentials are missing, or if the store is not known."""
-    known, given = Store.load(run_dir), environment.get(URI)
-    allow = "--elsewhere delivers the whole run there, and the run belongs there from then on"
+    """Where `harness sync` delivers: to the store of the run.
+
+    elsewhere: deliver to the store that the environment names instead.
+
+    Raises ConfigError if the environment names another store and `elsewhere` is not set, if credentials are missing, or
+    if the run's store is not known.
+    """
+    kept, given = Store.load(run_dir), environment.get(URI)
     here = Store.of(tracking_uri(environment), environment)
-    if elsewhere or known is None:
-        if not given and not elsewhere and Position.load(run_dir).run_id is not None:
-            what = f"the run has been delivered, but {STORE}, which knows where, is gone or damaged"
-            raise ConfigError(
-                Problem(what, str(run_dir), fix=f"set {URI} as it was in the run; {allow}")
-            )
-        if why := misplaced(environment):
-            fix = f"call it from another folder, or set {URI}"
-            raise ConfigError(
-                Problem("MLflow's database would not be in this folder", str(Path.cwd()), why, fix)
-            )
-        moved = known.uri if known is not None and known.uri != here.uri else ""
-        return Choice(_absolute(tracking_uri(environment)), here, moved)
-    if given and here.uri != known.uri:
-        what = f"the run's figures are in {known.uri}, and {URI} names {here.uri}"
-        raise ConfigError(
-            Problem(what, str(run_dir), fix=f"unset {URI}, or set it to the former; {allow}")
-        )
-    if given and here.uri.startswith("http") and Address.of(given).settings:
-        why = Choice(given, here).unsent
-        raise ConfigError(
-            Problem(f"{URI} has settings (?...)", here.uri, why, f"set {URI}={here.uri}")
-        )
+    if elsewhere or kept is None:
+        return _choose_here(run_dir, elsewhere, kept, here, environment)
+
+    # The run's store, reached by the address that the environment gives for it.
     if given:
+        if here.uri != kept.uri:
+            what = f"the run's figures are in {kept.uri}, and {URI} names {here.uri}"
+            fix = f"unset {URI}, or set it to the former; {_ELSEWHERE}"
+            raise ConfigError(Problem(what, str(run_dir), fix=fix))
+        if here.uri.startswith("http") and Address.of(given).settings:
+            why = Choice(given, here).unsent
+            fix = f"set {URI}={here.uri}"
+            raise ConfigError(Problem(f"{URI} has settings (?...)", here.uri, why, fix))
         return Choice(_absolute(given), here)
-    if missing := known.missing(environment):
-        what = f"{known.uri} was reached with credentials, which a run does not keep"
-        fix = f"set {' and '.join(missing)}" + (
-            f" (or {URI} with them)" if URI not in missing else ""
-        )
+
+    # The run's store, reached by what the run keeps.
+    if missing := kept.missing(environment):
+        what = f"{kept.uri} was reached with credentials, which a run does not keep"
+        fix = f"set {' and '.join(missing)}"
+        if URI not in missing:
+            fix += f" (or {URI} with them)"
         raise ConfigError(Problem(what, str(run_dir), fix=fix))
-    return Choice(known.uri, known)
+    return Choice(kept.uri, kept)
+
+
+_ELSEWHERE = "--elsewhere delivers the whole run there, and the run belongs there from then on"
+
+
+def _choose_here(
+    run_dir: Path, elsewhere: bool, kept: Store | None, here: Store, environment: Mapping[str, str]
+) -> Choice:
+    """The store that the environment names. Raises ConfigError."""
+    # Without --elsewhere this is a first delivery, unless store.json is gone: then nobody knows where the run is.
+    delivered = Position.load(run_dir).run_id is not None
+    if delivered and not elsewhere and not environment.get(URI):
+        what = f"the run has been delivered, but {STORE}, which knows where, is gone or damaged"
+        fix = f"set {URI} as it was in the run; {_ELSEWHERE}"
+        raise ConfigError(Problem(what, str(run_dir), fix=fix))
+
+    if why := misplaced(environment):
+        fix = f"call it from another folder, or set {URI}"
+        what = "MLflow's database would not be in this folder"
+        raise ConfigError(Problem(what, str(Path.cwd()), why, fix))
+
+    was = kept.uri if kept is not None and kept.uri != here.uri else ""
+    return Choice(_absolute(tracking_uri(environment)), here, was)

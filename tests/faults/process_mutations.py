@@ -228,7 +228,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "ranks that all had a signal while they started were asked to stop",
-        ' && [ "$(wc -l <"$told")" -lt "$ranks" ]',
+        ' && [ "$(wc -l <"$codes")" -lt "$ranks" ]',
         "",
         "tests/unit/test_launch_scripts.py -k dies_while_the_others",
     ),

@@ -36,14 +36,14 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "a run goes on to be delivered where it was",
-        "    if known is not None and not given:\n        return Choice(known.uri, known)\n",
+        "    if kept is not None and not given:\n        return Choice(kept.uri, kept)\n",
         "",
         "tests/faults/test_delivery.py -k goes_on_where",
     ),
     Mutation(
         18,
         "sync delivers to another store only where it is told to",
-        "if given and here.uri != known.uri:",
+        "if here.uri != kept.uri:",
         "if False:",
         "tests/faults/test_delivery.py -k takes_a_flag",
     ),
@@ -114,7 +114,7 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         19,
         "a run's page in MLflow names its checkpoints",
-        "            self._retry(self._link, model, step)\n",
+        "        self._retry(self._link, model, step)\n",
         "",
         "tests/unit/tracking/test_checkpoint_models.py -k names_its_checkpoints",
     ),
@@ -205,8 +205,8 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "lines that are no rows are set aside",
-        '        and 0 <= row.get("time", 0.0) < _LAST_TIME\n',
-        "",
+        "if not isinstance(seconds, float | int) or not 0 <= seconds < _LAST_TIME:",
+        "if not isinstance(seconds, float | int):",
         "tests/unit/tracking/test_shipper.py -k no_rows",
     ),
     Mutation(
@@ -289,8 +289,8 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         19,
         "a resume decodes no rows of steps that it does not do again",
-        "row = (_head(line, since) if since else None) or decode(line)",
-        "row = decode(line)",
+        "row = _head(line, since) if since else None",
+        "row = None",
         "tests/unit/tracking/test_long_journals.py -k as_the_writer_puts_them",
     ),
     Mutation(
@@ -303,8 +303,8 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         19,
         "a resume keeps no rows of steps that it does not do again",
-        "StandingRows.index(read_rows(path, since=resume_step - 1), resume_step)",
-        "StandingRows.index(list(read_rows(path)), resume_step)",
+        "ExistingRows.index(read_rows(path, since=resume_step - 1), resume_step)",
+        "ExistingRows.index(list(read_rows(path)), resume_step)",
         "tests/unit/tracking/test_long_journals.py::test_memory_grows_by_little_for_each_row[resumed]",
     ),
     Mutation(

@@ -18,7 +18,7 @@ from harness import Guard, Telemetry
 from harness.cli import app
 from harness.core.facts import ROLES, Halt, Limits, SlotStats, StepFacts
 from harness.precision.recipe import Recipe
-from harness.report.explain import catalogue, told
+from harness.report.explain import catalogue, described
 from harness.tracking.history import RunHistory
 
 SLOTS = tuple(f"{layer}.{role}" for layer in ("00", "02") for role in ROLES)
@@ -204,7 +204,7 @@ def said(
             if isinstance(action, Halt):
                 texts.setdefault("guard.halt", set()).add(action.text)
     for event in RunHistory.read(folder).events:
-        texts.setdefault(event["code"], set()).add(told(event))
+        texts.setdefault(event["code"], set()).add(described(event))
     return texts
 
 

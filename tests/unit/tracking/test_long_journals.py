@@ -41,7 +41,7 @@ def inspected(folder, rows):
 
 def resumed(folder, rows):
     with Journal(folder / JOURNAL, 1, rows - 4) as journal:
-        assert journal.standing_attempt == 1
+        assert journal.existing_attempt == 1
 
 def followed(folder, rows):
     from harness.tracking.mlflow import Sink
